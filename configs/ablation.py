@@ -160,7 +160,7 @@ def _colocated(config: settings.SimulatedRun) -> None:
     """Gives all accelerators to both stages, which take turns."""
     config.simulation.train_devices, config.simulation.train_mesh = 48, ALL
     config.rollout.tensor_parallel = (DEGREE,) * (48 // DEGREE)
-    config.coordinator.staleness = 0
+    config.coordinator.max_staleness = 0
 
 
 def _static_optimal(config: settings.SimulatedRun, workload: str) -> None:
@@ -168,7 +168,7 @@ def _static_optimal(config: settings.SimulatedRun, workload: str) -> None:
     mesh, instances = BEST[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = (DEGREE,) * instances
-    config.coordinator.staleness = AHEAD
+    config.coordinator.max_staleness = AHEAD
 
 
 def _libra(config: settings.SimulatedRun, workload: str) -> None:
@@ -177,7 +177,7 @@ def _libra(config: settings.SimulatedRun, workload: str) -> None:
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = tuple(degree for degree, (count, _) in instances.items() for _ in range(count))
     config.scheduler.max_remaining_tokens = tuple(bound for _, bound in instances.values() if bound is not None)
-    config.coordinator.staleness = AHEAD
+    config.coordinator.max_staleness = AHEAD
 
 
 def _split(config: settings.SimulatedRun, mesh: tuple[int, int, int]) -> None:
@@ -186,7 +186,7 @@ def _split(config: settings.SimulatedRun, mesh: tuple[int, int, int]) -> None:
     # 44 = 48 devices less the 4 of the two instances of degree 2.
     config.rollout.tensor_parallel = (2, 2) + (4,) * ((44 - math.prod(mesh)) // 4)
     config.scheduler.max_remaining_tokens = (8_360,)
-    config.coordinator.staleness = AHEAD
+    config.coordinator.max_staleness = AHEAD
 
 
 def _pool(config: settings.SimulatedRun) -> None:
@@ -195,5 +195,5 @@ def _pool(config: settings.SimulatedRun) -> None:
     # The last `elastic.hybrid` instances are the hybrid workers.
     config.rollout.tensor_parallel = (2, 2) + (4,) * 3 + (4,) * 4
     config.scheduler.max_remaining_tokens = (8_360,)
-    config.coordinator.staleness = AHEAD
+    config.coordinator.max_staleness = AHEAD
     config.elastic.hybrid = 4

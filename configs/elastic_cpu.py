@@ -41,7 +41,7 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = 12
     config.coordinator.group_size = 8
-    config.coordinator.staleness = 1  # rollout and training side by side
+    config.coordinator.max_staleness = 1  # rollout and training side by side
 
     config.task.source = "libra_jax.agents.calculator:task_source"
     config.task.environment = "libra_jax.agents.calculator:environment"
@@ -64,7 +64,7 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     config.elastic.cores = (1,)
     config.elastic.cooldown = 3
     config.elastic.patience = 1  # a phase is short, and each look sees two steps
-    config.elastic.late_seconds = 5.0  # other work keeps the cores busy at times
+    config.elastic.late_min_seconds = 5.0  # other work keeps the cores busy at times
     config.planner.horizon = 10  # steps over which a switch has to pay
 
     config.optimizer.learning_rate = 4e-4

@@ -39,6 +39,6 @@ def get_config() -> libra_config.RunConfig:
     config.trainer.rows_per_micro_batch = 8
     config.coordinator.groups_per_step = 8
     config.coordinator.group_size = 4
-    config.coordinator.staleness = 1
+    config.coordinator.max_staleness = 1
     config.evaluation.every = 0
     return config

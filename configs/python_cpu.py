@@ -57,7 +57,7 @@ def get_config() -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = 48
     config.coordinator.group_size = 8
-    config.coordinator.staleness = 0  # synchronous: on two cores, rollout and training take turns anyway
+    config.coordinator.max_staleness = 0  # synchronous: on two cores, rollout and training take turns anyway
 
     config.evaluation.every = 0
     return config

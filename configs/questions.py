@@ -27,7 +27,7 @@ def get_config(weights: str = "") -> libra_config.RunConfig:
     config.trainer.row_tokens = 1024
 
     config.coordinator.groups_per_step = 16
-    config.coordinator.staleness = 1
+    config.coordinator.max_staleness = 1
     if weights:
         _pretrained(config, weights)
     return config

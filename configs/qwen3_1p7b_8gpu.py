@@ -50,7 +50,7 @@ def get_config() -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = 64
     config.coordinator.group_size = 8
-    config.coordinator.staleness = 1
+    config.coordinator.max_staleness = 1
 
     config.evaluation.every = 20
     config.deadlines.first_token = 600.0

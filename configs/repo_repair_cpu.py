@@ -60,7 +60,7 @@ def get_config() -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = 16
     config.coordinator.group_size = 8
-    config.coordinator.staleness = 0
+    config.coordinator.max_staleness = 0
 
     config.checkpoint.every = 4
     config.evaluation.every = 0

@@ -60,7 +60,7 @@ def get_config(variant: str = "swe") -> settings.SimulatedRun:
 
     config.coordinator.groups_per_step = 32
     config.coordinator.group_size = 16
-    config.coordinator.staleness = 1
+    config.coordinator.max_staleness = 1
     config.scheduler.max_remaining_tokens = (3_000, 8_000, 20_000)
     config.workload.shape = "swe" if variant == "large" else variant  # trace asks for --trace=FILE
     config.workload.fit_buckets = variant == "trace"

@@ -32,7 +32,7 @@ def get_config(variant: str = "synchronous") -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = 4
     config.coordinator.group_size = 48
-    config.coordinator.staleness = 1 if variant == "overlapped" else 0
+    config.coordinator.max_staleness = 1 if variant == "overlapped" else 0
 
     config.task.source = "libra_jax.agents.calculator:task_source"
     config.task.environment = "libra_jax.agents.calculator:environment"

@@ -5,7 +5,7 @@
   python launch/plan.py --config=configs/calibrate.py --trace=runs/calibration/single/trace.jsonl \\
     --config.planner.profile=runs/calibration/profile.json
 
-The first half of each run's steps is fitted to, the other half is predicted. Runs need coordinator.staleness=0, so
+The first half of each run's steps is fitted to, the other half is predicted. Runs need coordinator.max_staleness=0, so
 that their stages follow each other, and one rollout instance. `planner.profile` makes plans use the profile.
 """
 
@@ -184,10 +184,10 @@ def _read(folder: Path) -> Run:
     """
     recorded = recording.read(folder)
     config = recorded.config
-    if config.coordinator.staleness or len(config.rollout.tensor_parallel) != 1:
+    if config.coordinator.max_staleness or len(config.rollout.tensor_parallel) != 1:
         raise protocols.DataError(
-            f"{folder}: plans are calibrated by runs with coordinator.staleness=0 and one rollout instance, and this "
-            f"one has {config.coordinator.staleness} and {len(config.rollout.tensor_parallel)}"
+            f"{folder}: plans are calibrated by runs with coordinator.max_staleness=0 and one rollout instance, and "
+            f"this one has {config.coordinator.max_staleness} and {len(config.rollout.tensor_parallel)}"
         )
     shape = wiring.policy_shape(hub.with_model(config), need_weights=True)
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")

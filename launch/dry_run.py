@@ -60,7 +60,7 @@ def describe(
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
         f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} attempts = "
-        f"{batch} trajectories, staleness at most {config.coordinator.staleness}"
+        f"{batch} trajectories, staleness at most {config.coordinator.max_staleness}"
     )
     return "\n".join(lines)
 

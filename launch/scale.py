@@ -38,7 +38,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 _INTERVAL = flags.DEFINE_integer(
     "stream_interval", None, "rollout.stream_interval; default: as any run has it.", lower_bound=1
 )
-_BUCKET = flags.DEFINE_integer("bucket_mib", None, "rollout.bucket_mib; default: the config's.", lower_bound=1)
+_CHUNK = flags.DEFINE_integer("chunk_mib", None, "rollout.chunk_mib; default: the config's.", lower_bound=1)
 _LINK = flags.DEFINE_float(
     "link_bytes_per_second", None, "Between two hosts; default: an accelerator's by the sheet.", lower_bound=1.0
 )
@@ -106,9 +106,9 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     by_sheet = model.sheet.network_bytes_per_second * model.coefficients.network_share
     around = scale.Settings(
         stream_interval=usual.stream_interval if _INTERVAL.value is None else _INTERVAL.value,
-        bucket_mib=run.rollout.bucket_mib if _BUCKET.value is None else _BUCKET.value,
+        chunk_mib=run.rollout.chunk_mib if _CHUNK.value is None else _CHUNK.value,
         health_seconds=usual.health_seconds,
-        staleness=run.coordinator.staleness,
+        staleness=run.coordinator.max_staleness,
         accelerators_per_host=model.sheet.devices_per_node,
         link_bytes_per_second=by_sheet if _LINK.value is None else _LINK.value,
         load_seconds=model.coefficients.load_overhead,
@@ -172,7 +172,7 @@ def _print(
         f"{work.turns:.1f} turns, {work.generated_tokens:,.0f} generated and {work.trained_tokens:,.0f} trained tokens "
         f"each, {work.step_seconds:.0f} s; {work.engines} engines on {work.rollout_accelerators}; "
         f"{work.weight_bytes / 1e9:.1f} GB published. A delta every {around.stream_interval} tokens, buckets of "
-        f"{around.bucket_mib} MiB, staleness {around.staleness}."
+        f"{around.chunk_mib} MiB, staleness {around.staleness}."
     )
     rows = table.Table("accelerators", *(f"{one.accelerators:,}" for one in found))
     for name in ("engines", "requests", "turns", "deltas", "tokens"):

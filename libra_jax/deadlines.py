@@ -14,7 +14,7 @@ from libra_jax import config, protocols, turns
 T = TypeVar("T")
 
 Limit = Literal[
-    "checkpoint", "engine_start", "first_token", "publish", "shutdown", "train_step", "trainer_start", "transition"
+    "checkpoint", "engine_start", "first_token", "weight_sync", "shutdown", "train_step", "trainer_start", "transition"
 ]
 """Name of a field of `config.deadlines`."""
 

@@ -78,3 +78,26 @@ def test_a_value_of_the_wrong_type_is_refused_where_it_is_set():
         made.optimizer.learning_rate = "fast"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"config\.optimizer\.learning_rate: must be of type float, not 'fast'"):
         config.parse(config.RunConfig, {"optimizer": {"learning_rate": "fast"}})
+
+
+@pytest.mark.parametrize(("old", "new"), config.RENAMED.items())
+def test_a_former_name_is_refused_with_the_present_one(old, new):
+    group, name = old.split(".")
+    sentence = f"{old} is now {new}".replace(".", r"\.")
+    with pytest.raises(ConfigError, match=rf"config\.{group}\.{name}: no such field; {sentence}"):
+        config.parse(config.RunConfig, {group: {name: 1}})
+    with pytest.raises(ConfigError, match=f"has no field '{name}'; {sentence}"):
+        setattr(getattr(config.RunConfig(), group), name, 1)
+    settings_of_new, present = getattr(config.RunConfig(), new.split(".")[0]), new.split(".")[1]
+    assert hasattr(settings_of_new, present)
+
+
+def test_a_stored_config_is_read_under_present_names():
+    stored = {"steps": 3, "rollout": {"bucket_mib": 64, "slots": 2}, "elastic": {"late": 3.0}, "task": {"reward": ""}}
+    found = config.renamed(stored)
+    assert found == {"steps": 3, "rollout": {"slots": 2, "chunk_mib": 64}, "elastic": {"late_factor": 3.0}, "task": {}}
+    assert stored["rollout"] == {"bucket_mib": 64, "slots": 2}
+    with pytest.raises(
+        ConfigError, match=r"config\.task\.reward: no such field; task\.reward is now reward\.functions, e"
+    ):
+        config.renamed({"task": {"reward": "mine:reward"}})

@@ -31,9 +31,9 @@ from libra_jax.config.environments import (
     TaskConfig,
     ToolsConfig,
 )
-from libra_jax.config.group import freeze, group
+from libra_jax.config.group import RENAMED, freeze, group, now, renamed
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
-from libra_jax.config.parsing import MOVED, checked, parse, to_dict
+from libra_jax.config.parsing import checked, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
 from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
 from libra_jax.config.training import (
@@ -61,10 +61,10 @@ __all__ = [
     "LOSSES",
     "MAY_CHANGE",
     "MOST_TEMPERATURE",
-    "MOVED",
     "OF_REWARDS",
     "ORDERINGS",
     "POLICIES",
+    "RENAMED",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -98,7 +98,9 @@ __all__ = [
     "freeze",
     "group",
     "identity",
+    "now",
     "parse",
+    "renamed",
     "slots_by_degree",
     "to_dict",
 ]

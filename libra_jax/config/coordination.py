@@ -1,4 +1,4 @@
-"""Settings of the coordinator: batches, evaluations, checkpoints, plans, and who changes sides."""
+"""Settings of the coordinator: batches, evaluations, checkpoints, plans, and hybrid workers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ class CoordinatorConfig:
     """Batches, staleness and replacement."""
 
     groups_per_step: int = 32  # prompts a training step
-    group_size: int = 8  # attempts a prompt
-    staleness: int = 0  # eta: a group trains at most this many versions after its first dispatch; 0 is synchronous
-    stale: str = "wait"  # a group about to pass eta: wait (training waits for it) or replace
-    # Replace groups whose rewards are all equal (counted, capped). The environment's own rewards are compared, without
-    # what reward functions add; with reward.environment_weight=0 the functions' sums are.
+    group_size: int = 8  # rollouts of a prompt
+    # Training steps between a group's first dispatch and its training, at most; 0 is synchronous.
+    max_staleness: int = 0
+    stale: str = "wait"  # handling of a group about to exceed max_staleness: wait (training waits for it) or replace
+    # Replacement of groups whose rewards are all equal (counted, capped). The environment's own rewards are compared,
+    # without the reward functions; with reward.environment_weight=0 the functions' sums are compared.
     filter_zero_variance: bool = False
     max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
-    # Groups begun beyond what a step needs, as a share of it, rounded up. The first to finish are trained on, the last
-    # are given up whole: training sees fewer long attempts than the policy makes, which biases it. 0 is off.
+    # Groups begun beyond those that a step needs, as a share of them, rounded up. The first to finish are trained on,
+    # the last are aborted: training sees fewer long rollouts than the policy makes, which biases it. 0 is off.
     redundancy: float = 0.0
 
     @property
     def spare_groups(self) -> int:
-        """Groups that may run beyond what the steps to come can train on."""
+        """Groups that may run beyond those that later steps can train on."""
         return math.ceil(round(self.redundancy * self.groups_per_step, 6))
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class CoordinatorConfig:
             "coordinator.filter_zero_variance",
             "replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 or more",
         )
-        check(self.staleness >= 0, "coordinator.staleness", "must not be negative")
+        check(self.max_staleness >= 0, "coordinator.max_staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         allowed = self.max_replacements  # may be infinite
         check(not math.isnan(allowed), "coordinator.max_replacements", "must be a number, not nan")
@@ -51,7 +52,7 @@ class CoordinatorConfig:
 @group
 @dataclass
 class EvaluationConfig:
-    """Held-out tasks, attempted once each at the given version."""
+    """Held-out tasks, with one rollout each at one policy version."""
 
     every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
     tasks: int = 128  # held-out tasks of an evaluation
@@ -69,8 +70,8 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Composite checkpoints (one manifest each)."""
 
-    every: int = 20  # training steps; 0 is off
-    keep: int = 2  # newest manifests kept
+    every: int = 20  # training steps between checkpoints; 0 is off
+    keep: int = 2  # number of the newest checkpoints that are kept
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "checkpoint.every", "must not be negative")
@@ -80,21 +81,27 @@ class CheckpointConfig:
 @group
 @dataclass
 class PlannerConfig:
-    """When and by what rules the devices are split and laid out again (`planning/planner.py`)."""
+    """Conditions and rules of a new layout of the devices (`planning/planner.py`)."""
 
-    period: int = 0  # training steps between two looks for a better plan; 0: the layout stays
-    shadow: bool = False  # decide and log, and never move
-    hardware: str = "cpu"  # accelerator whose sheet costs start from; cpu: this machine, measured on the spot
-    profile: str = ""  # file of launch/calibrate.py: plans go by what was measured, not by the sheet
-    degrees: tuple[int, ...] = (1, 2, 4, 8)  # tensor-parallel degrees of a plan, as far as they divide the model
-    window: int = 2  # training steps whose trajectories say what the next ones will be like
-    horizon: int = 20  # steps over which a move has to pay
-    cooldown: int = 5  # steps after a move before the next
-    least_gain: float = 0.05  # gain of a step, relative, below which nothing moves
-    queue_pressure: float = 1.0  # requests waiting for a slot, over all slots, above which it looks early
-    imbalance: float = 2.0  # times that a stage may take as long as the other before it looks early
-    start_seconds: float = 10.8  # of an engine until it serves (published for a warm one: arXiv 2606.03077)
-    resize_seconds: float = 8.0  # of a mesh: snapshot and recovery (same source)
+    period: int = 0  # training steps between two searches for a better plan; 0: the layout stays
+    shadow: bool = False  # plans that are only logged and never applied
+    # Accelerator whose hardware sheet gives the first costs; cpu: this machine, measured at the start.
+    hardware: str = "cpu"
+    profile: str = ""  # file of launch/calibrate.py, whose measured costs replace those of the hardware sheet
+    degrees: tuple[int, ...] = (
+        1,
+        2,
+        4,
+        8,
+    )  # tensor-parallel degrees of a plan; those that do not divide the model are skipped
+    window: int = 2  # training steps whose trajectories predict the demand of the next
+    horizon: int = 20  # training steps within which a move must pay off
+    cooldown: int = 5  # training steps between a move and the next
+    least_gain: float = 0.05  # minimum relative gain in step time of a move
+    queue_pressure: float = 1.0  # requests waiting for a slot, relative to all slots, above which a search starts early
+    imbalance: float = 2.0  # ratio of the two stages' seconds above which a search starts early
+    start_seconds: float = 10.8  # seconds until a started engine serves (warm start in arXiv 2606.03077)
+    resize_seconds: float = 8.0  # seconds of a mesh resize: snapshot and recovery (same source)
 
     def __post_init__(self) -> None:
         for name in ("period", "cooldown"):
@@ -114,25 +121,26 @@ class PlannerConfig:
 @group
 @dataclass
 class ElasticConfig:
-    """Who may change sides while the run goes on (libra_jax/elastic)."""
+    """Hybrid workers, which switch between rollout and training while the run goes on (libra_jax/elastic)."""
 
-    hybrid: int = 0  # number of hybrid workers: the last instances of rollout.tensor_parallel also help to train
-    floor: int = 1  # instances that always roll out, at least
-    cores: tuple[int, ...] = ()  # on CPU: the core of each hybrid worker's replica; empty: not pinned
-    resize: bool = False  # plans may change the trainer's mesh as well
-    spare_devices: int = 0  # beyond its mesh's, devices that the trainer's process holds for a larger mesh
-    gain: float = 0.05  # gain of a step, relative, below which no worker changes sides
-    patience: int = 2  # looks in a row that have to say the same
-    cooldown: int = 4  # steps after a change of a worker before its next
-    late: float = 2.0  # a share is late after this multiple of the core's time for its own; the core then computes it
-    late_seconds: float = 1.0  # and not before this
-    restarts: int = 3  # times that a hybrid worker which failed is brought back to rollout
+    hybrid: int = 0  # number of hybrid workers: the last instances of rollout.tensor_parallel, which also help to train
+    floor: int = 1  # minimum number of instances that roll out
+    cores: tuple[int, ...] = ()  # on CPU: the core of each hybrid worker's training side; empty: not pinned
+    resize: bool = False  # permission for plans to change the trainer's mesh
+    spare_devices: int = 0  # devices beyond its mesh that the trainer's process holds for a larger mesh
+    gain: float = 0.05  # minimum relative gain in step time for which a worker switches
+    patience: int = 2  # decisions in a row that must agree before a worker switches
+    cooldown: int = 4  # training steps between two switches of a worker
+    # Time after which a share is late and the core computes it, as a multiple of the core's time for its own share.
+    late_factor: float = 2.0
+    late_min_seconds: float = 1.0  # minimum seconds before a share counts as late
+    restarts: int = 3  # times that a failed hybrid worker is restarted as a rollout engine
 
     def __post_init__(self) -> None:
         for name in ("hybrid", "spare_devices", "cooldown", "restarts"):
             check(getattr(self, name) >= 0, f"elastic.{name}", f"must not be negative, not {getattr(self, name)}")
         for name in ("floor", "patience"):
             check(getattr(self, name) > 0, f"elastic.{name}", f"must be positive, not {getattr(self, name)}")
-        for name in ("gain", "late", "late_seconds"):
+        for name in ("gain", "late_factor", "late_min_seconds"):
             check_finite(getattr(self, name), f"elastic.{name}")
             check(getattr(self, name) >= 0, f"elastic.{name}", f"must not be negative, not {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""Settings of what the agent is asked to do, what it may call, and what an attempt is worth."""
+"""Settings of tasks, tools and rewards."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from libra_jax.config.group import group
 from libra_jax.config.parsing import parse
 
 SHARE_OF_CALLS = 0.95
-"""Of a step's time: the rest is for ending those calls that overran it."""
+"""Share of a step's time that its calls may take. The rest is for ending calls that overran it."""
 
 
 @group
 @dataclass
 class TaskConfig:
-    """What the agent is asked to do. Factories are named `"package.module:factory"`."""
+    """The tasks. Factories are named `"package.module:factory"`."""
 
     source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
     environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
-    path: str = ""  # JSONL, Parquet or CSV file, folder of them, or Hugging Face id, for sources that read one
+    path: str = ""  # JSONL, Parquet or CSV file, folder of such files, or Hugging Face id, for sources that read tasks
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
-    max_turns: int = 4  # model outputs an attempt may have
-    max_tokens: int = 0  # generated tokens an attempt may have, over all its outputs; 0: as many as its context holds
-    max_seconds: float = 0.0  # of an attempt from its first token on, tools and waits included; 0: no limit
-    # What happens when a tool's return leaves no room in rollout.max_context: stop (the attempt ends), cut (so much of
-    # the return's middle is cut out that answer_tokens are left).
+    max_turns: int = 4  # most model outputs of a rollout
+    max_tokens: int = 0  # most generated tokens of a rollout, over all its outputs; 0: limited by its context
+    max_seconds: float = 0.0  # most seconds of a rollout from its first token, tools and waits included; 0: no limit
+    # Handling of a tool's return that leaves no room in rollout.max_context: stop (the rollout ends), cut (the return's
+    # middle is cut out until answer_tokens are left).
     context_policy: str = "stop"
-    answer_tokens: int = 64  # room for the next output that context_policy=cut leaves
-    # What a rollout teaches that a limit of the run ended: mask (nothing: it is left out of the loss, of its group's
-    # baseline and of coordinator.filter_zero_variance), zero (it trains with the reward it has: 0, or what reward
-    # functions give it).
+    answer_tokens: int = 64  # tokens that context_policy=cut leaves for the next output
+    # Use of a rollout that a limit of the run ended: mask (it is left out of the loss, of its group's baseline and of
+    # coordinator.filter_zero_variance), zero (it trains with its reward: 0, or that of the reward functions).
     cut_off: str = "mask"
-    # The limits that cut_off is about. By default those that hardware, load and tool returns decide: task.max_seconds
-    # and rollout.max_context. What the policy alone decides it can learn to keep, so it trains with the reward it has:
+    # Limits to which cut_off applies. The default ones depend on hardware, load and tool returns: task.max_seconds and
+    # rollout.max_context. The policy can learn to keep the other limits, so such a rollout trains with its reward:
     # outputs (max_turns), tokens of one output (length: rollout.max_tokens) and of the rollout (max_tokens).
     cut_off_limits: tuple[str, ...] = ("max_seconds", "max_context")
-    reset_seconds: float = 120.0  # deadline of a reset, snapshot or restore: past it, a crash; and of a close
-    tool_seconds: float = 10.0  # deadline of a step: past it, the tool named by running_tool timed out, else a crash
-    wait_seconds: float = 600.0  # before a step, for what other attempts hold: a sandbox, say; past it, it is a crash
-    environment_retries: int = 2  # fresh attempts after the environment itself crashed, before the group is replaced
-    retry_seconds: float = 1.0  # before the first of them; twice as long before each further one
+    reset_seconds: float = 120.0  # seconds of a reset, snapshot, restore or close; a longer one is a crash
+    # Seconds of a step; a longer one is a time-out of the tool in running_tool, or else a crash.
+    tool_seconds: float = 10.0
+    # Seconds a step waits for a resource that other rollouts hold, such as a sandbox; then a crash.
+    wait_seconds: float = 600.0
+    environment_retries: int = 2  # fresh rollouts after the environment itself crashed, before the group is replaced
+    retry_seconds: float = 1.0  # seconds before the first retry, doubled before each further one
 
     def __post_init__(self) -> None:
         check(self.max_turns > 0, "task.max_turns", f"must be positive, not {self.max_turns}")
@@ -70,7 +71,7 @@ class TaskConfig:
             check(":" in getattr(self, name), f"task.{name}", 'must have the form "package.module:factory"')
 
     def masks(self, finish: str | None) -> bool:
-        """Whether a rollout that ended so is left out of the loss; `finish` is one of `protocols.FINISHES`."""
+        """Tells whether a rollout that ended by `finish`, one of `protocols.FINISHES`, is left out of the loss."""
         return self.cut_off == "mask" and finish in self.cut_off_limits
 
     @property
@@ -86,22 +87,22 @@ _LEAST_OF_SANDBOX = {"memory_mib": 64, "processes": 2, "files": 100, "input_byte
 @group
 @dataclass
 class SandboxLimits:
-    """What one sandbox may use. A call that uses more fails, and says which limit it met.
+    """Limits of one sandbox. A call that exceeds one fails, and says which limit it met.
 
     Attributes:
-      seconds: of a call, by the clock on the wall: past them it is a time-out. Less than 95% of `task.tool_seconds`, or
-        the step's own deadline comes first, and costs the session its files. So it does to one of several calls that
-        share the session: they run one after another, and one that has not begun by then is a time-out, too.
-      cpu_seconds: of a call, over all its processes.
+      seconds: wall-clock seconds of a call before it times out. Less than 95% of `task.tool_seconds`: otherwise the
+        step's own deadline comes first, and the session loses its files. Calls that share a session run one after
+        another, and one that has not begun by the step's deadline times out, too.
+      cpu_seconds: CPU seconds of a call, over all its processes.
       memory_mib: MiB of memory of all processes together, and of addresses of each.
-      processes: processes and threads at once, besides the sandbox's own.
+      processes: number of processes and threads at once, besides the sandbox's own.
       file_mib: MiB of the largest file.
       workspace_mib: MiB of all files of the workspace; as much again of those in /tmp, and in /dev/shm.
-      files: how many files each of these may hold.
-      input_bytes: longest code, command or text of a call.
-      output_bytes: most output of a call that is kept; what is more is cut out of its middle.
-      start_seconds: how long a sandbox may take to start, and to become free for who does not wait for its turn
-        beforehand, as attempts do (`task.wait_seconds`).
+      files: number of files in each of these folders.
+      input_bytes: bytes of the longest code, command or text of a call.
+      output_bytes: bytes of a call's output that are kept; the middle of a longer output is cut out.
+      start_seconds: seconds of a sandbox's start. Also seconds until one is free, for callers that have not waited
+        for it beforehand as rollouts do (`task.wait_seconds`).
     """
 
     seconds: float = 5.0
@@ -116,10 +117,10 @@ class SandboxLimits:
     start_seconds: float = 20.0
 
     def of_call(self, seconds: float | None) -> float:
-        """Returns the seconds of a call that asks for them; None asks for the usual.
+        """Returns the seconds of a call that asks for `seconds`; None asks for the default.
 
         Raises:
-          ConfigError: it asks for none, or for no end of them.
+          ConfigError: `seconds` is not positive, or infinite.
         """
         if seconds is None:
             return self.seconds
@@ -140,14 +141,15 @@ class SandboxLimits:
 @group
 @dataclass
 class SandboxConfig(SandboxLimits):
-    """Where code that a policy wrote runs, and what it may use there."""
+    """The sandbox of code that a policy wrote, and its limits."""
 
-    backend: str = "bubblewrap"  # bubblewrap, container (podman or docker), none (contains nothing: allow_unsafe)
-    allow_unsafe: bool = False  # permits the backend "none"
-    warm: int = 2  # sandboxes kept ready, so that a call need not wait for one to start
-    most: int = 64  # sandboxes in use at once; attempts beyond them wait before their calls (task.wait_seconds)
+    # Kind: bubblewrap, container (podman or docker), none (contains nothing, needs allow_unsafe).
+    backend: str = "bubblewrap"
+    allow_unsafe: bool = False  # permission for the backend "none"
+    warm: int = 2  # number of sandboxes kept ready, so that a call need not wait for a start
+    most: int = 64  # sandboxes in use at once; further rollouts wait before their calls (task.wait_seconds)
     packages: tuple[str, ...] = ()  # directories of Python modules that code may import, read-only
-    image: str = ""  # with Python 3.11 and bash, for the backend "container"
+    image: str = ""  # container image with Python 3.11 and bash, for the backend "container"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,26 +157,26 @@ class SandboxConfig(SandboxLimits):
         check(0 < self.warm <= self.most, "sandbox.warm", f"must lie in 1..sandbox.most = {self.most}, not {self.warm}")
 
     def limits(self) -> SandboxLimits:
-        """What one sandbox may use, alone."""
+        """Returns the limits alone."""
         return SandboxLimits(**{item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)})
 
 
 @group
 @dataclass
 class ToolsConfig:
-    """What the policy may call, in environments that take tools (libra_jax.agents.environments)."""
+    """Tools of the policy, in environments that take tools (libra_jax.agents.environments)."""
 
-    # Each is python, shell, edit, search, calculator, a server of `mcp` or `mcp_file`, or "package.module:factory".
+    # Tools: python, shell, edit, search, calculator, a server of `mcp` or `mcp_file`, or "package.module:factory".
     use: tuple[str, ...] = ()
     # Keyword arguments of a tool's factory, by its name; of an MCP server: seconds, start_seconds, only, prefix.
     arguments: Mapping[str, Any] = field(default_factory=dict)
     # MCP servers: {"mcpServers": {"name": {"command": "", "args": [], "env": {}} or {"url": "", "headers": {}}}}
     mcp: Mapping[str, Any] = field(default_factory=dict)
-    mcp_file: str = ""  # JSON file with MCP servers in the same form, as Claude and VS Code have it
-    format: str = "hermes"  # how calls are written: hermes (JSON, as Qwen and Hermes do), tags (<tool>argument</tool>)
-    describe: bool = True  # tell the policy of the tools in a system message; a model warmed up on them needs none
-    most_characters: int = 4096  # of a return; what is more is cut out of its middle
-    parallel: int = 4  # calls of one output that run, side by side; any more are failures
+    mcp_file: str = ""  # JSON file with MCP servers in the form of `mcp`, as Claude and VS Code have it
+    format: str = "hermes"  # syntax of calls: hermes (JSON, as of Qwen and Hermes), tags (<tool>argument</tool>)
+    describe: bool = True  # system message that describes the tools; a model warmed up on them needs none
+    most_characters: int = 4096  # most characters of a return; the middle of a longer one is cut out
+    parallel: int = 4  # most calls of one output, which run concurrently; further calls fail
 
     def __post_init__(self) -> None:
         check_choice(self.format, ("hermes", "tags"), "tools.format")
@@ -185,7 +187,7 @@ class ToolsConfig:
 
 
 OF_REWARDS = ("mean", "std", "environment")
-"""Metrics under `reward/` that no function may take the name of."""
+"""Metrics under `reward/`, whose names no reward function may have."""
 
 
 @group
@@ -194,24 +196,26 @@ class RewardFunctionConfig:
     """One function of a reward. A plain one runs on a thread, an async one on an event loop apart from the run's."""
 
     factory: str = ""  # "package.module:factory"; factory(**arguments) -> fn(task, text) -> float
-    weight: float = 1.0  # what its value is multiplied by; 0: it is a metric alone
+    weight: float = 1.0  # factor of its value; 0: only a metric
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
 
 
 @group
 @dataclass
 class RewardConfig:
-    """What an attempt is worth: functions and the environment's own reward, each times its weight, added up."""
+    """The reward of a rollout: the weighted sum of reward functions and of the environment's own reward."""
 
-    # {"name": {"factory": "package.module:factory", "weight": 1.0, "arguments": {}}}; empty: the environment's reward
+    # Reward functions: {"name": {"factory": "package.module:factory", "weight": 1.0, "arguments": {}}}; empty: only the
+    # environment's reward.
     functions: Mapping[str, Any] = field(default_factory=dict)
-    environment_weight: float = 1.0  # of the environment's own reward; 0: the functions alone count
-    actors: int = 1  # that hold the functions; with cluster.backend=ray, processes
-    concurrency: int = 32  # calls of one function at once, over all actors; those that wait are not overdue yet
-    seconds: float = 60.0  # deadline of a call
-    retries: int = 1  # further calls after one that failed, before the attempt's group is replaced
-    restarts: int = 10  # times that actors which died or hang are restarted, in all
-    cache_entries: int = 10_000  # values kept, by what a function was given; 0 is off
+    environment_weight: float = 1.0  # weight of the environment's own reward; 0: only the functions count
+    actors: int = 1  # number of actors that hold the functions; processes with cluster.backend=ray
+    # Calls of one function at once, over all actors; the deadline of a waiting call has not begun.
+    concurrency: int = 32
+    seconds: float = 60.0  # seconds of a call
+    retries: int = 1  # further calls after a failed one, before the rollout's group is replaced
+    restarts: int = 10  # restarts of dead or hung actors, over the whole run
+    cache_entries: int = 10_000  # number of cached values, by the arguments of a function; 0 is off
 
     def __post_init__(self) -> None:
         check_finite(self.environment_weight, "reward.environment_weight")
@@ -234,7 +238,7 @@ class RewardConfig:
         )
 
     def parsed(self) -> dict[str, RewardFunctionConfig]:
-        """The functions by name.
+        """Returns the functions by name.
 
         Raises:
           ConfigError: an entry is not as `RewardFunctionConfig` says, or its name cannot be a metric's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -11,6 +12,23 @@ from libra_jax.config.checks import require
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
+
+RENAMED = {
+    "coordinator.staleness": "coordinator.max_staleness",
+    "deadlines.publish": "deadlines.weight_sync",
+    "elastic.late": "elastic.late_factor",
+    "elastic.late_seconds": "elastic.late_min_seconds",
+    "rollout.bucket_mib": "rollout.chunk_mib",
+    "task.reward": "reward.functions",
+    "tools.servers": "tools.mcp",
+}
+"""Former name of a setting, and its present name."""
+
+_FORMS = {
+    "reward.functions": '{"mine": {"factory": "package.module:factory"}}',
+    "tools.mcp": '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}',
+}
+"""Example of each renamed setting whose value has another form than under its former name."""
 
 _FROZEN = "_frozen"
 """Entry of a group's `__dict__` that says that no field may be set any more."""
@@ -35,13 +53,43 @@ def group(cls: type[T]) -> type[T]:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(sorted(names))}"
-            raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
+            # A group does not know its place in a config, and its class is named after it: RolloutConfig, rollout.
+            place = cls.__name__.removesuffix("Config").lower()
+            former = [old for old in RENAMED if re.fullmatch(rf"{place}s?\.{re.escape(name)}", old)]
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {now(former[0]) if former else hint}")
         if self.__dict__.get(_FROZEN):
             raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
         object.__setattr__(self, name, coerced(value, hints[name], f"{cls.__name__}.{name}"))
 
     cls.__setattr__ = set_field  # type: ignore[method-assign]
     return cls
+
+
+def now(name: str) -> str:
+    """Returns the sentence that names the present name of a former one of `RENAMED`, and its form if that changed."""
+    present = RENAMED[name]
+    form = _FORMS.get(present)
+    return f"{name} is now {present}" + (f", e.g. {form}" if form else "")
+
+
+def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config that an earlier version wrote, with former names replaced by present ones.
+
+    Raises:
+      ConfigError: a setting has another form now; the message names its present name.
+    """
+    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in stored.items()}
+    for old, new in RENAMED.items():
+        (old_group, old_name), (new_group, new_name) = old.split("."), new.split(".")
+        group_of = found.get(old_group)
+        if not isinstance(group_of, dict) or old_name not in group_of:
+            continue
+        value = group_of.pop(old_name)
+        if new not in _FORMS:
+            found[new_group].setdefault(new_name, value)
+        else:  # an empty value says the same in every form
+            require(not value, f"config.{old}", f"no such field; {now(old)}")
+    return found
 
 
 def coerced(value: Any, kind: Any, name: str) -> Any:

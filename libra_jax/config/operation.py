@@ -1,4 +1,4 @@
-"""Settings of where a run's actors live, how long they are waited for, and where it reports."""
+"""Settings of actors' places, of deadlines, and of reports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from libra_jax.protocols import ConfigError
 @group
 @dataclass
 class ClusterConfig:
-    """Where actors live."""
+    """Places of the actors."""
 
     backend: str = "inprocess"  # inprocess: embedded on this machine; ray: placed by Ray
-    address: str = ""  # ray: cluster to join; empty starts one embedded
-    # ray: accelerators that a host has, and by which the run's are laid out over hosts (cluster/hosts.py); on CPU, that
-    # stand for them. 0: no layout; workers go where Ray has room, and those that share weights must be on one host.
+    address: str = ""  # ray: address of the cluster to join; empty starts an embedded one
+    # ray: accelerators of a host, by which the run is laid out over hosts (cluster/hosts.py); on CPU, their stand-ins.
+    # 0: no layout; Ray places each worker where it has room, and workers that share weights must be on one host.
     accelerators_per_host: int = 0
 
     def __post_init__(self) -> None:
@@ -39,15 +39,16 @@ class ClusterConfig:
 @group
 @dataclass
 class TelemetryConfig:
-    """Where a run reports."""
+    """Reports of a run."""
 
     console: bool = True  # live progress on a terminal; plain lines elsewhere
-    tensorboard: bool = True  # write TensorBoard files
-    wandb_project: str = ""  # empty is off
-    report: bool = True  # report.html at the end
-    samples: int = 8  # rollouts a step, and an evaluation, written out as text (agents/samples.py); 0: off
-    port: int = 0  # of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: any
-    host: str = "127.0.0.1"  # the address of this host that it listens at; beyond the loopback it needs a token
+    tensorboard: bool = True  # TensorBoard files
+    wandb_project: str = ""  # project at Weights & Biases; empty is off
+    report: bool = True  # report.html, written at the end
+    samples: int = 8  # rollouts of each step and evaluation that are written as text (agents/samples.py); 0 is off
+    port: int = 0  # port of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: any
+    # Address of this host at which the health page listens; beyond the loopback it needs a token.
+    host: str = "127.0.0.1"
     token_env: str = ""  # environment variable that holds the token; readers send "Authorization: Bearer <token>"
 
     def __post_init__(self) -> None:
@@ -70,20 +71,21 @@ class TelemetryConfig:
 @group
 @dataclass
 class DeadlineConfig:
-    """Longest waits, in seconds; passing one ends in an error that names the worker."""
+    """Longest waits, in seconds. A wait that exceeds its deadline ends in an error that names the worker."""
 
-    engine_start: float = 300.0  # of a rollout engine, until it serves
-    trainer_start: float = 600.0  # of the trainer's processes, until the model is loaded
-    cluster_start: float = 60.0  # Ray: it comes up or is joined, has room for the run's hosts, places an actor
-    reward_start: float = 300.0  # of an actor that holds reward functions: its factories may load models
-    first_token: float = 300.0  # between two deltas of a request that holds a slot
-    placement: float = 300.0  # a request waits while a slot is free, beyond scheduler.ageing_seconds
-    train_step: float = 1800.0  # a training step, its compilation included
-    publish: float = 300.0  # each verb of a weight update
-    checkpoint: float = 1800.0  # one checkpoint, written or verified
-    transition: float = 120.0  # each state of a hybrid worker's way between rollout and training
-    shutdown: float = 60.0  # each worker's end when the run ends
-    grace: float = 60.0  # from SIGTERM to the end: what the scheduler gives before it kills (coordinator/stopping.py)
+    engine_start: float = 300.0  # seconds until a rollout engine serves
+    trainer_start: float = 600.0  # seconds until the trainer's processes have loaded the model
+    # Seconds of each step with Ray: its start or joining, room for the run's hosts, placing an actor.
+    cluster_start: float = 60.0
+    reward_start: float = 300.0  # seconds until an actor has made its reward functions, whose factories may load models
+    first_token: float = 300.0  # seconds between two deltas of a request that holds a slot
+    placement: float = 300.0  # seconds beyond scheduler.ageing_seconds that a request waits while a slot is free
+    train_step: float = 1800.0  # seconds of a training step, its compilation included
+    weight_sync: float = 300.0  # seconds of each call of a weight sync
+    checkpoint: float = 1800.0  # seconds to write or verify a checkpoint
+    transition: float = 120.0  # seconds of each state of a hybrid worker that switches between rollout and training
+    shutdown: float = 60.0  # seconds of each worker's shutdown
+    grace: float = 60.0  # seconds from SIGTERM to the kill by the cluster's scheduler (coordinator/stopping.py)
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

@@ -8,14 +8,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from libra_jax.config.checks import check
-from libra_jax.config.group import coerced, freeze
+from libra_jax.config.group import RENAMED, coerced, freeze, now
 from libra_jax.protocols import ConfigError
-
-MOVED = {
-    "task.reward": 'reward.functions, e.g. {"mine": {"factory": "package.module:factory"}}',
-    "tools.servers": 'tools.mcp, e.g. {"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}',
-}
-"""Fields of former versions, and where they are now."""
 
 T = TypeVar("T")
 
@@ -50,8 +44,8 @@ def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {prefix}{near[0]!s}?" if near else f"; its fields are {', '.join(sorted(known))}"
-            if moved := MOVED.get(f"{prefix}{name}"):
-                hint = f"; it is config.{moved} now"
+            if f"{prefix}{name}" in RENAMED:
+                hint = f"; {now(prefix + name)}"
             raise ConfigError(f"config.{prefix}{name}: no such field{hint}")
         kind = types[name]
         if dataclasses.is_dataclass(kind):

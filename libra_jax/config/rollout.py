@@ -1,4 +1,4 @@
-"""Settings of the engines, and of which of them serves a request."""
+"""Settings of the engines, and of the scheduler that routes requests to them."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from libra_jax.config.group import group
 @group
 @dataclass
 class RolloutConfig:
-    """The engines, and how tokens are drawn."""
+    """The engines and their sampling."""
 
-    engine: str = "vllm"  # vllm; fake is the test double
-    tensor_parallel: tuple[int, ...] = (1,)  # one instance an entry: devices that share its weights
+    engine: str = "vllm"  # inference engine: vllm; fake is the test double
+    tensor_parallel: tuple[int, ...] = (1,)  # tensor-parallel degree of each instance
     slots: int = 64  # requests an instance decodes at once (vLLM's max_num_seqs)
-    slots_by_instance: tuple[int, ...] = ()  # the same, one entry an instance of tensor_parallel; empty: slots for all
+    slots_by_instance: tuple[int, ...] = ()  # slots of each instance; empty: slots for all
     max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
-    max_tokens: int = 96  # generated tokens a turn
+    max_tokens: int = 96  # most generated tokens of a turn
     temperature: float = 1.0  # sampling temperature, 0.01 to 2; the trainer scores with the same
     top_p: float = 1.0  # refused below 1: every loss here is a function of probability ratios (log-prob contract)
-    top_k: int = 0  # 0 is off; refused above 0, as top_p is below 1
-    dtype: str = "float32"  # engine weights, and the wire dtype of publication
-    kv_cache_gib: float = 0.5  # KV cache of an instance on CPU
-    # On CPU: the core of each worker, instance by instance; empty: not pinned. Under Ray, all of an instance keeps to
-    # its cores.
+    top_k: int = 0  # 0 is off; refused above 0, for the reason of top_p
+    dtype: str = "float32"  # dtype of engine weights, and of weight sync on the wire
+    kv_cache_gib: float = 0.5  # GiB of KV cache of an instance on CPU
+    # On CPU: the core of each worker, instance by instance; empty: not pinned. Under Ray, all processes of an instance
+    # stay on its cores.
     cores: tuple[int, ...] = ()
-    gpu_memory_fraction: float = 0.85  # of a device, for the engine (CUDA)
+    gpu_memory_fraction: float = 0.85  # share of a device's memory for the engine (CUDA)
     stream_interval: int = 16  # tokens between two deltas of a request
-    enforce_eager: bool = True  # no compiled graphs: starts faster; False on GPU
-    # Weight bytes: memfd (any device; to other hosts by a relay on each), ipc (same GPU), nccl (one other GPU group).
+    enforce_eager: bool = True  # start without compiled graphs, which is faster; set False on GPU
+    # Transport of weights: memfd (any device; a weight relay on every other host), ipc (same GPU), nccl (one other GPU
+    # group).
     transport: str = "memfd"
-    bucket_mib: int = 256  # MiB of a weight bucket
-    checksum: bool = False  # digest each bucket on both sides; always done where relays or replicas need it
-    kv_transfer: str = "none"  # a request that moves: none (prefills again), nixl (vLLM's connector brings its KV; GPU)
+    chunk_mib: int = 256  # MiB of a chunk of weights
+    checksum: bool = False  # digest of each chunk on both sides; always computed for weight relays and hybrid workers
+    kv_transfer: str = "none"  # KV of a moved request: none (prefills again), nixl (vLLM's connector brings it; GPU)
     generation_retries: int = 8  # times a request may be resumed after its engine failed
-    restarts: int = 3  # times an engine that died is started again
-    health_seconds: float = 10.0  # between two health checks of an instance
+    restarts: int = 3  # times that a dead engine is restarted
+    health_seconds: float = 10.0  # seconds between two health checks of an instance
 
     def __post_init__(self) -> None:
         check_choice(self.engine, ("vllm", "fake"), "rollout.engine")
         check(len(self.tensor_parallel) > 0, "rollout.tensor_parallel", "needs at least one instance")
         for degree in self.tensor_parallel:
             check(degree in (1, 2, 4, 8), "rollout.tensor_parallel", f"{degree} is not one of 1, 2, 4, 8")
-        for name in ("slots", "max_context", "max_tokens", "stream_interval", "bucket_mib"):
+        for name in ("slots", "max_context", "max_tokens", "stream_interval", "chunk_mib"):
             check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
         for name in ("generation_retries", "restarts", "top_k"):
             check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
@@ -101,17 +102,17 @@ ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "group_completio
 @group
 @dataclass
 class CostConfig:
-    """What serving costs over real engines, as the scheduler sees it (libra_jax/scheduling/costs.py).
+    """Costs of serving on real engines, as the scheduler sees them (libra_jax/scheduling/costs.py).
 
     The defaults are of the order of a 14-billion-parameter model on 80 GB GPUs. The simulator has its own model.
     """
 
-    step_seconds: float = 0.02  # one decode step of one request with no context, at tensor-parallel degree 1
-    request_seconds: float = 1e-4  # what each further request adds to the step
-    context_seconds: float = 1e-7  # what each token of context adds to the step
+    step_seconds: float = 0.02  # seconds of one decode step of one request with no context, at tensor-parallel degree 1
+    request_seconds: float = 1e-4  # seconds that each further request adds to the step
+    context_seconds: float = 1e-7  # seconds that each token of context adds to the step
     scaling: float = 0.7  # share of each further device that tensor parallelism turns into speed; 1 is perfect
-    prefill_tokens_per_second: float = 6000.0  # at degree 1; a move prefills the context again ...
-    transfer_tokens_per_second: float = 50_000.0  # ... or with rollout.kv_transfer brings its KV, whichever is less
+    prefill_tokens_per_second: float = 6000.0  # prefill speed at degree 1, for moves that prefill the context again
+    transfer_tokens_per_second: float = 50_000.0  # speed of rollout.kv_transfer; a move takes the faster way
 
     def __post_init__(self) -> None:
         for name in ("step_seconds", "prefill_tokens_per_second", "transfer_tokens_per_second"):
@@ -125,30 +126,34 @@ class CostConfig:
 @group
 @dataclass
 class SchedulerConfig:
-    """Which rollout instance serves a request next (libra_jax/scheduling). Tokens are generated ones."""
+    """Choice of the rollout instance that serves a request (libra_jax/scheduling). Tokens are generated ones."""
 
-    # cmlfq, cmlfq_paper (as published), round_robin, least_loaded, sticky, mlfq, length_predictor, heddle; oracle knows
-    # every length beforehand, in simulations.
+    # Policy: cmlfq, cmlfq_paper (as published), round_robin, least_loaded, sticky, mlfq, length_predictor, heddle;
+    # oracle knows every length beforehand, in simulations.
     policy: str = "cmlfq"
-    max_remaining_tokens: tuple[int, ...] = ()  # bounds of the buckets: one a tensor-parallel degree but the largest
-    ordering: str = "auto"  # inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
-    ageing_seconds: float = 900.0  # who has waited that long goes before all others, to any instance
+    max_remaining_tokens: tuple[
+        int, ...
+    ] = ()  # upper bounds of the buckets in tokens, one for each tensor-parallel degree but the largest
+    ordering: str = "auto"  # order inside a bucket: auto (as the policy was published), fcfs, longest_first, ...
+    ageing_seconds: float = 900.0  # seconds of waiting after which a request goes before all others, to any instance
     window: int = 200  # remaining lengths that a node of a prefix tree keeps
-    tree_nodes: int = 50_000  # of a prefix tree; the least recently used go
-    path_depth: int = 16  # tool returns of a path that a prefix tree tells apart
-    half_life: int = 4096  # finished trajectories after which evidence that was not renewed weighs half
-    learnt_from: tuple[str, ...] = ()  # workdirs of other runs: this one starts with what their schedulers had learnt
-    prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence behind it
-    move_margin: float = (
-        8.0  # cmlfq: multiple of its seconds that a move costs, as loads even out before it has paid off
-    )
-    tail_power: float = 4.0  # cmlfq: costs grow with this power of the time to finish; 1 is mean latency, more the tail
-    cache_share: float = 0.9  # cmlfq: share of an instance's KV cache that its requests may come to fill; 0: any
-    reserve: float = 0.1  # cmlfq: share of a bucket's slots that overflow from narrower buckets leaves free
+    tree_nodes: int = 50_000  # most nodes of a prefix tree; the least recently used are dropped
+    path_depth: int = 16  # tool returns of a path that a prefix tree distinguishes
+    half_life: int = 4096  # finished trajectories after which unrenewed evidence weighs half
+    learnt_from: tuple[str, ...] = ()  # workdirs of other runs, whose schedulers' evidence this run starts with
+    prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence
+    # cmlfq: cost of a move, as a multiple of its seconds; above 1, as loads even out before the move has paid off.
+    move_margin: float = 8.0
+    # cmlfq: exponent of the time to finish in the cost; 1 is mean latency, more weighs the tail.
+    tail_power: float = 4.0
+    cache_share: float = 0.9  # cmlfq: share of an instance's KV cache that its requests may fill; 0: any
+    reserve: float = 0.1  # cmlfq: share of a bucket's slots that stay free of requests from narrower buckets
     sticky_threshold: float = 0.1  # sticky: excess share of slots in use that makes a request leave its cache
-    quanta: tuple[int, ...] = ()  # mlfq: tokens a level but the last serves a request; empty: max_remaining_tokens
+    quanta: tuple[
+        int, ...
+    ] = ()  # mlfq: tokens that each level but the last serves a request; empty: max_remaining_tokens
     predictor_sigma: float = 0.5  # length_predictor: standard deviation of the log of predicted / true length
-    preempt_ratio: float = 2.0  # heddle: a waiting request displaces one predicted this many times shorter
+    preempt_ratio: float = 2.0  # heddle: ratio of predicted lengths at which a waiting request displaces a running one
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
@@ -180,10 +185,10 @@ class SchedulerConfig:
 
 
 def slots_by_degree(degrees: Sequence[int], slots: Sequence[int]) -> dict[int, int]:
-    """The slots of an instance of each degree that a layout has; of several instances the first one's.
+    """Returns the slots of the first instance of each tensor-parallel degree.
 
     Args:
       degrees: tensor-parallel degree of each instance.
-      slots: of each; where there are fewer, the instances left have none of their own.
+      slots: slots of each instance; further instances have none of their own.
     """
     return dict(reversed(list(zip(degrees, slots, strict=False))))

@@ -1,4 +1,4 @@
-"""A whole run's settings, what they must agree on, and what names the run."""
+"""The settings of a whole run, their consistency checks, and the digest that names a run."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ MAY_CHANGE = (
 class RunConfig:
     """A whole run."""
 
-    name: str = "run"  # names the default workdir
-    seed: int = 0  # from 0 to 2**31 - 1
-    # Training steps. A workdir whose run has ended goes on when more are asked for; a learning rate that decays
-    # (optimizer.schedule) is then where a run of that length from the start would have it: it jumps up.
+    name: str = "run"  # name of the run and of its default workdir
+    seed: int = 0  # seed of all random numbers, from 0 to 2**31 - 1
+    # Number of training steps. A finished run goes on if more steps are set. A learning rate that decays
+    # (optimizer.schedule) then jumps up to its value in a run of the new length.
     steps: int = 100
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -102,7 +102,7 @@ class RunConfig:
         )
 
     def _check_decoupled(self) -> None:
-        """Refuses clips that the trainer's one update a batch leaves without effect."""
+        """Refuses clips, which have no effect as the trainer makes one update a batch."""
         if self.algorithm.objective != "decoupled":
             return
         defaults = AlgorithmConfig()
@@ -138,7 +138,7 @@ class RunConfig:
                 name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
                 "sandbox.seconds",
                 f"{self.sandbox.seconds:g} must be less than {SHARE_OF_CALLS:.0%} of task.tool_seconds = "
-                f"{self.task.tool_seconds:g}, or a step ends before a call of {name} may, which costs the attempt its "
+                f"{self.task.tool_seconds:g}, or a step ends before a call of {name} may, which costs the rollout its "
                 "files; lower it, or raise that",
             )
 
@@ -204,6 +204,6 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def digest(config: RunConfig) -> str:
-    """Eight hex digits that change when any field of the run's identity does; names the default workdir."""
+    """Returns eight hex digits of the run's identity, which end the name of the default workdir."""
     text = json.dumps(identity(config), sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -17,15 +17,15 @@ class ModelConfig:
 
     preset: str = "libra-tiny"  # name of a shipped config.json (libra_jax/models/presets), used where path is empty
     path: str = ""  # Hugging Face model directory (config.json, *.safetensors, tokenizer files), or an id on the hub
-    # Activations and matrix products: float32 or bfloat16. On GPUs and TPUs float32 sets
-    # jax_default_matmul_precision=highest, unless JAX_DEFAULT_MATMUL_PRECISION is set: by default products would take
-    # TF32 or bfloat16 inputs, and the trainer's log-probabilities would leave the engine's.
+    # Dtype of activations and matrix products: float32 or bfloat16. On GPUs and TPUs float32 sets
+    # jax_default_matmul_precision=highest, unless JAX_DEFAULT_MATMUL_PRECISION is set. By default products would take
+    # TF32 or bfloat16 inputs, and the trainer's log-probabilities would differ from the engine's.
     compute_dtype: str = "float32"
-    param_dtype: str = "float32"  # master weights and optimizer moments; float32 alone
-    remat: str = "none"  # what the backward pass recomputes: none, dots (keep matmul outputs), full
-    attention: str = "auto"  # auto, chunked, splash (TPU), cudnn (GPU)
-    attention_chunk: int = 512  # queries and keys a block of the chunked online softmax
-    logits_chunk: int = 1024  # tokens whose vocabulary logits exist at once
+    param_dtype: str = "float32"  # dtype of master weights and optimizer moments; only float32
+    remat: str = "none"  # activations that the backward pass recomputes: none, dots (all but matmul outputs), full
+    attention: str = "auto"  # kernel: auto, chunked, splash (TPU), cudnn (GPU)
+    attention_chunk: int = 512  # queries and keys of a block of the chunked online softmax
+    logits_chunk: int = 1024  # tokens whose vocabulary logits are in memory at once
 
     def __post_init__(self) -> None:
         check_choice(self.compute_dtype, ("float32", "bfloat16"), "model.compute_dtype")
@@ -45,7 +45,7 @@ class ModelConfig:
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Those that compare the rewards of a group."""
+"""Advantages that compare the rewards of a group."""
 LOSSES = ("clipped", "gspo", "cispo")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 CORRECTIONS = ("none", "truncated", "masked")
@@ -57,23 +57,26 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
-    # Estimator: grpo, dr_grpo, rloo, reinforce_plus_plus_baseline (these compare a group), reinforce_plus_plus.
+    # Advantage estimator: grpo, dr_grpo, rloo, reinforce_plus_plus_baseline (all compare a group), reinforce_plus_plus.
     advantage: str = "grpo"
-    loss: str = "clipped"  # clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight)
-    clip_low: float = 0.2  # ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2  # see clip_low; DAPO uses 0.28
+    loss: str = "clipped"  # policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight)
+    clip_low: float = 0.2  # distance below 1 at which the ratio is clipped
+    clip_high: float = 0.2  # distance above 1 at which the ratio is clipped; DAPO uses 0.28
     dual_clip: float = 0.0  # clipped loss: lower bound factor for negative advantages; 0 is off (else above 1)
-    aggregation: str = "token_mean"  # token_mean, sequence_mean, sequence_sum (see sequence_length_constant)
+    # Mean of token losses: token_mean, sequence_mean, sequence_sum (see sequence_length_constant).
+    aggregation: str = "token_mean"
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
-    # behaviour: ratio to the sampling policy; decoupled: to the policy at the step's start (the proximal one). A batch
-    # takes one update, so decoupled has a ratio of 1 and no clip ever binds: its gradient is that of
-    # -weight * advantage * log-probability, weight from `correction`. Changed clips are refused there.
+    # Denominator of the ratio: behaviour (the sampling policy) or decoupled (the proximal policy, at the step's start).
+    # A batch takes one update, so the decoupled ratio is 1 and no clip binds. Its gradient is that of -weight *
+    # advantage * log-probability, with the weight of `correction`; changed clips are refused.
     objective: str = "behaviour"
     correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
-    correction_cap: float = 2.0  # truncated: weights above are cut to it; masked: tokens above are dropped
-    kl_coefficient: float = 0.0  # above zero a frozen reference model lives on the trainer's mesh
-    kl_estimator: str = "k3"  # k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2
-    kl_in_reward: bool = False  # subtract the KL from each token's reward, instead of adding it to the loss
+    # Largest importance weight: larger ones are cut to it (truncated), or their tokens dropped (masked).
+    correction_cap: float = 2.0
+    kl_coefficient: float = 0.0  # weight of the KL term; above 0 a frozen reference model lives on the trainer's mesh
+    # Estimator of the KL: k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
+    kl_estimator: str = "k3"
+    kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss
     entropy_coefficient: float = 0.0  # weight of the entropy that the loss rewards
 
     def __post_init__(self) -> None:
@@ -98,15 +101,16 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """optax optimizer and schedule."""
 
-    name: str = "adamw"  # adamw, adam, sgd
-    learning_rate: float = 1e-3  # peak
-    schedule: str = "constant"  # constant, cosine, linear (the last two decay to 0 at config.steps: see there)
-    warmup_steps: int = 0  # first steps, in which the learning rate rises linearly from 0
-    weight_decay: float = 0.0  # of adamw
+    name: str = "adamw"  # optimizer: adamw, adam, sgd
+    learning_rate: float = 1e-3  # peak learning rate
+    # Learning-rate schedule: constant, cosine, linear (cosine and linear decay to 0 at config.steps).
+    schedule: str = "constant"
+    warmup_steps: int = 0  # number of first steps in which the learning rate rises linearly from 0
+    weight_decay: float = 0.0  # weight decay of adamw
     beta1: float = 0.9  # decay of the first moment (adam, adamw)
     beta2: float = 0.99  # decay of the second moment
-    eps: float = 1e-8  # added to the root of the second moment
-    clip_norm: float = 1.0  # global gradient norm; 0 is off
+    eps: float = 1e-8  # constant added to the root of the second moment
+    clip_norm: float = 1.0  # largest global gradient norm; 0 is off
 
     def __post_init__(self) -> None:
         check_choice(self.name, ("adamw", "adam", "sgd"), "optimizer.name")
@@ -130,21 +134,22 @@ class OptimizerConfig:
 class TrainerConfig:
     """The trainer's mesh and the shapes it compiles for."""
 
-    platform: str = "auto"  # auto: what JAX finds (one GPU at most); cpu: virtual devices, as the mesh needs; cuda; tpu
-    processes: int = 1  # that the mesh's devices belong to, equally many each; above 1 with cluster.backend=ray
-    data: int = 1  # data-parallel replicas
-    fsdp: int = 1  # ways parameters and optimizer are sharded
-    tensor: int = 1  # ways a layer's matrices are split
-    context: int = 1  # reserved
-    row_tokens: int = 512  # length of a packed row; a longer trajectory gets a longer row from row_buckets
-    row_buckets: tuple[int, ...] = ()  # further row lengths, ascending, all above row_tokens
+    # JAX platform: auto (what JAX finds, at most one GPU), cpu (as many virtual devices as the mesh has), cuda, tpu.
+    platform: str = "auto"
+    processes: int = 1  # number of trainer processes, with equal shares of the mesh; above 1 with cluster.backend=ray
+    data: int = 1  # number of data-parallel replicas
+    fsdp: int = 1  # number of shards of parameters and optimizer
+    tensor: int = 1  # number of shards of a layer's matrices
+    context: int = 1  # reserved size of a context axis; only 1
+    row_tokens: int = 512  # tokens of a packed row; a longer trajectory gets a longer row from row_buckets
+    row_buckets: tuple[int, ...] = ()  # further row lengths in tokens, ascending, all above row_tokens
     rows_per_micro_batch: int = 8  # rows in a micro-batch, over all data and fsdp shards
-    pack: bool = True  # several trajectories a row, kept apart by segment ids
-    cores: tuple[int, ...] = ()  # CPU cores that the trainer's threads are pinned to; empty: not pinned
+    pack: bool = True  # several trajectories in a row, separated by segment ids
+    cores: tuple[int, ...] = ()  # CPU cores to which the trainer's threads are pinned; empty: not pinned
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
-    # Times that a lost trainer is restarted from the last checkpoint. The groups trained since that stay in
-    # memory, to be trained again (about 0.1 kB a token); 0, or checkpoint.every=0: its loss ends the run. So it does
-    # where checkpoints have failed for more than 4 times checkpoint.every steps: no more are kept.
+    # Times that a lost trainer is restarted from the last checkpoint. Groups trained since that checkpoint stay in
+    # memory (about 0.1 kB a token) and are trained again. With 0, or checkpoint.every=0, its loss ends the run. So it
+    # does if checkpoints have failed for more than 4 times checkpoint.every steps: no more groups are kept.
     restarts: int = 3
 
     def __post_init__(self) -> None:
@@ -181,11 +186,11 @@ class TrainerConfig:
 class WarmStartConfig:
     """Supervised steps on the environment's demonstrations before reinforcement learning begins."""
 
-    steps: int = 0  # at most
-    batch_size: int = 64  # demonstrations a step
-    learning_rate: float = 3e-3  # of the supervised steps, constant
-    target_loss: float = 0.0  # ends it early, at the first step whose mean token loss is no higher; 0 is off
-    # Arguments of task.source that demonstrations have instead of those in task.arguments: shorter or easier tasks.
+    steps: int = 0  # most supervised steps
+    batch_size: int = 64  # demonstrations of a step
+    learning_rate: float = 3e-3  # constant learning rate of the supervised steps
+    target_loss: float = 0.0  # mean token loss at which the warm start ends early; 0 is off
+    # Arguments of task.source for demonstrations, in place of those in task.arguments: shorter or easier tasks.
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -45,7 +45,7 @@ class Batches:
         limits = config.coordinator
         self._source = config.task.source
         spare = limits.spare_groups
-        self._bound = admission.Bound(limits.groups_per_step, limits.staleness, config.steps, spare)
+        self._bound = admission.Bound(limits.groups_per_step, limits.max_staleness, config.steps, spare)
         self._replaces = limits.stale == "replace"
         self._tasks = tasks
         self._groups = groups

@@ -77,7 +77,7 @@ class HybridWorkers:
         self._recorder = recorder
         self._ending = ending
         self._steps = config.steps
-        self._synchronous = config.coordinator.staleness == 0
+        self._synchronous = config.coordinator.max_staleness == 0
         self._names = [engine.name for engine in engines.engines.values() if engine.hybrid]
         self._floor = config.elastic.floor
         limits = transitions.limits(config.deadlines)
@@ -106,7 +106,7 @@ class HybridWorkers:
         self._coming: _Coming | None = None
         self._disturbed = True  # the first step compiles and starts up, unlike later steps
         self._core: frozenset[str] = frozenset()  # instances of the core that served after the last step
-        self._measured = measured_steps.MeasuredSteps(config.coordinator.staleness)
+        self._measured = measured_steps.MeasuredSteps(config.coordinator.max_staleness)
 
     # Shares -----------------------------------------------------------------------------------------------------
 

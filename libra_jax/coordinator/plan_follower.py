@@ -78,7 +78,7 @@ class PlanFollower:
         ending: failure.Ending,
     ) -> None:
         self._shadow = config.planner.shadow
-        self._synchronous = config.coordinator.staleness == 0
+        self._synchronous = config.coordinator.max_staleness == 0
         self._steps = config.steps
         self._planner = planner
         self._engines = engines

@@ -26,7 +26,7 @@ Workers of a host without an entry read the trainer's memory.
 """
 
 LOAD_VERBS = 3
-"""Deadline of a whole weight update, in units of `deadlines.publish`: its start, all its chunks, and its end."""
+"""Deadline of a whole weight update, in units of `deadlines.weight_sync`: its start, all its chunks, and its end."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class TrainingSides:
         recorder: protocols.Recorder,
     ) -> None:
         self._limits = config.deadlines
-        self._late, self._late_seconds = config.elastic.late, config.elastic.late_seconds
+        self._late, self._late_seconds = config.elastic.late_factor, config.elastic.late_min_seconds
         self._transport = {"kind": config.rollout.transport}
         self._cluster = cluster
         self._recorder = recorder
@@ -212,7 +212,9 @@ class TrainingSides:
             return
         what = f"{side.spec.name}'s whole weight update"
         try:
-            await deadlines.within(LOAD_VERBS * self._limits.publish, asyncio.wait({side.loading}), what, "publish")
+            await deadlines.within(
+                LOAD_VERBS * self._limits.weight_sync, asyncio.wait({side.loading}), what, "weight_sync"
+            )
         except protocols.DeadlineMissed as error:
             self._abort(side, str(error))
             raise

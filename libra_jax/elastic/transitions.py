@@ -228,14 +228,14 @@ class Transitions:
 
 def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
     """Returns each state's deadline. It exceeds the sum of the waits inside, so that their errors come first."""
-    replica = 2 * deadline.trainer_start + deadline.publish + deadline.shutdown  # a training side that is restarted
+    replica = 2 * deadline.trainer_start + deadline.weight_sync + deadline.shutdown  # a training side that is restarted
     return {
         State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
-        State.FETCHING: training_sides.LOAD_VERBS * deadline.publish + deadline.train_step + MARGIN_SECONDS,
+        State.FETCHING: training_sides.LOAD_VERBS * deadline.weight_sync + deadline.train_step + MARGIN_SECONDS,
         State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
-        State.JOINING: 2 * deadline.publish + deadline.transition + MARGIN_SECONDS,
-        State.LEAVING: deadline.publish + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
-        State.ACTIVATING: 3 * deadline.publish
+        State.JOINING: 2 * deadline.weight_sync + deadline.transition + MARGIN_SECONDS,
+        State.LEAVING: deadline.weight_sync + deadline.transition + deadline.shutdown + MARGIN_SECONDS,
+        State.ACTIVATING: 3 * deadline.weight_sync
         + 2 * deadline.shutdown
         + 2 * deadline.transition
         + 2 * deadline.engine_start

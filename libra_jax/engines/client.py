@@ -28,22 +28,22 @@ class EngineClient(clients.ActorClient, protocols.EngineClient):
         return await self._ask("first_token", "hand a request over", RolloutEngine.hand_over, request)
 
     async def pause(self) -> None:
-        await self._ask("publish", "pause", RolloutEngine.pause)
+        await self._ask("weight_sync", "pause", RolloutEngine.pause)
 
     async def resume(self) -> None:
-        await self._ask("publish", "resume", RolloutEngine.resume)
+        await self._ask("weight_sync", "resume", RolloutEngine.resume)
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        await self._ask("publish", "open its weight transport", RolloutEngine.init_weight_transfer, transport)
+        await self._ask("weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer, transport)
 
     async def start_weight_update(self, policy_version: int) -> None:
-        await self._ask("publish", "prepare for new weights", RolloutEngine.start_weight_update, policy_version)
+        await self._ask("weight_sync", "prepare for new weights", RolloutEngine.start_weight_update, policy_version)
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        await self._ask("publish", f"load weight chunk {chunk.index}", RolloutEngine.update_weights, chunk)
+        await self._ask("weight_sync", f"load weight chunk {chunk.index}", RolloutEngine.update_weights, chunk)
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        await self._ask("publish", "finish its weight update", RolloutEngine.finish_weight_update, policy_version)
+        await self._ask("weight_sync", "finish its weight update", RolloutEngine.finish_weight_update, policy_version)
 
     async def sleep(self) -> None:
         await self._ask("transition", "sleep", RolloutEngine.sleep)

@@ -165,7 +165,7 @@ class Sender:
             if self._thread.is_alive():
                 raise protocols.DeadlineMissed(
                     f"the rollout engine did not join, or take the weights sent over {self._transport}, within "
-                    f"{self._seconds:g} s: look at its log in the workdir, or raise config.deadlines.publish"
+                    f"{self._seconds:g} s: look at its log in the workdir, or raise config.deadlines.weight_sync"
                 )
             self._thread = None
         self._source.snapshot = ()

@@ -96,7 +96,7 @@ class Setting:
             tuple(given.get(degree, run.rollout.slots) for degree in degrees),
             devices,
             run.coordinator.groups_per_step * run.coordinator.group_size,
-            run.coordinator.staleness,
+            run.coordinator.max_staleness,
             mesh,
             reach,
             profile,

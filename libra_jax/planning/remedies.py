@@ -43,16 +43,16 @@ def _fewer_deltas(costs: scale.Costs, work: scale.Work, settings: scale.Settings
 
 
 def _larger_buckets(costs: scale.Costs, work: scale.Work, settings: scale.Settings, here: scale.Loads) -> str:
-    mib = settings.bucket_mib
-    while scale.buckets(work, dataclasses.replace(settings, bucket_mib=mib)) > 1:
+    mib = settings.chunk_mib
+    while scale.buckets(work, dataclasses.replace(settings, chunk_mib=mib)) > 1:
         mib *= 2
-        part = _changed(costs, work, settings, here, bucket_mib=mib).parts["publication"]
+        part = _changed(costs, work, settings, here, chunk_mib=mib).parts["publication"]
         if part.ratio <= 1.0:
-            return f"rollout.bucket_mib={mib}: {part.value:.3g} s"
+            return f"rollout.chunk_mib={mib}: {part.value:.3g} s"
     targets = scale.hosts(work, settings, here.accelerators / work.accelerators)
-    part = _changed(costs, work, settings, here, bucket_mib=mib).parts["publication"]
+    part = _changed(costs, work, settings, here, chunk_mib=mib).parts["publication"]
     return (
-        f"rollout.bucket_mib={mib} leaves {part.value:.3g} s; relays that call their host's engines would make it one "
+        f"rollout.chunk_mib={mib} leaves {part.value:.3g} s; relays that call their host's engines would make it one "
         f"call for each of {targets:,.0f} hosts instead of {here.engines / targets:.3g} times as many"
     )
 

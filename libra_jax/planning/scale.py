@@ -138,7 +138,7 @@ class Settings:
 
     Attributes:
       stream_interval: tokens between two deltas (`rollout.stream_interval`).
-      bucket_mib: MiB of a chunk of weights (`rollout.bucket_mib`).
+      chunk_mib: MiB of a chunk of weights (`rollout.chunk_mib`).
       health_seconds: seconds between two looks at an engine (`rollout.health_seconds`).
       staleness: max staleness; batches of staleness + 1 steps are live.
       accelerators_per_host: accelerators that share a weight relay.
@@ -154,7 +154,7 @@ class Settings:
     """
 
     stream_interval: int = 16
-    bucket_mib: int = 256
+    chunk_mib: int = 256
     health_seconds: float = 10.0
     staleness: int = 1
     accelerators_per_host: int = 8
@@ -341,7 +341,7 @@ def hosts(work: Work, settings: Settings, times: float) -> float:
 
 def buckets(work: Work, settings: Settings) -> int:
     """Returns the chunks of a weight sync."""
-    return max(1, math.ceil(work.weight_bytes / (settings.bucket_mib * MIB)))
+    return max(1, math.ceil(work.weight_bytes / (settings.chunk_mib * MIB)))
 
 
 def reached(costs: Costs, work: Work, settings: Settings, part: str) -> int | None:

@@ -312,5 +312,5 @@ def _batches() -> settings.SimulatedRun:
     run.model.remat = "full"  # otherwise a row of the longest context fits no device
     run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536
     run.trainer.row_tokens, run.trainer.rows_per_micro_batch = 131_072, 1
-    run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.staleness = 32, 16, 1
+    run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.max_staleness = 32, 16, 1
     return run

@@ -76,6 +76,8 @@ def allowed_names(text: str) -> tuple[str, ...]:
         if name not in known and not any(_covers(mapping, name) for mapping in mappings):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if name in libra_config.RENAMED:
+                hint = f"; {libra_config.now(name)}"
             raise ConfigError(f"--allow_changes: there is no setting {name!r}{hint}")
     return names
 

@@ -41,7 +41,7 @@ SHARED = (
     "cluster.accelerators_per_host",
     "coordinator.group_size",
     "coordinator.groups_per_step",
-    "coordinator.staleness",
+    "coordinator.max_staleness",
     "model.logits_chunk",
     "model.remat",
     "planner.degrees",

@@ -144,7 +144,7 @@ def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec
     if layout is None or config.rollout.transport != "memfd":
         return {}
     # Half of the deadline for a chunk of weights, so that the chunk can be requested a second time.
-    seconds = config.deadlines.publish / 2
+    seconds = config.deadlines.weight_sync / 2
     names = {host.number: f"relay-{host.number}" for host in layout.hosts}
     return {
         host: protocols.ActorSpec(

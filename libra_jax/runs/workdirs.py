@@ -168,8 +168,12 @@ def _stored(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text())
         if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
-            return stored
+            return libra_config.renamed(stored)
         problem = f"it holds {stored!r:.40}"
+    except protocols.ConfigError as error:
+        raise protocols.ConfigError(
+            f"--workdir={file.parent}: an earlier version wrote its {file.name} ({error}); use another workdir"
+        ) from error
     except ValueError as error:
         problem = str(error)
     raise protocols.ConfigError(

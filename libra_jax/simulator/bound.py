@@ -87,7 +87,7 @@ def lower_bound(
         train=np.array([_train_seconds(group, simulation.train_devices, model) for group in drawn]),
         path=np.array([max(_path_seconds(script, config, model) for script in group) for group in drawn]),
     )
-    end = run_seconds(groups, limits.groups_per_step, limits.staleness)
+    end = run_seconds(groups, limits.groups_per_step, limits.max_staleness)
     paths = groups.path.reshape(config.steps, -1).max(axis=1)
     return Bound(
         step_seconds=float(end / config.steps),

@@ -165,7 +165,7 @@ def read(workdir: Path) -> Recording:
 def _config(path: Path) -> configuration.RunConfig:
     try:
         values = json.loads(path.read_text())
-        return configuration.parse(configuration.RunConfig, values)
+        return configuration.parse(configuration.RunConfig, configuration.renamed(values))
     except OSError as error:
         raise protocols.DataError(
             f"{path}: cannot be read ({error.strerror or error}); give the --workdir of a finished run"
@@ -195,7 +195,7 @@ def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
             "run without (coordinator.stale=wait, filter_zero_variance=False)"
         )
-    synchronous = config.coordinator.staleness == 0
+    synchronous = config.coordinator.max_staleness == 0
     return {number: _parts(path, number, table[number], synchronous) for number in taken}
 
 

@@ -76,8 +76,8 @@ class Trainer:
       log: log of what it is given.
       mesh: mesh of the devices; None splits the work evenly.
       channels: gradient channels to hybrid workers; None if there are none.
-      late: as `elastic.late`.
-      late_seconds: as `elastic.late_seconds`.
+      late: as `elastic.late_factor`.
+      late_seconds: as `elastic.late_min_seconds`.
       masks: tells which rollouts are not trained.
     """
 

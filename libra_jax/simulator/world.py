@@ -195,8 +195,8 @@ def run(
             "log": log,
             "mesh": mesh,
             "channels": channels,
-            "late": elastic.late,
-            "late_seconds": elastic.late_seconds,
+            "late": elastic.late_factor,
+            "late_seconds": elastic.late_min_seconds,
             "masks": config.task.masks,
         },
     )

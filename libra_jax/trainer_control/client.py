@@ -229,29 +229,29 @@ class TrainerClient:
         return await self._ask("train_step", "give up its step", TrainerProcess.give_up_step)
 
     async def policy_version(self) -> int:
-        return await self._ask("publish", "say its version", TrainerProcess.policy_version)
+        return await self._ask("weight_sync", "say its version", TrainerProcess.policy_version)
 
     # Gradient channels -------------------------------------------------------------------------------------------
 
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        return await self._ask("publish", "open a channel", TrainerProcess.listen, member, epoch)
+        return await self._ask("weight_sync", "open a channel", TrainerProcess.listen, member, epoch)
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        await self._ask("publish", "connect to a channel", TrainerProcess.connect, member, epoch, address)
+        await self._ask("weight_sync", "connect to a channel", TrainerProcess.connect, member, epoch, address)
 
     async def dismiss(self, member: str) -> None:
-        await self._ask("publish", "close a channel", TrainerProcess.dismiss, member)
+        await self._ask("weight_sync", "close a channel", TrainerProcess.dismiss, member)
 
     # Weight sync -------------------------------------------------------------------------------------------------
 
     async def open_weights(self, policy_version: int) -> int:
-        return await self._ask("publish", "open its weights", TrainerProcess.open_weights, policy_version)
+        return await self._ask("weight_sync", "open its weights", TrainerProcess.open_weights, policy_version)
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
-        return await self._ask("publish", "stage weights", TrainerProcess.stage_weights, policy_version, index)
+        return await self._ask("weight_sync", "stage weights", TrainerProcess.stage_weights, policy_version, index)
 
     async def close_weights(self, policy_version: int) -> None:
-        await self._ask("publish", "close its weights", TrainerProcess.close_weights, policy_version)
+        await self._ask("weight_sync", "close its weights", TrainerProcess.close_weights, policy_version)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -331,16 +331,16 @@ class HybridClient(clients.ActorClient):
         return await self._ask("trainer_start", "start", Replica.start)
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        await self._ask("publish", "open its weight transport", Replica.init_weight_transfer, transport)
+        await self._ask("weight_sync", "open its weight transport", Replica.init_weight_transfer, transport)
 
     async def start_weight_update(self, policy_version: int) -> None:
-        await self._ask("publish", "prepare for new parameters", Replica.start_weight_update, policy_version)
+        await self._ask("weight_sync", "prepare for new parameters", Replica.start_weight_update, policy_version)
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        await self._ask("publish", f"load weight chunk {chunk.index}", Replica.update_weights, chunk)
+        await self._ask("weight_sync", f"load weight chunk {chunk.index}", Replica.update_weights, chunk)
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        await self._ask("publish", "finish its weight update", Replica.finish_weight_update, policy_version)
+        await self._ask("weight_sync", "finish its weight update", Replica.finish_weight_update, policy_version)
 
     async def warm(self) -> None:
         await self._ask("trainer_start", "compile its gradient steps", Replica.warm)

@@ -134,12 +134,12 @@ class Members:
     @property
     def grace(self) -> float:
         """Minimum seconds to wait for a share after an earlier share was missing."""
-        return self._config.late_seconds
+        return self._config.late_min_seconds
 
     def late_after(self, own_seconds: float) -> float:
         """Returns the seconds to wait for shares after the core has computed its own share."""
-        # At least `late_seconds`, because a multiple of a very short own time would be no time at all.
-        return max(self._config.late_seconds, self._config.late * own_seconds)
+        # At least `late_min_seconds`, because a multiple of a very short own time would be no time at all.
+        return max(self._config.late_min_seconds, self._config.late_factor * own_seconds)
 
 
 class Collection:

@@ -140,12 +140,12 @@ class TrainerActor:
         self._weights = weight_snapshot.create(
             self._model,
             rollout.dtype,
-            rollout.bucket_mib * MIB,
+            rollout.chunk_mib * MIB,
             rollout.transport,
             # The digest that hybrid workers send is made of the checksums, and weight relays verify chunks with them.
             rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
             rollout.tensor_parallel,
-            config.deadlines.publish,
+            config.deadlines.weight_sync,
         )
         # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer(compress=False)

@@ -13,19 +13,19 @@ class RelayClient(clients.ActorClient, protocols.RelayClient):
     """A weight relay, for one life of its process. See `clients.ActorClient` for the arguments."""
 
     async def health(self) -> Mapping[str, float]:
-        return await self._ask("publish", "answer", Relay.health)
+        return await self._ask("weight_sync", "answer", Relay.health)
 
     async def listen(self, epoch: int) -> Mapping[str, Any]:
-        return await self._ask("publish", "open a link", Relay.listen, epoch)
+        return await self._ask("weight_sync", "open a link", Relay.listen, epoch)
 
     async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
-        await self._ask("publish", "connect a link", Relay.connect, child, epoch, address)
+        await self._ask("weight_sync", "connect a link", Relay.connect, child, epoch, address)
 
     async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
-        await self._ask("publish", f"send chunk {chunk.index} to {child}", Relay.send, chunk, child)
+        await self._ask("weight_sync", f"send chunk {chunk.index} to {child}", Relay.send, chunk, child)
 
     async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
-        return await self._ask("publish", f"receive chunk {chunk.index}", Relay.receive, chunk)
+        return await self._ask("weight_sync", f"receive chunk {chunk.index}", Relay.receive, chunk)
 
     async def shutdown(self) -> None:
         await self._ask("shutdown", "shut down", Relay.shutdown)

@@ -6,12 +6,12 @@ chunk after as many hops as the tree is deep. Chunks are pipelined: a version of
 x S / bandwidth x (1 + depth / b).
 
 The coordinator makes two calls for each chunk and host. They cost it 0.5 ms of CPU, measured with doubles of 1,280
-hosts; Ray adds its own cost. With that many hosts, use larger chunks (`rollout.bucket_mib`).
+hosts; Ray adds its own cost. With that many hosts, use larger chunks (`rollout.chunk_mib`).
 
 A chunk may fail to arrive, because the parent is lost or slow, or because the bytes are damaged. Then it is requested
-once more, from the root over a new link. If that fails too, or exceeds `deadlines.publish`, its relay is dropped. It is
-restarted when its host next needs weights. Callers that wait for that host's copy get the error; other hosts continue.
-A restarting relay holds up no other host.
+once more, from the root over a new link. If that fails too, or exceeds `deadlines.weight_sync`, its relay is dropped.
+The relay is restarted when its host next needs weights. Callers that wait for that host's copy get the error; other
+hosts continue. A restarting relay holds up no other host.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class RelayTree:
                 relay.link = None  # the parent has been dropped
         what = f"{relay.name}, asked to bring chunk {chunk.index} to host {relay.host},"
         work = self._fetch_from(above, relay, source, chunk)
-        return await deadlines.within(self._limits.publish, work, what, "publish")
+        return await deadlines.within(self._limits.weight_sync, work, what, "weight_sync")
 
     async def _fetch_from(
         self, above: Relay, relay: Relay, source: protocols.WeightChunk, chunk: protocols.WeightChunk
@@ -280,9 +280,9 @@ class RelayTree:
         """Drops a relay that does not answer, and returns the error. An impatient caller waits `ANSWER_SECONDS`."""
         if relay.client is None:
             return protocols.WorkerLost(f"{relay.name} is not there")
-        seconds = self._limits.publish if patient else min(self._limits.publish, ANSWER_SECONDS)
+        seconds = self._limits.weight_sync if patient else min(self._limits.weight_sync, ANSWER_SECONDS)
         try:
-            await deadlines.within(seconds, relay.client.health(), f"{relay.name}, asked to answer,", "publish")
+            await deadlines.within(seconds, relay.client.health(), f"{relay.name}, asked to answer,", "weight_sync")
         except protocols.LibraError as error:
             self._drop(relay, error)
             return error

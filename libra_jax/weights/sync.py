@@ -28,7 +28,7 @@ class WeightSync:
     """Brings engines and the training sides of hybrid workers to the trainer's version.
 
     Args:
-      config: the run's configuration (`deadlines.publish`).
+      config: the run's configuration (`deadlines.weight_sync`).
       trainer: takes the snapshots.
       engines: the rollout engines. An engine that fails is reported lost there, and the others continue.
       recorder: gets a span for each engine, on the track `weights`.

@@ -568,7 +568,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, sentence):
 def test_the_form_of_before_is_refused_with_the_present_one():
     with pytest.raises(protocols.ConfigError, match=r"config\.tools\.mcp: must be of the form {\"mcpServers\""):
         toolkit.Toolkit(config.ToolsConfig(use=("odd",), mcp={"odd": STARTS_FAULTY}), config.SandboxConfig())
-    with pytest.raises(protocols.ConfigError, match=r"tools\.servers: no such field; it is config\.tools\.mcp, e\.g\."):
+    with pytest.raises(
+        protocols.ConfigError, match=r"config\.tools\.servers: no such field; tools\.servers is now tools\.mcp"
+    ):
         config.parse(config.RunConfig, {"tools": {"servers": {}}})
 
 

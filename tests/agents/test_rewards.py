@@ -393,7 +393,7 @@ def test_a_reward_that_cannot_be_is_refused_by_the_name_of_its_field(values, sen
 
 def test_the_field_of_former_versions_is_answered_with_where_it_is_now():
     with pytest.raises(
-        protocols.ConfigError, match=r"task\.reward: no such field; it is config\.reward\.functions, e\.g"
+        protocols.ConfigError, match=r"task\.reward: no such field; task\.reward is now reward\.functions, e\.g"
     ):
         config.parse(config.RunConfig, {"task": {"reward": "mine:reward"}})
 

@@ -25,7 +25,7 @@ def test_a_run_on_ray_trains_and_publishes_through_shared_memory_across_processe
         steps=3,
         cluster={"backend": "ray"},
         rollout={"restarts": 0},
-        coordinator={"staleness": 1},
+        coordinator={"max_staleness": 1},
         checkpoint={"every": 2},
     )
     engines = [

@@ -15,7 +15,7 @@ from libra_jax.telemetry import recorder, resume
 
 CONFIG = doubles.make_config(
     steps=80,
-    coordinator={"groups_per_step": 3, "group_size": 2, "staleness": 1},
+    coordinator={"groups_per_step": 3, "group_size": 2, "max_staleness": 1},
     checkpoint={"every": 1, "keep": 2},
     telemetry={"console": False, "tensorboard": False, "report": False},
 )

@@ -18,7 +18,7 @@ from libra_jax.weights import relay_tree, sync
 
 LINK_SECONDS = LOAD_SECONDS = 1.0
 NBYTES = 1000
-LIMITS = {"publish": 30.0, "engine_start": 60.0, "first_token": 20.0, "shutdown": 5.0}
+LIMITS = {"weight_sync": 30.0, "engine_start": 60.0, "first_token": 20.0, "shutdown": 5.0}
 
 Fault = Callable[["Relay", str, protocols.WeightChunk], Awaitable[protocols.WeightChunk | None]]
 """(relay, "send" or "receive", chunk): raises, hangs, or returns what is sent instead."""

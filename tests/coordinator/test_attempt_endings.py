@@ -118,7 +118,7 @@ def test_the_variance_filter_replaces_groups_that_limits_left_nothing_of(tmp_pat
 def killed_and_resumed(make_environment, tmp_path):
     """A run that is killed while the last attempts' tools run, and gone on with; the second part of it."""
     config = doubles.make_config(
-        steps=3, coordinator={"staleness": 2}, checkpoint={"every": 1}, task={"tool_seconds": 500.0}
+        steps=3, coordinator={"max_staleness": 2}, checkpoint={"every": 1}, task={"tool_seconds": 500.0}
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kills.DiesInStep, "last", 2)

@@ -440,7 +440,7 @@ def test_wherever_it_dies_it_trains_the_same_set_of_prompts(tmp_path_factory, st
     workdir = tmp_path_factory.mktemp("run")
     config = doubles.make_config(
         steps=8,
-        coordinator={"staleness": staleness},
+        coordinator={"max_staleness": staleness},
         checkpoint={"every": every, "keep": 1},
         warm_start={"steps": 1, "batch_size": 1},
     )
@@ -462,7 +462,7 @@ def test_wherever_it_dies_it_trains_the_same_set_of_prompts(tmp_path_factory, st
 def test_groups_in_flight_go_on_from_their_tokens(tmp_path):
     """A long tool call is under way when the run ends; what was generated before it is not generated again."""
     config = doubles.make_config(
-        steps=3, coordinator={"staleness": 2}, checkpoint={"every": 1}, task={"tool_seconds": 500.0}
+        steps=3, coordinator={"max_staleness": 2}, checkpoint={"every": 1}, task={"tool_seconds": 500.0}
     )
 
     class Slow(doubles.TwoTurns):

@@ -16,14 +16,16 @@ async def answer_after(seconds: float) -> str:
 
 
 def test_an_answer_in_time_is_returned():
-    assert doubles.run_on_clock(deadlines.within(10.0, answer_after(9.9), "engine-1's update", "publish")) == "answer"
+    assert (
+        doubles.run_on_clock(deadlines.within(10.0, answer_after(9.9), "engine-1's update", "weight_sync")) == "answer"
+    )
 
 
 def test_a_missed_deadline_names_the_worker():
     with pytest.raises(
-        protocols.DeadlineMissed, match=r"engine-1's update did not finish within 10 s.*deadlines\.publish"
+        protocols.DeadlineMissed, match=r"engine-1's update did not finish within 10 s.*deadlines\.weight_sync"
     ):
-        doubles.run_on_clock(deadlines.within(10.0, answer_after(30.0), "engine-1's update", "publish"))
+        doubles.run_on_clock(deadlines.within(10.0, answer_after(30.0), "engine-1's update", "weight_sync"))
 
 
 def test_an_error_of_the_worker_is_its_own():
@@ -31,7 +33,7 @@ def test_an_error_of_the_worker_is_its_own():
         raise protocols.WorkerLost("engine-1 is gone")
 
     with pytest.raises(protocols.WorkerLost, match="engine-1 is gone"):
-        doubles.run_on_clock(deadlines.within(10.0, fail(), "engine-1's update", "publish"))
+        doubles.run_on_clock(deadlines.within(10.0, fail(), "engine-1's update", "weight_sync"))
 
 
 @pytest.mark.parametrize("stalled_at", [0.5, 5.0, 9.8])
@@ -47,7 +49,7 @@ def test_a_stall_of_the_event_loop_causes_no_false_deadline(stalled_at):
         # The answer is on its way when the stall ends, but needs the loop a few more times to get here.
         answer = loop.create_future()
         loop.call_later(stalled_at + 1000.0 + 0.5, answer.set_result, "answer")
-        return await deadlines.within(10.0, answer, "engine-1's update", "publish")
+        return await deadlines.within(10.0, answer, "engine-1's update", "weight_sync")
 
     assert doubles.run_on_clock(main()) == "answer"
 
@@ -89,7 +91,7 @@ def test_what_missed_its_deadline_is_cancelled_but_not_waited_for():
                 events.append("ended")
 
         with pytest.raises(protocols.DeadlineMissed):
-            await deadlines.within(10.0, deaf(), "engine-1", "publish")
+            await deadlines.within(10.0, deaf(), "engine-1", "weight_sync")
         await asyncio.sleep(1.0)
         return events
 

@@ -79,7 +79,7 @@ class Makes:
 
 
 def make_bench(tmp_path, plans, **changes):
-    config = doubles.make_config(steps=6, coordinator={"staleness": 1}, **changes)
+    config = doubles.make_config(steps=6, coordinator={"max_staleness": 1}, **changes)
     planner, makes = Scripted(plans), Makes(config)
     bench = doubles.Bench(config, tmp_path, planner=planner, make_engine=makes)
     return bench, planner, makes
@@ -270,7 +270,7 @@ def test_while_instances_start_training_goes_on_and_nothing_further_is_decided(t
 
 
 def test_an_instance_lost_while_others_start_comes_back_and_nothing_is_lost(tmp_path):
-    config = doubles.make_config(steps=6, coordinator={"staleness": 1}, deadlines={"engine_start": 100.0})
+    config = doubles.make_config(steps=6, coordinator={"max_staleness": 1}, deadlines={"engine_start": 100.0})
     specs = doubles.engine_specs(config, 2)
     specs[0] = dataclasses.replace(specs[0], arguments={**specs[0].arguments, "fail_after_tokens": 60})
     bench = doubles.Bench(config, tmp_path, specs=specs, planner=Scripted({2: WIDE}), make_engine=Makes(config))
@@ -311,7 +311,7 @@ def test_an_instance_that_is_lost_for_good_is_replaced_at_the_next_look_but_by_n
 
 
 def test_a_loss_is_told_until_the_planner_may_act_on_it(tmp_path):
-    config = doubles.make_config(steps=6, coordinator={"staleness": 1}, deadlines={"engine_start": 100.0})
+    config = doubles.make_config(steps=6, coordinator={"max_staleness": 1}, deadlines={"engine_start": 100.0})
     planner = Scripted({})
     specs = doubles.engine_specs(config, 2)
     specs[1] = dataclasses.replace(specs[1], arguments={**specs[1].arguments, "fail_after_tokens": 30})
@@ -344,7 +344,7 @@ def test_a_loss_is_told_until_the_planner_may_act_on_it(tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_waits_for_slots_are_measured(tmp_path, staleness):
-    config = doubles.make_config(steps=6, rollout={"slots": 1}, coordinator={"staleness": staleness})
+    config = doubles.make_config(steps=6, rollout={"slots": 1}, coordinator={"max_staleness": staleness})
     planner = Scripted({})
     specs = doubles.engine_specs(config, 2, tokens_per_second=20.0)
     bench = doubles.Bench(config, tmp_path, specs=specs, planner=planner, make_engine=Makes(config))

@@ -38,7 +38,7 @@ class LongTailed(doubles.TwoTurns):
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_every_prompt_is_trained_once_within_the_staleness_bound(tmp_path, staleness):
-    config = doubles.make_config(steps=6, coordinator={"staleness": staleness})
+    config = doubles.make_config(steps=6, coordinator={"max_staleness": staleness})
     bench = doubles.Bench(config, tmp_path, make_environment=LongTailed)
     summary = bench.run()
     assert (summary.steps, summary.policy_version, summary.trained) == (6, 6, 18)
@@ -49,7 +49,7 @@ def test_every_prompt_is_trained_once_within_the_staleness_bound(tmp_path, stale
 def test_asynchronous_training_overlaps_rollout_with_training(tmp_path):
     seconds = {}
     for staleness in (0, 1):
-        config = doubles.make_config(steps=6, coordinator={"staleness": staleness})
+        config = doubles.make_config(steps=6, coordinator={"max_staleness": staleness})
         bench = doubles.Bench(config, tmp_path / str(staleness), trainer={"seconds": 4.0}, make_environment=LongTailed)
         bench.run()
         seconds[staleness] = sum(scalars["step/seconds"] for _, scalars in bench.recorder.steps)
@@ -70,7 +70,7 @@ def test_any_timing_keeps_the_bound_and_loses_nothing(staleness, stale, train_se
             return tool_seconds[index % len(tool_seconds)]
 
     config = doubles.make_config(
-        steps=5, coordinator={"staleness": staleness, "stale": stale, "max_replacements": 50.0}
+        steps=5, coordinator={"max_staleness": staleness, "stale": stale, "max_replacements": 50.0}
     )
     with tempfile.TemporaryDirectory() as folder:
         bench = doubles.Bench(config, Path(folder), make_environment=Varied, trainer={"seconds": train_seconds})
@@ -88,7 +88,7 @@ def test_a_group_that_would_become_stale_is_replaced_and_counted_where_the_confi
         tool_seconds = staticmethod(lambda index: 1000.0 if index == 2 else 0.01)
 
     config = doubles.make_config(
-        coordinator={"staleness": 1, "stale": "replace", "max_replacements": 1.0}, task={"tool_seconds": 2000.0}
+        coordinator={"max_staleness": 1, "stale": "replace", "max_replacements": 1.0}, task={"tool_seconds": 2000.0}
     )
     bench = doubles.Bench(config, tmp_path, make_environment=OneStraggler)
     summary = bench.run()
@@ -106,7 +106,7 @@ def test_a_group_that_would_become_stale_is_replaced_and_counted_where_the_confi
 
 
 def test_metrics_and_trace_say_what_happened(tmp_path):
-    bench = doubles.Bench(doubles.make_config(coordinator={"staleness": 1}), tmp_path)
+    bench = doubles.Bench(doubles.make_config(coordinator={"max_staleness": 1}), tmp_path)
     summary = bench.run()
     assert [step for step, _ in bench.recorder.steps] == [1, 2, 3, 4]
     for step, scalars in bench.recorder.steps:
@@ -179,7 +179,7 @@ def test_tokens_carry_the_version_that_sampled_them_and_never_one_before_their_d
             return await super().train_step(batch, shares)
 
     bench = doubles.Bench(
-        doubles.make_config(steps=6, coordinator={"staleness": 2}), tmp_path, make_environment=LongTailed
+        doubles.make_config(steps=6, coordinator={"max_staleness": 2}), tmp_path, make_environment=LongTailed
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doubles, "make_trainer", lambda log: Watching(0.05, 3, log))
@@ -275,7 +275,7 @@ def test_the_trained_parameters_are_exported(tmp_path):
 
 
 def test_a_signal_stops_the_run_with_a_checkpoint_and_the_same_command_goes_on(tmp_path):
-    config = doubles.make_config(steps=6, checkpoint={"every": 100}, coordinator={"staleness": 1})
+    config = doubles.make_config(steps=6, checkpoint={"every": 100}, coordinator={"max_staleness": 1})
 
     class Signalled(doubles.RecordingTrainer):
         async def train_step(self, batch, shares=()):
@@ -410,7 +410,7 @@ def test_a_finished_run_says_so_and_starts_nothing(tmp_path):
 def test_a_finished_run_goes_on_when_more_steps_are_asked_for(tmp_path, staleness):
     for steps in (3, 5):
         config = doubles.make_config(
-            steps=steps, coordinator={"staleness": staleness}, checkpoint={"every": 4}, evaluation={"every": 2}
+            steps=steps, coordinator={"max_staleness": staleness}, checkpoint={"every": 4}, evaluation={"every": 2}
         )
         bench = doubles.Bench(config, tmp_path)
         assert bench.run().steps == steps

@@ -73,7 +73,7 @@ def run_all(tmp_path, specs: Sequence[protocols.ActorSpec], **changes: Any) -> t
 def test_requests_of_a_dead_engine_resume_from_their_tokens_on_the_other(tmp_path, staleness):
     specs = doubles.engine_specs(doubles.make_config(), 2)
     specs[0].arguments["fail_after_tokens"] = 20
-    bench, _ = run_all(tmp_path, specs, rollout={"restarts": 1}, coordinator={"staleness": staleness})
+    bench, _ = run_all(tmp_path, specs, rollout={"restarts": 1}, coordinator={"max_staleness": staleness})
     assert bench.cluster.spawned.count("engine-0") == 2
     assert sum(scalars["rollout/resumed"] for _, scalars in bench.recorder.steps) > 0
     assert doubles.turns_of(bench) == doubles.reference_tokens(tmp_path), (
@@ -138,7 +138,7 @@ def test_a_stalled_event_loop_costs_no_engine(tmp_path):
             loop.now += 50.0
             return await super().step(output)
 
-    config = doubles.make_config(deadlines={"first_token": 20.0, "publish": 20.0, "train_step": 20.0})
+    config = doubles.make_config(deadlines={"first_token": 20.0, "weight_sync": 20.0, "train_step": 20.0})
     bench = doubles.Bench(config, tmp_path, make_environment=Stalling)
     bench.run()
     assert bench.cluster.spawned.count("engine-0") == 1
@@ -158,7 +158,10 @@ def test_an_engine_that_fails_in_a_weight_update_is_restarted_and_the_others_go_
             await asyncio.sleep(1e6)
 
     bench, summary = run_all(
-        tmp_path, faulty_specs(monkeypatch, fail_once), deadlines={"publish": 30.0}, coordinator={"staleness": 1}
+        tmp_path,
+        faulty_specs(monkeypatch, fail_once),
+        deadlines={"weight_sync": 30.0},
+        coordinator={"max_staleness": 1},
     )
     assert summary.steps == 4
     assert bench.cluster.spawned.count("engine-1") == 2
@@ -171,7 +174,7 @@ def test_a_long_weight_update_is_not_blamed_on_the_requests_it_freezes(tmp_path,
             await asyncio.sleep(100.0)
 
     specs = faulty_specs(monkeypatch, slow, tokens_per_second=0.2)
-    bench, _ = run_all(tmp_path, specs, deadlines={"first_token": 60.0}, coordinator={"staleness": 1})
+    bench, _ = run_all(tmp_path, specs, deadlines={"first_token": 60.0}, coordinator={"max_staleness": 1})
     assert bench.cluster.spawned.count("engine-0") == 1
     assert sum(scalars["rollout/resumed"] for _, scalars in bench.recorder.steps) == 0
 

@@ -80,7 +80,7 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
     Crashing.draw, Crashing.crashes, Crashing.open = random.Random(7), {}, 0
     config = doubles.make_config(
         steps=25,
-        coordinator={"groups_per_step": 5, "group_size": 4, "staleness": staleness},
+        coordinator={"groups_per_step": 5, "group_size": 4, "max_staleness": staleness},
         task={"environment_retries": retries},
     )
     bench = doubles.Bench(config, tmp_path, make_environment=Crashing)
@@ -236,7 +236,9 @@ def run_with_sandboxes(tmp_path: Path, config: configuration.RunConfig, seconds:
 
 
 def test_sandboxes_killed_in_mid_call_are_failures_that_the_policy_sees_and_an_outage_is_outlasted(tmp_path):
-    config = doubles.make_config(task={"retry_seconds": 0.5, "environment_retries": 4}, coordinator={"staleness": 1})
+    config = doubles.make_config(
+        task={"retry_seconds": 0.5, "environment_retries": 4}, coordinator={"max_staleness": 1}
+    )
     bench, summary, seen = run_with_sandboxes(tmp_path, config, 1.0)
     assert seen
     assert check_books(bench, summary, 2) == set()
@@ -250,7 +252,8 @@ def test_sandboxes_killed_in_mid_call_are_failures_that_the_policy_sees_and_an_o
 
 def test_an_outage_of_sandboxes_beyond_the_retries_costs_whole_groups_which_are_told_with_the_reason(tmp_path):
     config = doubles.make_config(
-        task={"retry_seconds": 0.2, "environment_retries": 1}, coordinator={"max_replacements": 50.0, "staleness": 1}
+        task={"retry_seconds": 0.2, "environment_retries": 1},
+        coordinator={"max_replacements": 50.0, "max_staleness": 1},
     )
     bench, summary, _ = run_with_sandboxes(tmp_path, config, 3.0)
     replaced = check_books(bench, summary, 2)

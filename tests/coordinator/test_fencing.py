@@ -16,7 +16,7 @@ from libra_jax import protocols
 from libra_jax.coordinator import checkpoints, fencing
 from libra_jax.telemetry import memory, recorder
 
-CONFIG = doubles.make_config(steps=6, checkpoint={"every": 1, "keep": 9}, coordinator={"staleness": 1})
+CONFIG = doubles.make_config(steps=6, checkpoint={"every": 1, "keep": 9}, coordinator={"max_staleness": 1})
 
 
 def take(workdir: Path) -> fencing.Epoch:

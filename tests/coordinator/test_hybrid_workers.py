@@ -113,7 +113,7 @@ class Bench:
         config = doubles.make_config(
             steps=100,
             rollout={"tensor_parallel": (1, 1, 1)},
-            coordinator={"staleness": 1},
+            coordinator={"max_staleness": 1},
             elastic={"hybrid": 2},
         )
         self.trainer = doubles.make_trainer()

@@ -98,7 +98,7 @@ def test_any_timing_keeps_the_bound_and_every_prompt_is_trained_once_or_reported
     config = doubles.make_config(
         steps=5,
         coordinator={
-            "staleness": staleness,
+            "max_staleness": staleness,
             "stale": stale,
             "redundancy": redundancy,
             "max_replacements": 50.0,
@@ -148,7 +148,7 @@ def test_wherever_it_dies_what_it_trains_and_what_it_reports_add_up(
 
     workdir = tmp_path_factory.mktemp("run")
     config = doubles.make_config(
-        steps=6, coordinator={"staleness": staleness, "redundancy": 0.5}, checkpoint={"every": every, "keep": 1}
+        steps=6, coordinator={"max_staleness": staleness, "redundancy": 0.5}, checkpoint={"every": every, "keep": 1}
     )
     for last in [*dies_at, 1000]:
         with pytest.MonkeyPatch.context() as patch:

@@ -40,7 +40,7 @@ def of(factory, weight=1.0, **arguments):
 
 def test_a_function_that_hangs_for_one_prompt_costs_that_group_alone(tmp_path):
     functions = {"slow": of("hanging", prompts=["task-5"]), "length": of("later", 0.001)}
-    bench, summary = run(tmp_path, functions, coordinator={"staleness": 1}, steps=4)
+    bench, summary = run(tmp_path, functions, coordinator={"max_staleness": 1}, steps=4)
     assert summary.replaced == {"reward": 1}
     assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(13) if index != 5)
     (note,) = [note for note in bench.recorder.notes if note.startswith("Prompt ")]

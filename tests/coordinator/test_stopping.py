@@ -84,7 +84,7 @@ def stopped(workdir: Path, **trainer: Any) -> tuple[doubles.Bench, float]:
 def make_config() -> Any:
     return doubles.make_config(
         steps=STEPS,
-        coordinator={"groups_per_step": GROUPS, "staleness": 1},
+        coordinator={"groups_per_step": GROUPS, "max_staleness": 1},
         checkpoint={"every": 1},
         deadlines={"grace": GRACE},
     )

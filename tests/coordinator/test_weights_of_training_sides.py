@@ -14,7 +14,7 @@ from libra_jax.elastic import training_sides
 from libra_jax.telemetry import memory
 
 WORKER, OTHER = "rollout-1", "rollout-2"
-LIMITS = {"publish": 30.0, "transition": 20.0, "train_step": 50.0, "trainer_start": 60.0}
+LIMITS = {"weight_sync": 30.0, "transition": 20.0, "train_step": 50.0, "trainer_start": 60.0}
 
 
 class Actor:
@@ -85,7 +85,7 @@ class Bench:
         config = doubles.make_config(
             deadlines=LIMITS,
             rollout={"tensor_parallel": (1, 1, 1)},
-            elastic={"hybrid": 2, "late": 2.0, "late_seconds": 1.0},
+            elastic={"hybrid": 2, "late_factor": 2.0, "late_min_seconds": 1.0},
         )
         specs = {
             worker: protocols.ActorSpec(f"replica-{number}", f"{__name__}:Actor", {"verb_seconds": verb_seconds})
@@ -216,13 +216,13 @@ def test_a_snapshot_that_is_about_to_be_written_over_is_given_to_nobody():
 
 
 def test_a_load_that_takes_too_long_as_a_whole_is_given_up_by_name():
-    message = r"replica-1's whole weight update did not finish within 90 s: .*config\.deadlines\.publish"
+    message = r"replica-1's whole weight update did not finish within 90 s: .*config\.deadlines\.weight_sync"
 
     async def fetches(bench: Bench) -> None:
         bench.publish(1, chunks=8)
         with pytest.raises(protocols.DeadlineMissed, match=message):
             await bench.members.fetch(WORKER)
-        assert seconds() == pytest.approx(3 * LIMITS["publish"])
+        assert seconds() == pytest.approx(3 * LIMITS["weight_sync"])
 
     async def contributes(bench: Bench) -> None:
         bench.members.follow(WORKER)

@@ -10,7 +10,7 @@ import pytest
 UNITS = {
     "sandbox.seconds": "seconds",
     "deadlines.grace": "seconds",
-    "rollout.bucket_mib": "MiB",
+    "rollout.chunk_mib": "MiB",
     "task.max_tokens": "tokens",
     "scheduler.costs.prefill_tokens_per_second": "tokens per second",
     "warm_start.steps": "training steps",

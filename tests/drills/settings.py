@@ -39,7 +39,7 @@ def get_config(layout: str = "narrow") -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = GROUPS
     config.coordinator.group_size = ATTEMPTS
-    config.coordinator.staleness = 1  # groups are under way while others train
+    config.coordinator.max_staleness = 1  # groups are under way while others train
 
     config.trainer.platform = "cpu"
     config.trainer.row_tokens = 256

@@ -75,7 +75,7 @@ def test_an_engine_that_never_joins_is_a_sentence_and_one_that_joins_late_is_ser
     sender = vllm_weight_sender.Sender("nccl", workers=2, seconds=0.2)
     address = sender.begin([("model.norm.weight", torch.ones(3))])
     assert (address["init_info"]["world_size"], address["update_info"]["shapes"]) == (3, [[3]])
-    with pytest.raises(protocols.DeadlineMissed, match=r"over nccl, within 0\.2 s.*config\.deadlines\.publish"):
+    with pytest.raises(protocols.DeadlineMissed, match=r"over nccl, within 0\.2 s.*config\.deadlines\.weight_sync"):
         sender.end()
     joined.set()
     sender.end()

@@ -28,7 +28,7 @@ QWEN3 = dataclasses.replace(models_config.load_preset("libra-tiny"), num_layers=
 QWEN2 = dataclasses.replace(QWEN3, architecture="qwen2", qk_norm=False, qkv_bias=True, hidden_size=128)
 SHAPES = {1: QWEN3, 2: QWEN2}  # vLLM takes head_dim from hidden_size here: 128 / 4, of which its CPU kernels have 32.
 ROLLOUT = config.RolloutConfig(
-    max_context=CONTEXT, max_tokens=CONTEXT - 8, slots=16, kv_cache_gib=0.1, bucket_mib=1, checksum=True
+    max_context=CONTEXT, max_tokens=CONTEXT - 8, slots=16, kv_cache_gib=0.1, chunk_mib=1, checksum=True
 )
 
 

@@ -83,7 +83,7 @@ def config(steps: int) -> libra_config.RunConfig:
         algorithm=libra_config.AlgorithmConfig(advantage="dr_grpo", clip_low=0.99),  # a group of one keeps its reward
         optimizer=libra_config.OptimizerConfig(name="adam", eps=1e-6, learning_rate=1e-3),
         trainer=dataclasses.replace(run.trainer, rows_per_micro_batch=2, pack=False),
-        coordinator=libra_config.CoordinatorConfig(groups_per_step=8, group_size=1, staleness=0),
+        coordinator=libra_config.CoordinatorConfig(groups_per_step=8, group_size=1, max_staleness=0),
         rollout=dataclasses.replace(run.rollout, tensor_parallel=(1, 1, 1)),
         checkpoint=libra_config.CheckpointConfig(every=4),
     )

@@ -55,7 +55,7 @@ def config(steps: int, address: str) -> libra_config.RunConfig:
         run,
         name="relayed-hybrid",
         cluster=cluster,
-        rollout=dataclasses.replace(run.rollout, bucket_mib=1),
+        rollout=dataclasses.replace(run.rollout, chunk_mib=1),
         checkpoint=libra_config.CheckpointConfig(every=0),
     )
 

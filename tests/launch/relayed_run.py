@@ -33,7 +33,7 @@ def config(steps: int, address: str) -> libra_config.RunConfig:
     values.rollout.slots = 16
     values.rollout.max_tokens = 24
     values.rollout.kv_cache_gib = 0.1
-    values.rollout.bucket_mib = 1
+    values.rollout.chunk_mib = 1
     values.trainer.fsdp = 2
     values.trainer.processes = 2
     values.trainer.rows_per_micro_batch = 2

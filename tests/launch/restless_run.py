@@ -33,7 +33,7 @@ def config(steps: int) -> libra_config.RunConfig:
     values.name, values.steps = "restless", steps
     values.coordinator.groups_per_step = GROUPS
     values.coordinator.group_size = ATTEMPTS
-    values.coordinator.staleness = 1
+    values.coordinator.max_staleness = 1
     values.rollout.tensor_parallel = (1, 1)
     values.rollout.slots = 4
     values.rollout.max_tokens = 24
@@ -47,7 +47,7 @@ def config(steps: int) -> libra_config.RunConfig:
     values.cluster.backend = "ray"
     values.elastic.hybrid = 1
     values.elastic.restarts = 20
-    values.elastic.late_seconds = 30.0
+    values.elastic.late_min_seconds = 30.0
     values.telemetry.report = False
     values.telemetry.tensorboard = False
     return libra_config.checked(values)

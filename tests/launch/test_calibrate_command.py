@@ -35,7 +35,7 @@ def record(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
 
     def make(name: str, degree: int, staleness: int = 0, **changes: Any) -> pathlib.Path:
         (tmp_path / name).mkdir()
-        changes |= {"coordinator": {"staleness": staleness}, "rollout": {"tensor_parallel": (degree,)}}
+        changes |= {"coordinator": {"max_staleness": staleness}, "rollout": {"tensor_parallel": (degree,)}}
         changes["scheduler"] = {"max_remaining_tokens": ()}
         recorded_runs.record(tmp_path / name, **changes)
         return tmp_path / name
@@ -107,7 +107,7 @@ def test_a_mesh_of_its_own_is_predicted_from_the_others(record, tmp_path):
 @pytest.mark.parametrize("variant", list(calibrate.VARIANTS))
 def test_the_configs_that_are_recorded_are_runs_with_their_stages_apart(variant):
     run = configuration.checked(calibrate.get_config(variant))
-    assert run.coordinator.staleness == 0
+    assert run.coordinator.max_staleness == 0
     assert len(run.rollout.tensor_parallel) == 1
 
 
@@ -115,7 +115,7 @@ def test_a_run_whose_stages_overlap_is_refused(record, tmp_path):
     result = command(f"--workdirs={record('overlapped', 1, staleness=1)}", f"--output={tmp_path / 'profile.json'}")
     assert result.returncode == 1
     assert "error: " in result.stderr
-    assert "plans are calibrated by runs with coordinator.staleness=0" in result.stderr
+    assert "plans are calibrated by runs with coordinator.max_staleness=0" in result.stderr
     assert "Traceback" not in result.stderr
 
 

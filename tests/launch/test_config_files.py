@@ -109,7 +109,9 @@ def test_a_config_that_loops_is_told_of_and_ended_in_a_sentence(tmp_path):
 def test_settings_are_listed_with_default_and_meaning():
     shown = config_help.listing(config.RunConfig)
     assert "--config.optimizer.learning_rate=0.001\n      peak\n" in shown
-    assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, "comments above a field"
+    assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, (
+        "comments above a field"
+    )
     assert "--config.sandbox.memory_mib=512\n      MiB of memory of all processes together" in shown, "Attributes:"
     names = [line for line in shown.splitlines() if line.startswith("--config.")]
     assert len(names) > 150

@@ -74,6 +74,7 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
             "--config.task.arguments.holdout=0",
             ("config.task.arguments: ", "no 'holdout'", "--config.task.arguments=\"{'holdout': 0}\""),
         ),
+        ("--config.rollout.bucket_mib=64", ("rollout.bucket_mib is now rollout.chunk_mib",)),
         ("--config.roolout.slots=3", ("config.roolout", "did you mean rollout")),
         ("--config.rollout.slots=many", ("--config.rollout.slots", "many")),
         ("--config.rollout.slots=0", ("config.rollout.slots", "must be positive")),

@@ -135,7 +135,7 @@ def test_no_part_gets_less_for_a_cost_that_is_higher(accelerators, name):
 def test_fewer_deltas_and_larger_buckets_never_cost_more(accelerators, one, other):
     few, many = (found(accelerators, stream_interval=size) for size in (max(one, other), min(one, other)))
     assert few.parts["coordinator"].value <= many.parts["coordinator"].value
-    large, small = (found(accelerators, bucket_mib=size) for size in (max(one, other), min(one, other)))
+    large, small = (found(accelerators, chunk_mib=size) for size in (max(one, other), min(one, other)))
     assert large.publication["calls"] <= small.publication["calls"]
 
 
@@ -178,7 +178,7 @@ def test_larger_buckets_are_the_remedy_of_a_publication_as_long_as_they_are_enou
     dear = dataclasses.replace(COSTS, call=5 * MS)
     over = next(size for size in range(40, 10**6, 40) if found(size, dear).parts["publication"].ratio > 1.0)
     told = remedies.remedy(dear, WORK, SETTINGS, over, "publication")
-    assert told.startswith("rollout.bucket_mib=512: ")
+    assert told.startswith("rollout.chunk_mib=512: ")
     told = remedies.remedy(dear, WORK, SETTINGS, 10**6, "publication")
     assert "one call for each of 50,000 hosts instead of 4 times as many" in told
 

@@ -159,11 +159,28 @@ def test_names_of_groups_and_of_keys_of_mappings_are_allowed():
         ("optimiser.learning_rate", r"no setting 'optimiser.learning_rate'; did you mean optimizer\.learning_rate\?"),
         ("task.nonsense", "no setting 'task.nonsense'"),
         ("optimizer.learning_rate.x", "no setting 'optimizer.learning_rate.x'"),
+        ("rollout.bucket_mib", r"no setting 'rollout.bucket_mib'; rollout\.bucket_mib is now rollout\.chunk_mib"),
     ],
 )
 def test_a_mistyped_name_of_a_change_is_refused(text, problem):
     with pytest.raises(protocols.ConfigError, match=problem):
         changes.allowed_names(text)
+
+
+def test_a_run_goes_on_whose_config_was_stored_under_former_names(begun):
+    values = stored(begun)
+    values["rollout"]["bucket_mib"] = values["rollout"].pop("chunk_mib")
+    values["coordinator"]["staleness"] = values["coordinator"].pop("max_staleness")
+    (begun / "config.json").write_text(json.dumps(values))
+    workdirs.open_workdir(settings(), str(begun))
+    with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.max_staleness is 0 there and 1 here"):
+        workdirs.open_workdir(settings(coordinator=config.CoordinatorConfig(max_staleness=1)), str(begun))
+    values["task"]["reward"] = "mine:reward"
+    (begun / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        protocols.ConfigError, match=r"an earlier version wrote .*task\.reward is now reward\.functions"
+    ):
+        workdirs.open_workdir(settings(), str(begun))
 
 
 def test_the_report_shows_what_changed_and_from_which_step():

@@ -273,7 +273,7 @@ def test_each_host_of_a_run_laid_out_over_several_has_a_relay_whose_links_leave_
     run = config.RunConfig(
         rollout=config.RolloutConfig(tensor_parallel=(1, 1)),
         cluster=config.ClusterConfig(backend="ray", accelerators_per_host=1),
-        deadlines=config.DeadlineConfig(publish=100.0),
+        deadlines=config.DeadlineConfig(weight_sync=100.0),
     )
     specs = wiring.relay_specs(run)
     assert {host: (spec.name, spec.host, spec.cpus) for host, spec in specs.items()} == {

@@ -97,7 +97,7 @@ def run_config(**changes: Any) -> configuration.RunConfig:
             "stream_interval": 50,
         },
         "trainer": {"row_tokens": 8192},
-        "coordinator": {"groups_per_step": 3, "group_size": 4, "staleness": 1},
+        "coordinator": {"groups_per_step": 3, "group_size": 4, "max_staleness": 1},
         "scheduler": {"policy": "least_loaded", "max_remaining_tokens": (200,)},
         "task": {"max_turns": 40, "tool_seconds": 300.0},
         "checkpoint": {"every": 0},
@@ -118,7 +118,7 @@ def check_whole(result: results.Result, config: configuration.RunConfig) -> None
     assert len(result.step_seconds) == config.steps
     assert result.trained_trajectories == config.steps * limits.groups_per_step * limits.group_size
     assert result.lost_trajectories == result.duplicated_trajectories == 0
-    assert result.staleness_max <= limits.staleness
+    assert result.staleness_max <= limits.max_staleness
 
 
 def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> results.Result:

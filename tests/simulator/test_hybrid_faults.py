@@ -66,11 +66,15 @@ def case(seed: int) -> Case:
         coordinator={
             "groups_per_step": rng.randint(1, 3),
             "group_size": rng.randint(1, 4),
-            "staleness": rng.randint(0, 2),
+            "max_staleness": rng.randint(0, 2),
             "max_replacements": 10_000.0,
         },
         scheduler={"policy": rng.choice(("cmlfq", "cmlfq", "least_loaded", "sticky")), "max_remaining_tokens": ()},
-        elastic={"hybrid": hybrid, "restarts": rng.choice((0, 1, 3)), "late_seconds": rng.choice((0.0, 1.0, 100.0))},
+        elastic={
+            "hybrid": hybrid,
+            "restarts": rng.choice((0, 1, 3)),
+            "late_min_seconds": rng.choice((0.0, 1.0, 100.0)),
+        },
         planner={"start_seconds": rng.choice((0.0, 10.8))},
         deadlines={"transition": rng.choice((5.0, 60.0)), "first_token": 3600.0, "train_step": 3600.0},
     )

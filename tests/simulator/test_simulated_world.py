@@ -45,7 +45,7 @@ def test_every_scripted_token_is_generated_once():
 def test_the_staleness_bound_holds_and_asynchrony_saves_time():
     seconds = {}
     for staleness in (0, 2):
-        config = doubles.run_config(coordinator={"staleness": staleness}, steps=6)
+        config = doubles.run_config(coordinator={"max_staleness": staleness}, steps=6)
         result = doubles.simulate(config)
         doubles.check_whole(result, config)
         seconds[staleness] = result.seconds

@@ -37,7 +37,7 @@ def test_no_run_is_faster_than_its_bound(seed, policy, degrees, slots, eta, step
     config = doubles.run_config(
         steps=steps,
         rollout={"tensor_parallel": tuple(degrees), "slots": slots},
-        coordinator={"groups_per_step": 2, "group_size": 2, "staleness": eta},
+        coordinator={"groups_per_step": 2, "group_size": 2, "max_staleness": eta},
         scheduler={"policy": policy, "max_remaining_tokens": ()},
     )
     least = bound.lower_bound(config, doubles.SIMULATION, doubles.SeededWorkload(seed))
@@ -53,7 +53,7 @@ def test_the_bound_is_tight_where_one_attempt_has_the_machines_to_itself(eta):
         steps=6,
         rollout={"tensor_parallel": (2,), "slots": 1},
         scheduler={"max_remaining_tokens": ()},
-        coordinator={"groups_per_step": 1, "group_size": 1, "staleness": eta},
+        coordinator={"groups_per_step": 1, "group_size": 1, "max_staleness": eta},
     )
     least = bound.lower_bound(config, doubles.SIMULATION, OneAttempt(attempt))
     healthy = doubles.simulate_workload(config, OneAttempt(attempt))

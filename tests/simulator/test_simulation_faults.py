@@ -115,7 +115,7 @@ def case(seed: int) -> Case:
         coordinator={
             "groups_per_step": rng.randint(1, 2),
             "group_size": rng.randint(1, 4),
-            "staleness": rng.randint(0, 2),
+            "max_staleness": rng.randint(0, 2),
             "stale": rng.choice(("wait", "wait", "replace")),
             "max_replacements": 10_000.0,
             "redundancy": random.Random(f"{seed}/redundancy").choice((0.0, 0.0, 0.5, 1.5)),

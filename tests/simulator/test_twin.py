@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
     workdirs = []
     for staleness in (0, 1):
         workdirs.append(tmp_path_factory.mktemp(f"eta{staleness}"))
-        limits = {"staleness": staleness, "groups_per_step": 4, "group_size": 8}
+        limits = {"max_staleness": staleness, "groups_per_step": 4, "group_size": 8}
         recorded_runs.record(workdirs[-1], coordinator=limits, rollout={"slots": 8})
     return workdirs
 
@@ -39,7 +39,7 @@ def copy(runs, tmp_path):
 def test_a_twin_finds_the_costs_again_and_predicts_the_steps(run):
     made = twin.make(recording.read(run))
     assert made.calibrated == 4
-    assert made.error() < (0.1 if recording.read(run).config.coordinator.staleness else 0.01)
+    assert made.error() < (0.1 if recording.read(run).config.coordinator.max_staleness else 0.01)
     assert made.met
     assert made.constant_error > 4 * made.error()
     held_out = [sum(parts.total for parts in side[4:]) for side in (made.measured, made.predicted)]
@@ -142,7 +142,7 @@ class Repeating:
 def test_a_checkpoint_written_while_groups_run_makes_no_step_shorter_than_its_stages(copy):
     metrics = copy / "metrics.jsonl"
     lines = records(metrics)
-    assert recording.read(copy).config.coordinator.staleness == 0
+    assert recording.read(copy).config.coordinator.max_staleness == 0
     for line in lines:
         if "step/seconds" in line:
             line["checkpoint/seconds"] = 0.9 * line["step/seconds"]
@@ -153,7 +153,7 @@ def test_a_checkpoint_written_while_groups_run_makes_no_step_shorter_than_its_st
 
 
 def test_steps_that_repeat_are_recognised_and_last_as_long(tmp_path):
-    recorded_runs.record(tmp_path, Repeating(), steps=12, coordinator={"staleness": 0})
+    recorded_runs.record(tmp_path, Repeating(), steps=12, coordinator={"max_staleness": 0})
     made = twin.make(recording.read(tmp_path))
     assert (made.repeated, made.kinds) == (6, 3)
     assert made.spread == pytest.approx(0.0, abs=0.02)

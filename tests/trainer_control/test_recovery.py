@@ -14,7 +14,7 @@ from libra_jax.telemetry import memory
 
 STEPS, EACH = 7, 3
 ALL = sorted(f"task-{index}" for index in range(STEPS * EACH))
-SYNCHRONOUS = {"coordinator": {"staleness": 0}}
+SYNCHRONOUS = {"coordinator": {"max_staleness": 0}}
 
 
 def trained_once(bench, fate: doubles.Fate) -> None:
@@ -44,7 +44,7 @@ def test_lost_at_any_moments_each_prompt_is_trained_once_and_no_version_names_tw
     reference, rng = undisturbed(tmp_path), random.Random(f"{seed}/{staleness}")
     moments = {rng.randrange(2, reference["calls"]): rng.choice(["before", "after"]) for _ in range(rng.randint(1, 3))}
     fate = doubles.Fate(lambda number, method, of_method: moments.get(number))
-    bench = doubles.bench(tmp_path / "lost", fate, coordinator={"staleness": staleness})
+    bench = doubles.bench(tmp_path / "lost", fate, coordinator={"max_staleness": staleness})
     trained_once(bench, fate)
     assert fate.lives > 1
     assert max(scalars["staleness/max"] for _, scalars in bench.recorder.steps) <= staleness
@@ -106,7 +106,7 @@ def test_lost_in_the_warm_start_it_takes_the_steps_of_that_again(tmp_path, numbe
 
 def test_rollouts_go_on_while_it_is_made_anew(tmp_path):
     seconds = 5.0
-    bench, fate = lost(tmp_path, ("train_step", 3, "before"), coordinator={"staleness": 2})
+    bench, fate = lost(tmp_path, ("train_step", 3, "before"), coordinator={"max_staleness": 2})
     fate.restore_seconds, fate.tokens_per_second = seconds, 4.0
     trained_once(bench, fate)
     (span,) = [span for span in bench.recorder.spans if span[1] == "restart"]

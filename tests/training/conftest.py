@@ -119,7 +119,7 @@ def hybrid_config(small, model_directory):
         trainer={"data": 2, "fsdp": 2, "rows_per_micro_batch": 4, "row_buckets": (64,), "pack": False},
         model={"path": model_directory},
         optimizer=config_lib.OptimizerConfig(learning_rate=1e-3, eps=1e-6),
-        elastic=config_lib.ElasticConfig(hybrid=0, late_seconds=120),
+        elastic=config_lib.ElasticConfig(hybrid=0, late_min_seconds=120),
         steps=100,
     )
     rollout = dataclasses.replace(made.rollout, tensor_parallel=(1, 1))
