@@ -88,12 +88,8 @@ class PlannerConfig:
     # Accelerator whose hardware sheet gives the first costs; cpu: this machine, measured at the start.
     hardware: str = "cpu"
     profile: str = ""  # file of launch/calibrate.py, whose measured costs replace those of the hardware sheet
-    degrees: tuple[int, ...] = (
-        1,
-        2,
-        4,
-        8,
-    )  # tensor-parallel degrees of a plan; those that do not divide the model are skipped
+    # Tensor-parallel degrees of a plan. Degrees that do not divide the model are skipped.
+    degrees: tuple[int, ...] = (1, 2, 4, 8)
     window: int = 2  # training steps whose trajectories predict the demand of the next
     horizon: int = 20  # training steps within which a move must pay off
     cooldown: int = 5  # training steps between a move and the next

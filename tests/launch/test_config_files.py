@@ -108,7 +108,7 @@ def test_a_config_that_loops_is_told_of_and_ended_in_a_sentence(tmp_path):
 
 def test_settings_are_listed_with_default_and_meaning():
     shown = config_help.listing(config.RunConfig)
-    assert "--config.optimizer.learning_rate=0.001\n      peak\n" in shown
+    assert "--config.optimizer.learning_rate=0.001\n      peak learning rate\n" in shown
     assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, (
         "comments above a field"
     )
@@ -123,7 +123,7 @@ def test_settings_are_found_by_a_word_of_their_name_or_meaning():
         "--config.optimizer.learning_rate=0.001",
         "--config.warm_start.learning_rate=0.003",
     ]
-    assert "--config.trainer.pack=True" in config_help.listing(config.RunConfig, "kept apart by")
+    assert "--config.trainer.pack=True" in config_help.listing(config.RunConfig, "segment ids")
 
 
 def test_help_names_the_flag_that_lists_settings():
