@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from libra_jax import protocols
-from libra_jax.weights import addresses
+from libra_jax import machine, protocols
 
 HEADER_BYTES = 64 * 2**10
 """Bytes of every header."""
@@ -308,7 +307,7 @@ class Channel:
                     self.close(f"not everybody came to it within {seconds:g} s")
                     return
                 time.sleep(LOOK_SECONDS)
-            group = _group(store, rank, self._ranks, addresses.own(address["host"]))
+            group = _group(store, rank, self._ranks, machine.address(address["host"]))
         except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
             self.close(f"it could not be connected ({_line(error)})")
             return

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from libra_jax import protocols
-from libra_jax.weights import addresses, gradient_channel, memfd
+from libra_jax import machine, protocols
+from libra_jax.weights import gradient_channel, memfd
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
     """
     # The sent memory is mapped read-only and never written here, which torch cannot know.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    return Relay(name, link_seconds, addresses.in_cluster(cluster))
+    return Relay(name, link_seconds, machine.cluster_address(cluster))
 
 
 class Relay(protocols.Relay):
