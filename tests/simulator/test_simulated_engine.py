@@ -125,7 +125,7 @@ def test_the_closed_form_of_steps_inverts_their_time(fixed, per_context, context
     steps = pace.steps(seconds)
     assert pace.seconds(steps) <= seconds < pace.seconds(steps + 1)
     singly = sum(fixed + per_context * (context + decoding * step) for step in range(min(steps, 200)))
-    assert batch.seconds(min(steps, 200)) == pytest.approx(singly)
+    assert pace.seconds(min(steps, 200)) == pytest.approx(singly)
 
 
 # The cache ----------------------------------------------------------------------------------------------------------
