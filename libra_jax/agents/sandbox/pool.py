@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import telling
+from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import archives, backends, cgroups, worker
 from libra_jax.agents.sandbox import limits as limits_module
 
@@ -105,7 +105,7 @@ class Sandbox:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parent: Path | None = None
         self._closed = False
-        self._faults = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
+        self._faults = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def __aenter__(self) -> Sandbox:
         await self.start()
