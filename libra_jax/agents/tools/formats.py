@@ -71,16 +71,16 @@ class Scanner:
         calls: list[Call] = []
         self._ahead += text
         while True:
-            if self._tag is None:
+            tag = self._tag
+            if tag is None:
                 found = self._opening.search(self._ahead)
                 if found is None:
                     # The end may be the beginning of a mark whose rest comes with the next piece.
                     self._ahead = self._ahead[-self._longest :]
                     return calls
-                self._tag = self._tags[found.group()]
+                self._tag = tag = self._tags[found.group()]
                 self._ahead = self._ahead[found.end() :]
                 self._body, self._doubts = [], []
-            tag = self._tag
             before, close, after = self._ahead.partition(tag.close)
             if not close:
                 keep = len(tag.close)
