@@ -71,7 +71,7 @@ class Scanner:
         calls: list[Call] = []
         self._ahead += text
         while True:
-            tag = self._tag
+            tag: Tag | None = self._tag
             if tag is None:
                 found = self._opening.search(self._ahead)
                 if found is None:
