@@ -71,7 +71,7 @@ class Scanner:
         calls: list[Call] = []
         self._ahead += text
         while True:
-            tag: Tag | None = self._tag
+            tag = self._tag
             if tag is None:
                 found = self._opening.search(self._ahead)
                 if found is None:
@@ -102,7 +102,8 @@ class Scanner:
         """Ends the call at an earlier closing mark that was taken for a part of it. Later text is scanned again."""
         assert self._tag is not None
         place, call = self._doubts[0]
-        self._tag, self._ahead = None, text[place + len(self._tag.close) :]
+        self._ahead = text[place + len(self._tag.close) :]
+        self._tag = None
         return call
 
     def finish(self) -> list[Call]:
