@@ -123,16 +123,16 @@ def test_a_connection_that_breaks_in_the_middle_of_a_sum_is_late(pair, forge, mo
     core, alone = pair
     forger, batch, header, arrays = forge
     monkeypatch.setattr(gradient_channel, "PART_BYTES", 1000)
-    until, parts = gradient_channel.Channel._until, []
+    pass_, parts = gradient_channel.Channel._pass, []
 
-    def break_off(channel, deadline, works):
-        until(channel, deadline, works)
+    def break_off(channel, verb, message, deadline):
+        pass_(channel, verb, message, deadline)
         if channel is forger.channel:
-            parts.append(len(works))  # a work that is held would hold the connection
+            parts.append(verb)
             if len(parts) == 3:
                 channel.close("it broke")
 
-    monkeypatch.setattr(gradient_channel.Channel, "_until", break_off)
+    monkeypatch.setattr(gradient_channel.Channel, "_pass", break_off)
     forger.send((header, arrays))
     metrics = core.train_step(batch, [doubles.share()])
     assert len(parts) == 3
