@@ -74,6 +74,7 @@ def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax
     centred_N, size_N, number_N = _centred(rewards_N, groups_N)
     # The maximum avoids 0 / 0 in a group of one, whose scale is set below.
     variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
+    # With equal rewards the centred rewards are exactly 0, so eps gives 0 / eps = 0.
     scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
     return centred_N / scale_N
 
@@ -126,6 +127,7 @@ def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
       Ahmadian et al., arXiv 2402.14740.
     """
     centred_N, size_N, _ = _centred(rewards_N, groups_N)
+    # R_i minus the mean of the others is R_i minus the whole mean, times this factor.
     return jnp.where(size_N > 1, centred_N * size_N / jnp.maximum(size_N - 1, 1), centred_N)
 
 
@@ -155,6 +157,7 @@ def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> 
     for _ in range(2):  # twice, for the reason given in _centred
         mean = jnp.sum(centred_NxT) / jnp.maximum(count, 1)
         centred_NxT = jnp.where(counted_NxT, centred_NxT - mean, 0.0)
+    # The maximum avoids 0 / 0 with a single token, whose centred value is 0.
     variance = jnp.sum(jnp.square(centred_NxT)) / jnp.maximum(count - 1, 1)
     return centred_NxT * jax.lax.rsqrt(variance + eps)
 
@@ -188,6 +191,7 @@ def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax
     token_rewards_NxT = jnp.where(last_NxT, rewards_N[:, None], 0.0)
     if penalties_NxT is None:
         return token_rewards_NxT
+    # A penalty of a token that the policy did not choose would be noise, so it is dropped.
     return token_rewards_NxT - jnp.where(trained_NxT, penalties_NxT, 0.0)
 
 
@@ -202,6 +206,7 @@ def discounted_returns(token_rewards_NxT: jax.Array, mask_NxT: jax.Array, *, dis
         # An untrained token passes the later return on unchanged, as if the trained tokens were adjacent.
         return jnp.where(trained_N, return_N, following_N), jnp.where(trained_N, return_N, 0.0)
 
+    # Transposed, because a scan runs over the first axis.
     start_N = jnp.zeros_like(rewards_NxT[:, 0])
     _, returns_TxN = jax.lax.scan(step, start_N, (rewards_NxT.T, mask_NxT.T != 0), reverse=True)
     return returns_TxN.T
@@ -292,6 +297,7 @@ def gae(
     checks.same_shape(token_rewards_NxT=token_rewards_NxT, values_NxT=values_NxT, mask_NxT=mask_NxT)
     rewards_NxT = checks.floats(token_rewards_NxT, "token_rewards_NxT")
     values_NxT = checks.floats(values_NxT, "values_NxT")
+    # The dtype of the sum: a scan refuses a carry that changes its dtype.
     zeros_N = jnp.zeros_like(rewards_NxT[:, 0] + values_NxT[:, 0])
 
     def step(
@@ -359,6 +365,7 @@ def compute(
     if config.kl_in_reward and config.kl_coefficient > 0:
         if kl_NxT is None:
             raise protocols.ConfigError("config.algorithm.kl_in_reward: needs kl_NxT, the KL estimate of each token")
+        # Selected, not multiplied: the estimates at untrained tokens may be NaN.
         penalties_NxT = np.where(mask_NxT, config.kl_coefficient * np.asarray(kl_NxT, np.float32), 0.0)
     tokens = mask_NxT.shape[1]
     # Padded columns are masked out, so they change no advantage.
@@ -377,6 +384,7 @@ def _dispatch(
 ) -> jax.Array:
     if advantage == "reinforce_plus_plus":
         return reinforce_plus_plus(spread_rewards(rewards_N, mask_NxT, penalties_NxT), mask_NxT)
+    # The other estimators compare whole trajectories, so a trajectory pays for all of its tokens at once.
     scores_N = rewards_N - jnp.sum(penalties_NxT, axis=1)
     if advantage == "reinforce_plus_plus_baseline":
         return reinforce_plus_plus_baseline(scores_N, groups_N, mask_NxT)

@@ -93,10 +93,12 @@ def token_weights(
     checks.rank(2, mask_BxT=mask_BxT)
     checks.same_shape(mask_BxT=mask_BxT, segments_BxT=segments_BxT)
     checks.integer(segments_BxT=segments_BxT)
+    # Padding has no trajectory to count for, even if the mask is set there.
     trained_BxT = ((mask_BxT != 0) & (segments_BxT > 0)).astype(dtype)
     if mode == "token_mean":
         return trained_BxT, jnp.sum(trained_BxT)
     lengths_BxS = segment_sums(trained_BxT, segments_BxT, max_segments=max_segments)
+    # S is the largest number that any row can have; most rows have fewer trajectories.
     sequences = jnp.sum(lengths_BxS > 0, dtype=dtype)
     if mode == "sequence_sum":
         return trained_BxT / constant, sequences
@@ -151,4 +153,5 @@ def aggregate(
 
 def weighted_sum(values_BxT: jax.Array, weights_BxT: jax.Array) -> jax.Array:
     """Returns the scalar Σ weight·value over tokens with non-zero weight; other values are ignored, even NaN."""
+    # A where before the product: 0 * NaN is NaN, in the value and in the gradient.
     return jnp.sum(jnp.where(weights_BxT != 0, values_BxT, 0.0) * weights_BxT)

@@ -45,6 +45,7 @@ def masked(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
       [[0.5 0. ]]
     """
     ratio_BxT = bounded_ratio(log_ratio_BxT)
+    # A kept ratio is never 0 (its log is cut at -20), so a weight of 0 marks a dropped token.
     return jax.lax.stop_gradient(jnp.where(ratio_BxT <= cap, ratio_BxT, 0.0))
 
 

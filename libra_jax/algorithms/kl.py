@@ -80,6 +80,7 @@ def estimate(log_probs_BxT: jax.Array, reference_log_probs_BxT: jax.Array, estim
     checks.same_shape(log_probs_BxT=log_probs_BxT, reference_log_probs_BxT=reference_log_probs_BxT)
     log_probs_BxT = checks.floats(log_probs_BxT, "log_probs_BxT")
     reference_BxT = checks.floats(reference_log_probs_BxT, "reference_log_probs_BxT")
+    # "k3+" has the value of k3.
     value_BxT = {"k1": k1, "k2": k2, "k3": k3}[estimator.rstrip("+")](log_probs_BxT, reference_BxT)
     if estimator.endswith("+"):
         return straight_through(value_BxT, k2(log_probs_BxT, reference_BxT))

@@ -77,14 +77,17 @@ def clipped(
     advantages_BxT = checks.floats(advantages_BxT, "advantages_BxT")
     free_BxT = -advantages_BxT * ratio_BxT
     bounded_BxT = -advantages_BxT * jnp.clip(ratio_BxT, 1.0 - clip_low, 1.0 + clip_high)
+    # The paper maximises the smaller surrogate; the loss is its negative, so the larger one counts.
     loss_BxT = jnp.maximum(free_BxT, bounded_BxT)
     decides_BxT = bounded_BxT > free_BxT
     if dual_clip:
+        # Only for A < 0: there the loss grows with the ratio without a bound, because the clip does not decide.
         ceiling_BxT = -advantages_BxT * dual_clip
         dual_BxT = (advantages_BxT < 0) & (loss_BxT > ceiling_BxT)
         loss_BxT = jnp.where(dual_BxT, ceiling_BxT, loss_BxT)
     else:
         dual_BxT = jnp.zeros_like(decides_BxT)
+    # The bounds lie on either side of 1, so the ratio tells which bound decided.
     low_BxT = decides_BxT & (ratio_BxT < 1.0)
     high_BxT = decides_BxT & (ratio_BxT > 1.0)
     return TokenLoss(loss_BxT, ratio_BxT, low_BxT, high_BxT, dual_BxT)

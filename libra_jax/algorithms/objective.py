@@ -190,8 +190,10 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
     token_count = jnp.sum(tokens.trained, dtype=tokens.log_probs.dtype)
 
     def token_mean(values_BxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Without the stop, the backward pass would also carry the metrics.
         return jax.lax.stop_gradient(jnp.sum(jnp.where(tokens.trained, values_BxT, 0.0))), token_count
 
+    # Each part is a sum with the same weights, so the parts add up and share one count.
     token_loss, metrics = _policy_loss(config, tokens, max_segments)
     loss_sum = aggregation.weighted_sum(token_loss.loss_BxT, weights_BxT)
     metrics["loss/policy"] = (jax.lax.stop_gradient(loss_sum), count)
@@ -203,6 +205,7 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
             metrics["loss/kl"] = (jax.lax.stop_gradient(kl_sum), count)
             loss_sum += kl_sum
     if tokens.entropy is not None:
+        # Reported over tokens, while its part of the loss is aggregated as the loss is.
         metrics["entropy"] = token_mean(tokens.entropy)
         if config.entropy_coefficient != 0:
             entropy_sum = -config.entropy_coefficient * aggregation.weighted_sum(tokens.entropy, weights_BxT)

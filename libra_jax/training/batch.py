@@ -80,7 +80,9 @@ def prepare(
     references: list[np.ndarray] | None = None
     if config.algorithm.kl_coefficient:
         if score is None:
-            raise protocols.LibraError("algorithm.kl_coefficient needs a reference model, and a replica holds none.")
+            raise protocols.LibraError(
+                "algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none."
+            )
         scores = score(packed)
         add("reference", scores)
         # As a penalty in the reward, the KL enters the advantages, which are computed on the host.

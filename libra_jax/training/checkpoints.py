@@ -96,7 +96,13 @@ class Checkpointer:
     def _finish(self, host: Mapping[str, Any]) -> None:
         try:
             self._saves.wait_until_finished()
-            _seal(self._target, host)
+            if jax.process_index() == 0:
+                with (self._target / HOST).open("w") as file:
+                    json.dump(dict(host), file)
+                    file.flush()
+                    # Durable before the seal, which vouches for this file too.
+                    os.fsync(file.fileno())
+                checksums.seal_folder(self._target)
         except Exception as error:  # Orbax re-raises any error of its writing threads; `wait` reports it
             self._error = error
 
@@ -178,20 +184,13 @@ def _tree(state: state_lib.TrainState) -> dict[str, Any]:
 NOT_FINITE = "holds numbers that are not finite (NaN or infinity)"
 
 
+_all_finite = jax.jit(lambda leaves: jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all())
+
+
 def is_finite(tree: Any) -> bool:
     """Returns True if all numbers in a tree of arrays are finite. A collective if several processes share them."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return bool(_all_finite(leaves)) if leaves else True
-
-
-@jax.jit
-def _all_finite(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
-
-
-def is_sealed(path: str) -> bool:
-    """Returns True if the save into this directory is durable."""
-    return (pathlib.Path(path) / SEAL).exists()
 
 
 def host_state(path: str) -> dict[str, Any]:
@@ -205,17 +204,6 @@ def host_state(path: str) -> dict[str, Any]:
         return json.loads(file.read_text()) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise protocols.DataError(f"{file}: cannot be read ({_line(error)}); use an earlier checkpoint.") from error
-
-
-def _seal(directory: pathlib.Path, host: Mapping[str, Any]) -> None:
-    if jax.process_index() != 0:
-        return
-    with (directory / HOST).open("w") as file:
-        json.dump(dict(host), file)
-        file.flush()
-        # Durable before the seal, which vouches for this file too.
-        os.fsync(file.fileno())
-    checksums.seal_folder(directory)
 
 
 def _check_seal(directory: pathlib.Path) -> None:

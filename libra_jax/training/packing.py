@@ -157,10 +157,10 @@ def _lay_out(
     slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
     # A micro-batch has one shape, so all of its rows have one length.
     for length in sorted(set(fit.length)):
-        members = [row for row, its_length in enumerate(fit.length) if its_length == length]
-        for position, row in enumerate(members):
+        of_length = [row for row, its_length in enumerate(fit.length) if its_length == length]
+        for position, row in enumerate(of_length):
             slot[row] = (len(micro_batches) + position // each, position % each)
-        micro_batches.extend(empty((each, length)) for _ in range(-(-len(members) // each)))
+        micro_batches.extend(empty((each, length)) for _ in range(-(-len(of_length) // each)))
     places: list[Place | None] = []
     for index, example in enumerate(examples):
         if columns[index] == 0:

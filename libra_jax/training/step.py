@@ -74,16 +74,12 @@ def apply_step(
     # Applied here, not in the transform: one compiled program serves every schedule.
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
 
-    def keep_if_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(finite, new.astype(old.dtype), old)
-
-    advanced = state_lib.TrainState(
-        step=state.step + 1,
-        params=jax.tree.map(keep_if_skipped, params, state.params),
-        opt_state=jax.tree.map(keep_if_skipped, opt_state, state.opt_state),
-        rng=state.rng,
-        reference=state.reference,
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
+        (params, opt_state),
+        (state.params, state.opt_state),
     )
+    advanced = state_lib.TrainState(state.step + 1, params, opt_state, state.rng, state.reference)
     report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
     return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
 

@@ -315,7 +315,12 @@ class TrainerActor:
             self._resize = None
 
     def open_weights(self, policy_version: int) -> int:
-        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks."""
+        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks.
+
+        Raises:
+          LibraError: the trainer holds another version.
+          SharedMemoryError: there is too little memory.
+        """
         running = self.running()
         if policy_version != self._version:
             raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
@@ -324,7 +329,11 @@ class TrainerActor:
         return count
 
     def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
-        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
+        """Returns one chunk of the open snapshot; it stays readable until the next snapshot is opened.
+
+        Raises:
+          LibraError: no snapshot of this version is open, or it has no such chunk.
+        """
         return self.running().weights.stage(policy_version, index)
 
     def close_weights(self, policy_version: int) -> None:
@@ -332,15 +341,29 @@ class TrainerActor:
         self.running().weights.close(policy_version)
 
     def save(self, path: str) -> None:
-        """Starts an asynchronous save of the train state to a new directory. Ends the warm start."""
+        """Starts an asynchronous save of the train state to a new directory. Ends the warm start.
+
+        Raises:
+          LibraError: the directory holds a whole checkpoint.
+          CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
+        """
         self._save(self.running().checkpointer, path)
 
     def wait_saved(self) -> None:
-        """Waits until the last `save` is durable."""
+        """Waits until the last `save` is durable.
+
+        Raises:
+          CheckpointFailed: the checkpoint could not be written.
+          PeerLost: another process of the trainer is gone.
+        """
         self.running().checkpointer.wait()
 
     def restore(self, path: str) -> int:
-        """Restores a train state, saved on any mesh, into this mesh's shardings. Returns its policy version."""
+        """Restores a train state, saved on any mesh, into this mesh's shardings. Returns its policy version.
+
+        Raises:
+          DataError: the directory is missing, incomplete, damaged, of another model or optimizer, or not finite.
+        """
         running = self.running()
         state = running.checkpointer.restore(path, running.learner.layout.state)
         running.learner.state = state
@@ -355,7 +378,14 @@ class TrainerActor:
         return self._version
 
     def snapshot(self, path: str) -> protocols.Snapshot:
-        """Saves the state for another trainer to take over. Independent of `save` and its checkpoints."""
+        """Starts to save the state for another trainer to take over. Independent of `save` and its checkpoints.
+
+        Returns:
+          The snapshot's policy version and its bytes in memory.
+
+        Raises:
+          CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
+        """
         state = self._save(self.running().handover, path)
         return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
 
@@ -373,7 +403,7 @@ class TrainerActor:
 
     def is_saved(self, path: str) -> bool:
         """Returns True if any trainer has durably saved a state at `path`."""
-        return checkpoints.is_sealed(path)
+        return (pathlib.Path(path) / checkpoints.SEAL).exists()  # the seal is written last
 
     def _save(self, checkpointer: checkpoints.Checkpointer, path: str) -> state_lib.TrainState:
         """Ends the warm start, starts to save the state, and returns it."""

@@ -126,7 +126,7 @@ class TrainingSideActor:
                 f"in epoch {epoch}: call the trainer's listen for it."
             )
         if self._channel is not None:
-            self._channel.close("the replica left")
+            self._channel.close("the hybrid worker left")
         seconds = self._config.deadlines.transition
         self._channel = gradient_channel.Channel(address, address["ranks"] - 1, seconds)
         self._channel.wait(seconds)
@@ -180,7 +180,7 @@ class TrainingSideActor:
     def leave(self) -> None:
         """Closes the channel and frees the parameters; compiled programs stay. Idempotent."""
         if self._channel is not None:
-            self._channel.close("the replica left")
+            self._channel.close("the hybrid worker left")
         self._channel = self._params = self._version = None
         if self._parts is not None:
             self._parts[1].close()
@@ -192,5 +192,5 @@ class TrainingSideActor:
 
     def _started(self) -> tuple[learner_lib.Learner, receiver.Receiver]:
         if self._parts is None:
-            raise protocols.LibraError(f"replica {self._name} is not running: call start first.")
+            raise protocols.LibraError(f"hybrid worker {self._name} is not running: call start first.")
         return self._parts

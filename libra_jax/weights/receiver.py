@@ -72,7 +72,7 @@ class Receiver:
             if source is None or source.shape != tuple(entry.shape) or entry.name in self._tensors:
                 raise protocols.LibraError(
                     f"{named} holds {entry.name} of shape {tuple(entry.shape)}, which this model has not, has in "
-                    "another shape, or has received already; trainer and replica do not belong together."
+                    "another shape, or has received already; trainer and hybrid worker do not belong together."
                 )
             kind = jax.numpy.dtype(entry.dtype)
             flat = np.frombuffer(memory, kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)

@@ -62,7 +62,7 @@ def create(
     transport: str,
     checksum: bool,
     tensor_parallel: Sequence[int],
-    publish_seconds: float,
+    sync_seconds: float,
 ) -> Snapshot:
     """Makes the snapshot of a transport: memfd through host memory (`HostSnapshot`), ipc and nccl between devices.
 
@@ -73,7 +73,7 @@ def create(
       transport: "memfd", "ipc" or "nccl".
       checksum: True to digest each chunk (memfd).
       tensor_parallel: degrees of the receiving rollout instances.
-      publish_seconds: maximum seconds to wait for an instance to receive (ipc, nccl).
+      sync_seconds: maximum seconds to wait for an instance to receive (ipc, nccl).
 
     Raises:
       ConfigError: the transport needs CUDA, or serves fewer instances or trainer processes than the run has.
@@ -90,7 +90,7 @@ def create(
             f"config.rollout.transport: {transport!r} serves one rollout instance, not {len(tensor_parallel)} "
             "(config.rollout.tensor_parallel); use 'memfd'"
         )
-    return DeviceSnapshot(model_config, dtype, transport, tensor_parallel[0], publish_seconds)
+    return DeviceSnapshot(model_config, dtype, transport, tensor_parallel[0], sync_seconds)
 
 
 class HostSnapshot:
@@ -260,12 +260,12 @@ class DeviceSnapshot:
         dtype: str,
         transport: str,
         workers: int,
-        publish_seconds: float,
+        sync_seconds: float,
     ) -> None:
         self._sources = wire_entries(model_config)
         self._dtype_name = dtype
         self._dtype = getattr(torch, dtype)
-        self._sender = importlib.import_module(SENDER).Sender(transport, workers, publish_seconds)
+        self._sender = importlib.import_module(SENDER).Sender(transport, workers, sync_seconds)
         self._version: int | None = None
         self._chunk: protocols.WeightChunk | None = None
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
@@ -100,7 +99,7 @@ class WeightSync:
                 if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
                     version = protocols.NO_VERSION
                 if version != protocols.NO_VERSION:
-                    updates = [_Update(engine, version, self._recorder)]
+                    updates = [_Update(self._engines, engine, version, self._recorder)]
                     staged = relay_tree.expected(len(chunks))
                     for chunk, place in zip(chunks, staged, strict=True):
                         place.set_result(chunk)
@@ -139,7 +138,7 @@ class WeightSync:
             self._staged = protocols.NO_VERSION, ()
             # Made before the first await: if an engine is lost meanwhile, its life changes and its update is dropped.
             up = [engine for engine in engines if engine.state in ("loaded", "serving")]
-            updates = [_Update(engine, version, self._recorder) for engine in up]
+            updates = [_Update(self._engines, engine, version, self._recorder) for engine in up]
             staged = relay_tree.expected(await self._trainer.open_weights(version))
             try:
                 try:
@@ -206,67 +205,62 @@ class WeightSync:
                     self._engines.lost(update.engine, update.life, error)
                 return
             if not index:
-                await self._each(updates, _Update.begin)
+                await deadlines.together(*(update.run("begin") for update in updates))
             if not self._checksum:  # the checksum was for relays, which have compared it, or for training sides
                 chunk = dataclasses.replace(chunk, checksum=None)
-            await self._each(updates, functools.partial(_Update.load, chunk=chunk))
-        await self._each(updates, _Update.end)
-
-    async def _each(self, updates: Sequence[_Update], verb: Callable[[_Update], Coroutine[Any, Any, None]]) -> None:
-        """Runs one verb on all engines at once. An engine that fails is reported lost."""
-
-        async def guarded(update: _Update) -> None:
-            try:
-                await verb(update)
-            except Exception as error:  # after any failure the engine's weights cannot be trusted
-                self._engines.lost(update.engine, update.life, error)
-
-        await deadlines.together(*(guarded(update) for update in updates if update.going))
+            await deadlines.together(*(update.run("load", chunk) for update in updates))
+        await deadlines.together(*(update.run("end") for update in updates))
 
 
 class _Update:
-    """One engine's part of a weight sync."""
+    """One engine's part of a weight sync.
 
-    def __init__(self, engine: instances.Engine, version: int, recorder: protocols.Recorder) -> None:
+    Attributes:
+      life: life of the engine in which the update began; a later life never gets part of it.
+      begun: the engine has begun to load the version.
+      ended: the engine serves the version.
+    """
+
+    def __init__(
+        self, engines: instances.Instances, engine: instances.Engine, version: int, recorder: protocols.Recorder
+    ) -> None:
         self.engine = engine
         self.life = engine.life
+        self.begun = self.ended = False
+        self._engines = engines
         self._client = engine.client
         self._version = version
         self._recorder = recorder
         self._start = 0.0
-        self.begun = self.ended = False
 
     @property
     def going(self) -> bool:
         """True while the engine is in the life in which the update began."""
         return self.engine.life == self.life
 
-    @property
-    def client(self) -> protocols.EngineClient:
-        """Client of the life in which the update began, so that a later life never gets part of it."""
-        if self._client is None:
-            raise protocols.WorkerLost(f"engine {self.engine.name} was lost before its weight update")
-        return self._client
-
-    async def begin(self) -> None:
-        """Freezes decoding and prepares the engine for new weights."""
-        self._start, self.begun = asyncio.get_running_loop().time(), True
-        self.engine.paused = True
-        await self.client.pause()
-        await self.client.start_weight_update(self._version)
-
-    async def load(self, chunk: protocols.WeightChunk) -> None:
-        """Loads one chunk."""
-        await self.client.update_weights(chunk)
-
-    async def end(self) -> None:
-        """Lets the engine serve the version."""
-        await self.client.finish_weight_update(self._version)
-        await self.client.resume()
-        self.ended = True
+    async def run(self, verb: Literal["begin", "load", "end"], chunk: protocols.WeightChunk | None = None) -> None:
+        """Freezes decoding, loads one chunk, or lets the engine serve the version. Reports a failing engine lost."""
         if not self.going:
             return
-        self.engine.policy_version, self.engine.paused = self._version, False
-        end = asyncio.get_running_loop().time()
-        self._recorder.status(self.engine.name, f"serving version {self._version}")
-        self._recorder.span("weights", f"sync {self.engine.name}", self._start, end, {"policy_version": self._version})
+        engine, version, client = self.engine, self._version, self._client
+        try:
+            if client is None:
+                raise protocols.WorkerLost(f"engine {engine.name} was lost before its weight update")
+            if verb == "begin":
+                self._start, self.begun = asyncio.get_running_loop().time(), True
+                engine.paused = True
+                await client.pause()
+                await client.start_weight_update(version)
+            elif chunk is not None:
+                await client.update_weights(chunk)
+            else:
+                await client.finish_weight_update(version)
+                await client.resume()
+                self.ended = True
+                if self.going:
+                    engine.policy_version, engine.paused = version, False
+                    end = asyncio.get_running_loop().time()
+                    self._recorder.status(engine.name, f"serving version {version}")
+                    self._recorder.span("weights", f"sync {engine.name}", self._start, end, {"policy_version": version})
+        except Exception as error:  # after any failure the engine's weights cannot be trusted
+            self._engines.lost(engine, self.life, error)

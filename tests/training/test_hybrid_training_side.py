@@ -173,7 +173,7 @@ def test_a_replica_that_stands_still_or_is_killed_is_late_and_the_step_is_the_co
 
 def test_a_replica_without_a_part_in_the_step_says_why(hybrid_config):
     actor = training_side.create(config_lib.to_dict(hybrid_config), workdir="unused", name="r")
-    with pytest.raises(protocols.LibraError, match="replica r is not running: call start first"):
+    with pytest.raises(protocols.LibraError, match="hybrid worker r is not running: call start first"):
         actor.contribute(doubles.batch(0), [doubles.share()])
     assert actor.start().mesh["data"] == 1
     with pytest.raises(protocols.LibraError, match="r holds policy version None, and the batch is for 0"):
