@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import rendering
 
-from libra_jax.cluster import granted, settings
+from libra_jax.cluster import granted, guard
 from libra_jax.protocols import ConfigError
 
 Kind = Literal["rayjob", "jobset"]
@@ -121,7 +121,7 @@ class Job:
         """Returns the variables of a group's containers by name; `operated`: KubeRay adds Ray's variables and
         labels."""
         plain = {**self.environment, "LIBRA_JAX_GRACE": str(self.grace), "LIBRA_JAX_WORKDIR": self.workdir}
-        plain |= settings.environment()
+        plain |= guard.ray_environment()
         secret = dict(self.secrets)
         if group.name == "head":
             # An argument a line, as templates/run_driver.sh reads them.

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import absent_modules  # noqa: F401 (see there)
 
-from libra_jax.cluster import granted, guard, settings
+from libra_jax.cluster import granted, guard
 from libra_jax.protocols import LibraError
 
 FIRST_PORT, JOBS = 20_000, 1_000
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs Ray on this host from its start to its end; the head also runs the driver."""
     name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
     is_head = name == arguments.head
-    os.environ.update(settings.environment())
+    os.environ.update(guard.ray_environment())
     prefix = f"libra-{arguments.job}-{zlib.crc32(name.encode()):x}-"  # Ray's sockets need a short path
     for left in Path("/tmp").glob(f"{prefix}*"):  # left by a killed attempt of this job
         shutil.rmtree(left, ignore_errors=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from libra_jax.runs import api
     from libra_jax.simulator import comparison, settings
 
-__all__ = ["plan", "simulate", "train", "train_async"]
+__all__ = ["evaluate", "evaluate_async", "plan", "simulate", "train", "train_async"]
 
 
 def train(
@@ -85,6 +85,53 @@ async def train_async(
         workdir=workdir,
         allow_changes=allow_changes,
     )
+
+
+def evaluate(
+    config: libra_config.RunConfig,
+    *,
+    model: str | Path | None = None,
+    environment: api.MakeEnvironment | None = None,
+    reward: api.RewardFunction | None = None,
+    tasks: api.Tasks | None = None,
+) -> api.Evaluated:
+    """Scores a model on tasks, one rollout a task, and returns when all are scored. Trains and saves nothing.
+
+    The engines, the tools and the limits are those of the config; `evaluation.temperature` is 0 unless it is set. A
+    script calls this under `if __name__ == "__main__":`.
+
+    Args:
+      config: the run's configuration. Objects below replace what its names stand for.
+      model: what to score: a Hugging Face id, a directory of weights such as `Trained.model`, or the workdir of a run
+        of this config, whose newest checkpoint counts. None: the config's model.
+      environment: as in `train`.
+      reward: as in `train`.
+      tasks: mappings with a `prompt`, all of which are scored, or a `protocols.TaskSource`, whose first
+        `evaluation.tasks` held-out tasks are. None: those of `task.source`.
+
+    Returns:
+      The mean reward, each rollout with its reward and text, and means of further metrics.
+
+    Raises:
+      LibraError: the model or the tasks cannot be used, a worker is lost, or no task could be scored.
+    """
+    from libra_jax.runs import api
+
+    return api.evaluate(config, model=model, environment=environment, reward=reward, tasks=tasks)
+
+
+async def evaluate_async(
+    config: libra_config.RunConfig,
+    *,
+    model: str | Path | None = None,
+    environment: api.MakeEnvironment | None = None,
+    reward: api.RewardFunction | None = None,
+    tasks: api.Tasks | None = None,
+) -> api.Evaluated:
+    """Scores a model on the running event loop; otherwise as `evaluate`. A cancelled call ends the workers."""
+    from libra_jax.runs import api
+
+    return await api.evaluate_async(config, model=model, environment=environment, reward=reward, tasks=tasks)
 
 
 def simulate(

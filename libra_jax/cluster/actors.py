@@ -23,7 +23,7 @@ import inspect
 import queue
 import threading
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
@@ -65,28 +65,22 @@ def resolve(spec: ActorSpec) -> Callable[..., Any]:
 
 def methods_of(actor: Any) -> dict[str, MethodKind]:
     """Returns the kinds of an actor's public methods by name, without running its properties. Takes a class, too."""
+    streams = (collections.abc.AsyncIterator, collections.abc.AsyncGenerator, collections.abc.AsyncIterable)
     kinds: dict[str, MethodKind] = {}
     for name in dir(actor):
         if name.startswith("_") or isinstance(inspect.getattr_static(actor, name), property):
             continue
         member = getattr(actor, name)
-        if inspect.isroutine(member):
-            kinds[name] = _kind(member)
+        if not inspect.isroutine(member):
+            continue
+        if inspect.isasyncgenfunction(member):
+            kinds[name] = "stream"
+        elif inspect.iscoroutinefunction(member):
+            kinds[name] = "async"
+        else:
+            # A plain function that returns an async iterator is a stream too; only its annotation says so.
+            kinds[name] = "stream" if typing.get_origin(_returned(member)) in streams else "sync"
     return kinds
-
-
-def _kind(method: Callable[..., Any]) -> MethodKind:
-    if inspect.isasyncgenfunction(method):
-        return "stream"
-    if inspect.iscoroutinefunction(method):
-        return "async"
-    # A plain function that returns an async iterator is a stream too; only its annotation says so.
-    try:
-        returned = typing.get_type_hints(method).get("return")
-    except (NameError, TypeError, AttributeError):
-        return "sync"
-    streams = (collections.abc.AsyncIterator, collections.abc.AsyncGenerator, collections.abc.AsyncIterable)
-    return "stream" if typing.get_origin(returned) in streams else "sync"
 
 
 def made_on_loop(factory: Callable[..., Any]) -> bool:
@@ -96,15 +90,19 @@ def made_on_loop(factory: Callable[..., Any]) -> bool:
     """
     if inspect.iscoroutinefunction(factory):
         return True
-    made: Any = factory
-    if not inspect.isclass(factory):
-        try:
-            made = typing.get_type_hints(factory).get("return")
-        except (NameError, TypeError, AttributeError):
-            return False
+    made = factory if inspect.isclass(factory) else _returned(factory)
+    # A protocol's methods are async for every implementation, so they tell nothing about the actor that is made.
     if not inspect.isclass(made) or getattr(made, "_is_protocol", False):
         return False
     return any(kind != "sync" for kind in methods_of(made).values())
+
+
+def _returned(function: Callable[..., Any]) -> Any:
+    """Returns the type that a function's annotation promises; None if it cannot be read."""
+    try:
+        return typing.get_type_hints(function).get("return")
+    except (NameError, TypeError, AttributeError):
+        return None
 
 
 def summary(error: BaseException) -> str:
@@ -113,13 +111,6 @@ def summary(error: BaseException) -> str:
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[:_LONGEST_MESSAGE]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def translate(error: BaseException, actor: str, what: str) -> LibraError:
-    """Returns a LibraError unchanged, and any other error as one sentence that names the actor."""
-    if isinstance(error, LibraError):
-        return error
-    return LibraError(f"actor {actor!r}: {what} failed with {summary(error)}")
 
 
 def lost(actor: str, why: str) -> WorkerLost:
@@ -227,24 +218,31 @@ class ActorHost:
         self._stopped = False
 
     async def make(self) -> dict[str, MethodKind]:
-        """Runs the factory; returns the methods that a handle may call."""
+        """Runs the factory; returns the methods that a handle may call.
+
+        Raises:
+          ConfigError: the factory cannot be found.
+          LibraError: the factory failed.
+        """
         factory = resolve(self.spec)
         function = functools.partial(factory, **self.spec.arguments)
         what = f"factory {self.spec.factory!r}"
         try:
-            if made_on_loop(factory):
-                made = function()
-                self._actor = await made if inspect.isawaitable(made) else made
-            else:
-                self._actor = await self._on_thread(what, function)
-        except (Exception, SystemExit) as error:
+            with self._running(what):
+                if made_on_loop(factory):
+                    made = function()
+                    self._actor = await made if inspect.isawaitable(made) else made
+                else:
+                    self._actor = await self._on_thread(what, function)
+        except BaseException:
             if self._thread is not None:
                 self._thread.close()
-            raise translate(error, self.spec.name, what) from _origin(error)
+            raise
         self.methods = methods_of(self._actor)
         return self.methods
 
     def _on_thread(self, what: str, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        # The thread exists only from its first job on: an actor with async methods alone needs none.
         if self._thread is None:
             self._thread = ActorThread(f"actor-{self.spec.name}")
         return self._thread.submit(what, function)
@@ -255,6 +253,27 @@ class ActorHost:
             return self._on_thread(method, function)
         return asyncio.ensure_future(function())
 
+    @contextlib.contextmanager
+    def _running(self, what: str) -> Iterator[None]:
+        """Turns errors of the actor's code, except LibraError, into one sentence that names the actor and the work.
+
+        Raises:
+          WorkerLost: the work was cancelled, but not by its caller.
+          LibraError: the work failed.
+        """
+        try:
+            yield
+        except LibraError:
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            why = "was stopped during the call" if self._stopped else "cancelled the call"
+            raise lost(self.spec.name, why) from None
+        except (Exception, SystemExit) as error:
+            raise LibraError(f"actor {self.spec.name!r}: {what} failed with {summary(error)}") from error
+
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a sync or async method.
 
@@ -262,22 +281,24 @@ class ActorHost:
           WorkerLost: the actor was stopped, before or during the call.
           LibraError: the method raised an error.
         """
-        self._check_alive()
+        if self._stopped:
+            raise lost(self.spec.name, "has been stopped")
         work = self._begin(method, args, kwargs)
         self._work.add(work)
         try:
-            return await work
-        except asyncio.CancelledError:
-            self._check_caller_cancelled()
-            raise
-        except (Exception, SystemExit) as error:
-            raise translate(error, self.spec.name, method) from _origin(error)
+            with self._running(method):
+                return await work
         finally:
             self._work.discard(work)
 
     def open(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pump:
-        """Starts a stream method. The caller reads the pump with `take` and must close it."""
-        self._check_alive()
+        """Starts a stream method. The caller reads the pump with `take` and must close it.
+
+        Raises:
+          WorkerLost: the actor was stopped.
+        """
+        if self._stopped:
+            raise lost(self.spec.name, "has been stopped")
         pump = Pump(getattr(self._actor, method)(*args, **kwargs))
         self._work.add(pump.task)
         pump.task.add_done_callback(self._work.discard)
@@ -285,25 +306,8 @@ class ActorHost:
 
     async def take(self, pump: Pump, method: str) -> list[Any]:
         """Returns all items of a stream that have arrived; empty at its end. Raises the same errors as `call`."""
-        try:
+        with self._running(method):
             return await pump.take()
-        except asyncio.CancelledError:
-            self._check_caller_cancelled()
-            raise
-        except Exception as error:
-            raise translate(error, self.spec.name, method) from _origin(error)
-
-    def _check_alive(self) -> None:
-        if self._stopped:
-            raise lost(self.spec.name, "has been stopped")
-
-    def _check_caller_cancelled(self) -> None:
-        """Raises WorkerLost if the work of a cancelled call was cancelled, not its caller."""
-        task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            raise lost(
-                self.spec.name, "was stopped during the call" if self._stopped else "cancelled the call"
-            ) from None
 
     async def stop(self, seconds: float) -> None:
         """Calls the actor's `shutdown` after its current sync method. Ends every other call with WorkerLost.
@@ -321,16 +325,15 @@ class ActorHost:
             self._thread.drop_waiting()
         ending = asyncio.ensure_future(self._end())
         try:
-            _, late = await asyncio.wait({ending}, timeout=seconds)
-            if late:
-                what = (self._thread.running if self._thread else "") or "shutdown"
-                raise DeadlineMissed(
-                    f"actor {self.spec.name!r} was still in {what!r} {seconds:g} s after it was asked to stop; "
-                    "raise config.deadlines.shutdown if it needs longer"
-                )
-            ending.result()
-        except (Exception, SystemExit) as error:
-            raise translate(error, self.spec.name, "shutdown") from _origin(error)
+            with self._running("shutdown"):
+                _, late = await asyncio.wait({ending}, timeout=seconds)
+                if late:
+                    what = (self._thread.running if self._thread else "") or "shutdown"
+                    raise DeadlineMissed(
+                        f"actor {self.spec.name!r} was still in {what!r} {seconds:g} s after it was asked to stop; "
+                        "raise config.deadlines.shutdown if it needs longer"
+                    )
+                ending.result()
         finally:
             work.add(ending)
             for future in work:
@@ -346,11 +349,6 @@ class ActorHost:
         if self._thread is not None:
             # An empty job behind `shutdown`: when it has run, the thread is idle even if `shutdown` is async.
             await self._thread.submit("shutdown", lambda: None)
-
-
-def _origin(error: BaseException) -> BaseException | None:
-    """Returns the cause for `raise ... from`: the cause of a LibraError, else the error itself."""
-    return error.__cause__ if isinstance(error, LibraError) else error
 
 
 class Handle:
@@ -375,9 +373,6 @@ class Handle:
         self._call = call
         self._stream = stream
 
-    def __repr__(self) -> str:
-        return f"<handle of actor {self.name!r}>"
-
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
@@ -388,20 +383,19 @@ class Handle:
           WorkerLost: the actor is gone.
           LibraError: the method failed.
         """
-        self._kind(method.__name__)
-        return cast(T, await self._call(method.__name__, *args, **kwargs))
+        return cast(T, await self._call(self._known(method), *args, **kwargs))
 
     def stream(
         self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
         """Yields the items of a stream method. Raises the same errors as `call`."""
-        self._kind(method.__name__)
-        return cast(AsyncGenerator[T, None], self._stream(method.__name__, *args, **kwargs))
+        return cast(AsyncGenerator[T, None], self._stream(self._known(method), *args, **kwargs))
 
-    def _kind(self, method: str) -> MethodKind:
-        if method not in self._kinds:
-            raise AttributeError(f"actor {self.name!r} has no public method {method!r}")
-        return self._kinds[method]
+    def _known(self, method: Callable[..., Any]) -> str:
+        # By name: a protocol's function stands for the method of the actor, which need not be its subclass.
+        if method.__name__ not in self._kinds:
+            raise AttributeError(f"actor {self.name!r} has no public method {method.__name__!r}")
+        return method.__name__
 
 
 def check_name_free(name: str, taken: Collection[str]) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from libra_jax.cluster import granted, guard, hosts, settings
+from libra_jax.cluster import granted, guard, hosts
 from libra_jax.protocols import LibraError
 from libra_jax.weights import memfd
 
@@ -150,9 +150,8 @@ class EmulatedHosts:
         self._hosts, self._guards = {}, {}
 
     def _start_head(self, deadline: float) -> str:
-        self._start(
-            0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={json.dumps(dict(settings.SYSTEM))}"
-        )
+        settings = json.dumps(dict(guard.RAY_SETTINGS))
+        self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={settings}")
         self._wait(0, deadline)
         file = self._folder / "0" / "ray_current_cluster"
         while not (address := file.read_text().strip() if file.exists() else ""):  # "started" comes before the file

@@ -2,14 +2,25 @@
 
 A killed process runs no clean-up of its own. The kernel's parent-death signal reaches only children that ask for it,
 and processes started by other libraries do not. The guard is a shell that blocks on a pipe; only the guarded process
-holds the other end. The pipe closes when that process is gone, in any way.
+holds the other end. The pipe closes when that process is gone, in any way. Ray's own clean-up is turned off for it.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+RAY_SETTINGS: Mapping[str, bool] = {
+    # An actor's own guard ends the actor's children, and spares the tracker that unlinks its shared memory.
+    "kill_child_processes_on_worker_exit": False,
+    "process_group_cleanup_enabled": False,
+    # Otherwise Ray starts one idle worker per CPU, about 100 MB each.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+"""Ray's internal configuration (2.60) wherever we start Ray: `_system_config` of `ray.init`, `--system-config` of `ray
+start`."""
 
 # Python's resource trackers ignore SIGTERM and are spared SIGKILL: they end by themselves when nobody uses them, and
 # unlink the shared memory that the others left. For their sake, a group is killed process by process, and twice,
@@ -85,3 +96,9 @@ class Guard:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def ray_environment() -> dict[str, str]:
+    """Returns `RAY_SETTINGS` as environment variables, for other starters of Ray. They apply to one host."""
+    variables = {f"RAY_{name}": str(value).lower() for name, value in RAY_SETTINGS.items()}
+    return variables | {"RAY_USAGE_STATS_ENABLED": "0"}

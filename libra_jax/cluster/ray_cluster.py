@@ -6,17 +6,19 @@ Ray places the actor, detects its death and kills it. The coordinator decides ab
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from libra_jax.cluster import actors, ray_host, ray_outcome, ray_placement, ray_runtime, ray_streams
+from libra_jax.cluster import actors, ray_host, ray_placement, ray_runtime
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLost
 
 _log = logging.getLogger(__name__)
@@ -24,6 +26,19 @@ _log = logging.getLogger(__name__)
 _CONCURRENT_CALLS = 10_000  # calls to one actor; open streams count too, and other calls must never queue behind them
 
 _Host = ray.remote(ray_host.RayHost)
+
+
+@dataclass
+class _Reader:
+    """The driver's end of a stream.
+
+    Attributes:
+      came: batches of items in order; None ends the stream, WorkerLost fails it.
+      ended: True once the end is in `came`, so that the actor's end needs no call to close.
+    """
+
+    came: asyncio.Queue[ray_host.Outcome | WorkerLost | None] = field(default_factory=asyncio.Queue)
+    ended: bool = False
 
 
 class _Actor:
@@ -45,12 +60,15 @@ class _Actor:
             options["runtime_env"] = {"env_vars": dict(spec.environment)}
         self.handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
         self.death: asyncio.Future[Any] = asyncio.ensure_future(self.handle.until_death.remote())
-        self.death.add_done_callback(_seen)
-        self.birth = ray_host.Birth("", 0, 0)
+        # Retrieved here, so that asyncio does not report the error of a call that nobody awaits.
+        self.death.add_done_callback(lambda death: death.cancelled() or death.exception())
+        self.birth = ray_host.Birth()
         self.stopping = False
-        self.streams = ray_streams.DriverStreams(self.handle, check=self.check, lost=self.lost)
+        self._streams = 0
+        self._readers: dict[int, _Reader] = {}
+        self._receiving: asyncio.Task[None] | None = None
 
-    def lost(self, error: BaseException | None = None) -> WorkerLost:
+    def _lost(self, error: BaseException | None = None) -> WorkerLost:
         """Returns the error of every call after the process is gone."""
         if self.stopping:
             return actors.lost(self.spec.name, "has been stopped")
@@ -60,16 +78,19 @@ class _Actor:
         why = "cannot be reached" if isinstance(error, ray.exceptions.ActorUnavailableError) else "died"
         return actors.lost(self.spec.name, f"is lost: its process {self.birth.pid} {why}")
 
-    def check(self) -> None:
-        if self.stopping or self.death.done():
-            raise self.lost()
-
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        self.check()
+        """Returns the result of a sync or async method. Raises the errors of `actors.Handle.call`."""
+        if self.stopping or self.death.done():
+            raise self._lost()
         return await self.remote(self.handle.call, method, args, kwargs)
 
     async def remote(self, host_method: Any, *args: Any) -> Any:
-        """Calls a method of the host process. If the caller cancels the call, cancels it there too."""
+        """Calls a method of the host process. If the caller cancels the call, cancels it there too.
+
+        Raises:
+          WorkerLost: the process is gone.
+          LibraError: the method failed.
+        """
         reference = host_method.remote(*args)
         try:
             outcome = await reference
@@ -77,18 +98,78 @@ class _Actor:
             ray.cancel(reference)
             raise
         except ray.exceptions.RayError as error:
-            raise self.lost(error) from error
-        return outcome.unwrap() if isinstance(outcome, ray_outcome.Outcome) else outcome
+            raise self._lost(error) from error
+        return outcome.unwrap() if isinstance(outcome, ray_host.Outcome) else outcome
+
+    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Yields the items of a stream method. Closing the generator closes the actor's generator.
+
+        Raises:
+          WorkerLost: the actor is gone.
+          LibraError: the method raised an error.
+        """
+        if self.stopping or self.death.done():
+            raise self._lost()
+        number, reader = self._streams, _Reader()
+        self._streams += 1
+        self._readers[number] = reader
+        if self._receiving is None:
+            self._receiving = asyncio.get_running_loop().create_task(self._receive())
+        opening = asyncio.ensure_future(self.handle.open_stream.remote(number, method, args, kwargs))
+
+        def opened(_: asyncio.Future[Any]) -> None:
+            # A stream that could not be opened sends no news.
+            if not opening.cancelled() and (error := opening.exception()) is not None:
+                self._fail(reader, error)
+
+        opening.add_done_callback(opened)
+        taken = 0
+        try:
+            while (outcome := await reader.came.get()) is not None:
+                if isinstance(outcome, WorkerLost):
+                    raise outcome
+                taken += 1
+                # Acknowledged at half of UNREAD, so that the actor's end rarely has to wait for the acknowledgement.
+                if taken % (ray_host.UNREAD // 2) == 0:
+                    self.handle.read_stream.remote(number, ray_host.UNREAD // 2)
+                for item in outcome.unwrap():
+                    yield item
+        finally:
+            del self._readers[number]
+            if not reader.ended:
+                with contextlib.suppress(ray.exceptions.RayError):  # the process is gone, and its streams with it
+                    await self.handle.close_stream.remote(number)
+
+    async def _receive(self) -> None:
+        """Asks for news of all streams while the actor lives."""
+        while True:
+            try:
+                news: ray_host.News = await self.handle.news.remote()
+            except ray.exceptions.RayError as error:
+                self._receiving = None
+                for reader in self._readers.values():
+                    self._fail(reader, error)
+                return
+            for number, outcomes in news.items():
+                if number in self._readers:
+                    for outcome in outcomes:
+                        self._readers[number].came.put_nowait(outcome)
+                    self._readers[number].ended |= outcomes[-1] is None
+
+    def _fail(self, reader: _Reader, error: BaseException) -> None:
+        reader.came.put_nowait(self._lost(error))
+        reader.ended = True
 
     async def kill(self, seconds: float) -> bool:
         """Ends the process and its leftovers; returns False if they still exist after `seconds`."""
         self.stopping = True
         if not ray.is_initialized():
-            await self.streams.end(0.0)
-            return True  # another part shut Ray down, which ended its actors; any question to Ray would restart it
+            # Another part shut Ray down, which ended its actors. Any question to Ray would restart it.
+            await self._end_streams(0.0)
+            return True
         ray.kill(self.handle, no_restart=True)
         await asyncio.wait({self.death}, timeout=seconds)
-        await self.streams.end(seconds)
+        await self._end_streams(seconds)
         deadline = asyncio.get_running_loop().time() + seconds
         # Only processes of this host can be looked up.
         here = self.birth.node == ray.get_runtime_context().get_node_id()
@@ -97,6 +178,13 @@ class _Actor:
                 return False
             await asyncio.sleep(0.02)
         return self.death.done()
+
+    async def _end_streams(self, seconds: float) -> None:
+        """Stops waiting for news. The call for news fails by itself when Ray has noticed the end of the process."""
+        if self._receiving is not None:
+            await asyncio.wait({self._receiving}, timeout=seconds)
+        if self._receiving is not None:
+            self._receiving.cancel()
 
 
 class RayCluster:
@@ -143,8 +231,17 @@ class RayCluster:
             del self._actors[spec.name]
         actors.check_name_free(spec.name, self._actors)
         await self._runtime.ensure()
-        self._check_gpus(spec)
-        spec, where = await self._place(spec)
+        there = ray.cluster_resources().get("GPU", 0.0)
+        # At once, because an embedded Ray never gets more GPUs; a joined cluster may.
+        if self._embedded and spec.gpus > there:
+            raise ConfigError(
+                f"config.cluster.address: actor {spec.name!r} asks for {spec.gpus:g} GPUs, and this machine has "
+                f"{there:g}; set config.trainer.platform=cpu if the trainer is to do without, or name a cluster that "
+                "has them"
+            )
+        where: dict[str, Any] = {}
+        if self._placement is not None:
+            spec, where = await self._placement.place(spec)
         # Again, because another `spawn` may have taken the name meanwhile.
         actors.check_name_free(spec.name, self._actors)
         actor = self._actors[spec.name] = _Actor(spec, where)
@@ -158,20 +255,7 @@ class RayCluster:
                 del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
             raise
-        return actors.Handle(spec.name, methods, actor.call, actor.streams.stream)
-
-    def _check_gpus(self, spec: ActorSpec) -> None:
-        """Raises ConfigError at once for an embedded Ray, which never gets more GPUs; a joined cluster may."""
-        there = ray.cluster_resources().get("GPU", 0.0)
-        if self._embedded and spec.gpus > there:
-            raise ConfigError(
-                f"config.cluster.address: actor {spec.name!r} asks for {spec.gpus:g} GPUs, and this machine has "
-                f"{there:g}; set config.trainer.platform=cpu if the trainer is to do without, or name a cluster that "
-                "has them"
-            )
-
-    async def _place(self, spec: ActorSpec) -> tuple[ActorSpec, dict[str, Any]]:
-        return (spec, {}) if self._placement is None else await self._placement.place(spec)
+        return actors.Handle(spec.name, methods, actor.call, actor.stream)
 
     def _ended(self, actor: _Actor) -> None:
         """Warns at once of an unexpected end, because the next caller of the actor may notice it much later."""
@@ -188,7 +272,7 @@ class RayCluster:
         try:
             return await asyncio.wait_for(actor.remote(actor.handle.born), self._start_seconds)
         except TimeoutError:
-            spec, left = actor.spec, ray_runtime.resources()
+            spec, left = actor.spec, ray.available_resources()
             raise DeadlineMissed(
                 f"actor {spec.name!r} was not placed within {self._start_seconds:g} s: it asks for {spec.cpus:g} CPUs "
                 f"and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in all; "
@@ -207,7 +291,16 @@ class RayCluster:
             return
         try:
             if not actor.death.done():
-                await self._ask_to_stop(actor)
+                stopping = actor.remote(actor.handle.stop, self._shutdown_seconds)
+                # From here on, the end of the process is no surprise, and other calls tell that the actor was stopped.
+                actor.stopping = True
+                with contextlib.suppress(WorkerLost):  # it died first
+                    # Longer than the actor's own deadline, whose error names the call that the actor was in.
+                    await asyncio.wait_for(stopping, self._shutdown_seconds + 10.0)
+        except TimeoutError:
+            raise DeadlineMissed(
+                f"actor {name!r} did not answer {self._shutdown_seconds:g} s after it was asked to stop, and was killed"
+            ) from None
         finally:
             dead = await actor.kill(self._shutdown_seconds)
         self._check_dead(actor, dead)
@@ -236,19 +329,6 @@ class RayCluster:
             "killed"
         )
 
-    async def _ask_to_stop(self, actor: _Actor) -> None:
-        stopping = actor.remote(actor.handle.stop, self._shutdown_seconds)
-        actor.stopping = True
-        try:
-            await asyncio.wait_for(stopping, self._shutdown_seconds + 10.0)
-        except TimeoutError:
-            raise DeadlineMissed(
-                f"actor {actor.spec.name!r} did not answer {self._shutdown_seconds:g} s after it was asked to stop, "
-                "and was killed"
-            ) from None
-        except WorkerLost:
-            return  # it died first
-
     async def shutdown(self) -> None:
         """Stops every actor, the last started first, then an embedded Ray. Raises one LibraError for all failures."""
         try:
@@ -257,11 +337,6 @@ class RayCluster:
             if self._placement is not None:
                 await self._placement.end()
             await self._runtime.end(self._shutdown_seconds)
-
-
-def _seen(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()  # marked as retrieved, so that asyncio does not report it
 
 
 def _runs(pid: int) -> bool:

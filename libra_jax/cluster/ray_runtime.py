@@ -25,10 +25,16 @@ import ray
 import ray.exceptions
 from ray._private import ray_constants
 
-from libra_jax.cluster import actors, granted, guard, ray_head, settings
+from libra_jax.cluster import actors, granted, guard
 from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
 
 _log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""Seconds between two probes of a joined cluster's head, and for one probe."""
+
+SILENT_SECONDS = 20.0
+"""Seconds without an answer of the head before the warning. Ray ends the driver after 60."""
 
 _DIRECTORY_PREFIX = "libra-ray-"
 _LONGEST_TEMPORARY = 14  # our directories and Ray's socket in them add 93 characters, and the kernel allows 107
@@ -83,15 +89,19 @@ class RayRuntime:
                 ) from None
             if self._address and self._watching is None:
                 head = ray.get_runtime_context().gcs_address
-                self._watching = asyncio.get_running_loop().create_task(ray_head.watch(head))
+                self._watching = asyncio.get_running_loop().create_task(watch_head(head))
 
     def _start(self) -> None:
-        _remove_abandoned_directories()
-        self._directory = tempfile.mkdtemp(
-            prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=_short_temporary_directory()
-        )
+        temporary = tempfile.gettempdir()
+        temporary = temporary if len(temporary) <= _LONGEST_TEMPORARY else "/tmp"
+        for abandoned in pathlib.Path(temporary).glob(f"{_DIRECTORY_PREFIX}*-*"):
+            owner = abandoned.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
+            # Its guard was killed together with its process.
+            if owner.isdigit() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(abandoned, ignore_errors=True)
+        self._directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=temporary)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        before = _ray_children()
+        before = _children()
         try:
             with _quiet(), _at_loopback():
                 ray.init(
@@ -103,13 +113,13 @@ class RayRuntime:
                     logging_level=logging.ERROR,
                     # Ray opens its own directory to every user (0777); the directory above it is for this user only.
                     _temp_dir=f"{self._directory}/r",
-                    _system_config=dict(settings.SYSTEM),
+                    _system_config=dict(guard.RAY_SETTINGS),
                 )
         except Exception as error:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise LibraError(f"Ray did not start on this machine: {actors.summary(error)}") from error
         # All children that appeared during the start are Ray's.
-        self._guard = guard.Guard(sorted(_ray_children() - before), self._directory)
+        self._guard = guard.Guard(sorted(_children() - before), self._directory)
 
     def _join(self) -> None:
         address = self._address
@@ -169,6 +179,35 @@ class RayRuntime:
             ray.shutdown()
 
 
+async def watch_head(address: str) -> None:
+    """Probes Ray's head repeatedly, and warns once each time that it falls silent. Runs until cancelled.
+
+    The warning comes before Ray ends the driver, a minute after the head was lost. Ray 2.60 raises no exception then:
+    one of its threads ends the process, with a line on standard error. Until then, calls to actors go on, because they
+    need no head.
+
+    Args:
+      address: address of the head, `host:port`.
+    """
+    loop, (host, _, port) = asyncio.get_running_loop(), address.rpartition(":")
+    answered, told = loop.time(), False
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        with contextlib.suppress(OSError, TimeoutError):
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), LOOK_SECONDS)
+            writer.close()
+            answered, told = loop.time(), False
+        if not told and loop.time() - answered >= SILENT_SECONDS:
+            told = True
+            _log.warning(
+                "Ray's head at %s has not answered for %.0f s. If it stays away, Ray ends this process a minute after "
+                "it went; the same command, with the address of a cluster that is started again "
+                "(config.cluster.address), goes on from the last checkpoint.",
+                address,
+                loop.time() - answered,
+            )
+
+
 def _reach(address: str, seconds: float) -> None:
     """Checks that a server at the address speaks Ray's protocol. Ray's own check takes minutes and cannot be stopped.
 
@@ -205,7 +244,7 @@ def _wait_for_node(address: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _ray_children() -> set[int]:
+def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
@@ -245,21 +284,3 @@ def _at_loopback() -> Iterator[None]:
         os.environ.pop(name)
         if variable is not None:
             os.environ[name] = variable
-
-
-def _short_temporary_directory() -> str:
-    directory = tempfile.gettempdir()
-    return directory if len(directory) <= _LONGEST_TEMPORARY else "/tmp"
-
-
-def _remove_abandoned_directories() -> None:
-    """Removes directories of processes whose guard was killed too."""
-    for directory in pathlib.Path(_short_temporary_directory()).glob(f"{_DIRECTORY_PREFIX}*-*"):
-        owner = directory.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def resources() -> dict[str, Any]:
-    """Returns the free resources of the cluster, for an error message."""
-    return dict(ray.available_resources())

@@ -1,4 +1,4 @@
-"""Evaluates the policy: one rollout for each held-out task, at the served version."""
+"""Evaluates the policy: one rollout for each held-out task, at the served version, within a run or without one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import attempts, reports
+from libra_jax.coordinator import attempts, context, failure, parts, reports, workers
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,48 @@ async def evaluate(
         **{f"evaluation/{name}": value for name, value in reports.mean_metrics(scored).items()},
     }
     return Evaluation(metrics, scored)
+
+
+async def evaluate_alone(
+    run: context.RunContext,
+    specs: context.WorkerSpecs,
+    agent: context.Agent,
+    scheduler: protocols.Scheduler,
+    checkpoint: str | None = None,
+) -> Evaluation:
+    """Starts the workers of a config, evaluates the trainer's weights, and ends the workers. Trains nothing.
+
+    The trainer takes part because it reads every form of weights, and the engines get theirs by weight sync only.
+
+    Args:
+      run: the surroundings; nothing is written into the workdir but logs.
+      specs: what the workers are made from.
+      agent: what the policy is asked to do.
+      scheduler: decides which instance serves a request.
+      checkpoint: the trainer's part of a checkpoint; None evaluates the weights of the config's model.
+
+    Raises:
+      LibraError: a worker is lost, or no task could be scored.
+    """
+    limit, ending = run.config.deadlines.shutdown, failure.Ending()
+    crew = workers.Workers(run, specs, ending)
+    try:
+        await ending.race(crew.start())
+        wired = parts.wire(
+            run, agent, scheduler, None, make_trainer=specs.make_trainer, workers=crew, ending=ending, state=_no_state
+        )
+        version = 0 if checkpoint is None else await ending.race(wired.trainer.restore(checkpoint))
+        await ending.race(wired.publisher.sync_weights(version))
+        run.recorder.status("rollout", "evaluating")
+        work = evaluate(run.config, runner=wired.runner, tasks=agent.tasks, version=version)
+        return await ending.race(work)
+    finally:
+        await ending.cancel_background(limit)
+        await crew.shut_down(limit)
+
+
+def _no_state() -> NoReturn:
+    raise AssertionError("an evaluation takes no checkpoints")
 
 
 async def _crash_of(attempt: asyncio.Future[None]) -> protocols.EnvironmentCrashed | None:

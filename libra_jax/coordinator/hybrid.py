@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import (
+    checkpoints,
     failure,
     instances,
     measured_steps,
@@ -54,10 +54,10 @@ class HybridWorkers:
       core_devices: number of the trainer's devices. Until a worker's speed is measured, its share is by devices.
       recorder: gets each transition and the devices of each pool.
       ending: runs transitions in the background, and cancels them at the run's end.
+      changed: called after a worker has moved to another pool.
 
     Attributes:
       pool: the workers' states.
-      changed: called after a worker has moved to another pool.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class HybridWorkers:
         core_devices: int,
         recorder: protocols.Recorder,
         ending: failure.Ending,
+        changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._engines = engines
@@ -82,8 +83,7 @@ class HybridWorkers:
         self._floor = config.elastic.floor
         limits = transitions.limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
-        engines.fewer = self._lost
-        self.changed: Callable[[], None] = lambda: None
+        engines.events.subscribe(protocols.EngineLost, self._lost)
         self._borrowing = borrowing.Borrowing(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
@@ -101,7 +101,7 @@ class HybridWorkers:
             recorder=recorder,
             log=self._log,
             ending=ending,
-            changed=lambda: self.changed(),
+            changed=changed,
         )
         self._coming: _Coming | None = None
         self._disturbed = True  # the first step compiles and starts up, unlike later steps
@@ -201,8 +201,7 @@ class HybridWorkers:
         if coming is not None and coming.timer is not None:
             coming.timer.cancel()
 
-    def _lost(self) -> None:
-        """Reacts to the loss of an instance."""
+    def _lost(self, event: protocols.EngineLost) -> None:
         self._disturbed = True
         self._keep_floor()
 
@@ -315,11 +314,11 @@ class HybridWorkers:
         self._shares.close()
         self._log.close()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the state to keep across a restart; JSON-able."""
+    def snapshot(self) -> checkpoints.HybridState:
+        """Returns the state to keep across a restart."""
         return {"pool": self.pool.snapshot(), "speed": dict(self._shares.speed)}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: checkpoints.HybridState) -> None:
         """Restores the state after a restart, with every worker in rollout."""
         self.pool.restore(snapshot["pool"])
         speed = self._shares.speed

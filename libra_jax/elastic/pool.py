@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from libra_jax import protocols
 from libra_jax.elastic import states
@@ -23,6 +23,13 @@ from libra_jax.elastic.states import State
 
 NO_EPOCH = 0
 """Membership generation of a worker that neither joins nor trains."""
+
+
+class PoolState(TypedDict):
+    """The part of the pool that outlives the run."""
+
+    epoch: int
+    """Membership generation."""
 
 
 @dataclass(frozen=True)
@@ -220,11 +227,11 @@ class Pool:
             return None
         return self._enter(worker, State.FAILED, why if worker.at_rest else f"{worker.reason}; {why}", now)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the state that outlives the run, JSON-able: only the membership generation (see `restore`)."""
+    def snapshot(self) -> PoolState:
+        """Returns the state that outlives the run: only the membership generation (see `restore`)."""
         return {"epoch": self._epoch}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: PoolState) -> None:
         """Restores a new pool after a restart of the run: every worker is in rollout, and none has failed.
 
         The earlier run's processes are gone, with all their work, and all engines are restarted. The workers in

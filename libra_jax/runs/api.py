@@ -1,29 +1,34 @@
-"""Trains, simulates and plans from a Python program: the API of `import libra_jax`, and launch/train.py's core."""
+"""Trains, evaluates, simulates and plans from a Python program: `import libra_jax`, and launch/train.py's core."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import datasets, factories, resolving
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
+from libra_jax.coordinator import checkpoint_store, signals
 from libra_jax.coordinator import run as coordinator
-from libra_jax.coordinator import signals
 from libra_jax.models import hub
 from libra_jax.planning import search
 from libra_jax.runs import curve, planned, preflight, wiring, workdirs
 from libra_jax.simulator import comparison, lengths, settings
+
+T = TypeVar("T")
 
 MakeEnvironment = Callable[..., protocols.Environment]
 """An environment's class, or a function that returns a fresh environment."""
@@ -64,11 +69,45 @@ class Trained:
         return self.summary.rewards
 
 
+@dataclass(frozen=True)
+class Rollout:
+    """One scored rollout of an evaluation.
+
+    Attributes:
+      task: name of the task; of given tasks, "tasks-" and the position.
+      reward: its score.
+      text: prompt, outputs and tool returns, decoded from the tokens.
+    """
+
+    task: str
+    reward: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation.
+
+    Attributes:
+      reward: mean reward over the tasks that were scored: the accuracy, if rewards are 0 and 1.
+      rollouts: the scored rollouts, in the order of the tasks.
+      unscored: number of tasks whose environment kept crashing. They are left out, never scored zero.
+      metrics: means over the rollouts, such as `agent/turns`, and `reward/<name>` of each reward function.
+    """
+
+    reward: float
+    rollouts: Sequence[Rollout]
+    unscored: int
+    metrics: Mapping[str, float]
+
+
 def with_objects(
     config: libra_config.RunConfig,
     environment: MakeEnvironment | None = None,
     reward: RewardFunction | None = None,
     tasks: Tasks | None = None,
+    *,
+    holdout: float = 0.05,
 ) -> libra_config.RunConfig:
     """Returns a checked, frozen copy of the config, with names in place of the given objects.
 
@@ -77,16 +116,19 @@ def with_objects(
       environment: replaces `task.environment`. If it is None, given tasks are questions with an `answer`.
       reward: added to `reward.functions` as "reward"; the environment's own reward then no longer counts.
       tasks: replaces `task.source`.
+      holdout: share of the tasks' prompts that are held out for evaluation; 1: all tasks are evaluated.
 
     Raises:
       ConfigError: a value is out of range, an object is not callable, or the run's workers are in other processes,
-        which cannot see the caller's objects. which cannot see the caller's objects.
+        which cannot see the caller's objects.
       DataError: the tasks are empty or malformed.
     """
     values = libra_config.to_dict(config)
     task = values["task"]
     if tasks is not None:
-        task["source"], task["path"] = _source(tasks, values["seed"]), ""
+        task["source"], task["path"] = _source(tasks, values["seed"], holdout), ""
+        if isinstance(tasks, Sequence) and holdout == 1:
+            values["evaluation"]["tasks"] = len(tasks)
         if environment is None and task["environment"] == libra_config.TaskConfig().environment:
             task["environment"] = QUESTIONS
     if environment is not None:
@@ -109,7 +151,19 @@ def with_objects(
     return made
 
 
-def _source(tasks: Tasks, seed: int) -> str:
+@dataclass(frozen=True)
+class _AllTasks:
+    """Tasks that are only evaluated, each of them, in the given order."""
+
+    tasks: Sequence[protocols.Task]
+
+    def task(self, index: int) -> protocols.Task:
+        return self.tasks[index % len(self.tasks)]
+
+    evaluation_task = task
+
+
+def _source(tasks: Tasks, seed: int, holdout: float) -> str:
     """Registers the tasks and returns the name of their factory."""
     if not isinstance(tasks, Sequence):
         source = tasks
@@ -121,8 +175,10 @@ def _source(tasks: Tasks, seed: int) -> str:
     rows = list(tasks)
     datasets.of_rows(rows, seed)  # reports errors in the rows before anything is written
 
-    def made(seed: int, holdout: float = 0.05) -> protocols.TaskSource:
-        return datasets.of_rows(rows, seed, holdout)
+    def made(seed: int, holdout: float = holdout) -> protocols.TaskSource:
+        if holdout < 1:
+            return datasets.of_rows(rows, seed, holdout)
+        return _AllTasks([protocols.Task(f"tasks-{number}", dict(row)) for number, row in enumerate(rows)])
 
     return resolving.give(made, "task.source", name="tasks", text=json.dumps(rows, sort_keys=True, default=str))
 
@@ -210,21 +266,126 @@ def train(
 ) -> Trained:
     """Trains and returns when the run has ended: `libra_jax.train`."""
 
-    def run(opened: Callable[[Path], None]) -> Coroutine[Any, Any, Trained]:
-        return train_async(
+    folders: list[Path] = []
+    drawn = curve.Curve()
+    return _blocking(
+        lambda: train_async(
             config,
             environment=environment,
             reward=reward,
             tasks=tasks,
             workdir=workdir,
             allow_changes=allow_changes,
-            opened=opened,
-        )
+            opened=folders.append,
+        ),
+        "interrupted: the run's workers are being ended; call train again to go on from the last checkpoint.",
+        look=lambda: drawn.look(folders[0]) if folders else None,
+    )
 
+
+async def evaluate_async(
+    config: libra_config.RunConfig,
+    *,
+    model: str | Path | None = None,
+    environment: MakeEnvironment | None = None,
+    reward: RewardFunction | None = None,
+    tasks: Tasks | None = None,
+) -> Evaluated:
+    """Evaluates on the running event loop: `libra_jax.evaluate_async`."""
+    named = with_objects(config, environment, reward, tasks, holdout=1.0)
+    # A hybrid worker's engine then is an engine like the others, and no plan or warm start takes part.
+    named = dataclasses.replace(
+        named,
+        elastic=libra_config.ElasticConfig(),
+        planner=libra_config.PlannerConfig(),
+        warm_start=libra_config.WarmStartConfig(),
+    )
+    checkpoint = None
+    if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
+        found = checkpoint_store.find(Path(model))
+        if found.stored is None:
+            raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
+        checkpoint = str(found.stored.manifest.parent / found.stored.record["trainer"])
+    elif model is not None:
+        named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
+    located = hub.resolved(named, download=True)
+    if located.problems:
+        raise protocols.DataError("; ".join(located.problems))
+    preflight.validate(located.config, need_weights=True)
+    # Removed only after success: the error of a lost worker names its log in there.
+    folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
+    async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
+        scored, tokenizer = await wiring.evaluate(located.config, folder, tools, checkpoint)
+    shutil.rmtree(folder, ignore_errors=True)
+    rollouts = [
+        Rollout(rollout.prompt_id, rollout.reward or 0.0, tokenizer.decode(rollout.token_ids))
+        for rollout in scored.rollouts
+    ]
+    metrics = {name.removeprefix("evaluation/"): value for name, value in scored.metrics.items()}
+    return Evaluated(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
+
+
+def evaluate(
+    config: libra_config.RunConfig,
+    *,
+    model: str | Path | None = None,
+    environment: MakeEnvironment | None = None,
+    reward: RewardFunction | None = None,
+    tasks: Tasks | None = None,
+) -> Evaluated:
+    """Evaluates and returns the scores: `libra_jax.evaluate`."""
+    return _blocking(
+        lambda: evaluate_async(config, model=model, environment=environment, reward=reward, tasks=tasks),
+        "interrupted: the evaluation's workers are being ended; call evaluate again to begin it again.",
+    )
+
+
+def _blocking(
+    work: Callable[[], Coroutine[Any, Any, T]], interrupted: str, look: Callable[[], None] = lambda: None
+) -> T:
+    """Runs a coroutine to its end. If this thread already runs an event loop (a notebook's does), on another thread.
+
+    Args:
+      work: makes the coroutine.
+      interrupted: sentence for Ctrl-C.
+      look: called every `LOOK_SECONDS` on this thread while another one works.
+    """
     # asyncio.run handles Ctrl-C only on the main thread.
     if threading.current_thread() is threading.main_thread() and not _loop_runs():
-        return asyncio.run(run(lambda _: None))
-    return _beside_a_loop(run)
+        try:
+            return asyncio.run(work())
+        except KeyboardInterrupt:
+            print(interrupted, file=sys.stderr)
+            raise
+    loop = asyncio.new_event_loop()
+    working: list[asyncio.Task[T]] = []
+
+    def on_thread() -> T:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+
+            async def noted() -> T:
+                task = asyncio.current_task()
+                assert task is not None
+                working.append(task)
+                return await work()
+
+            return runner.run(noted())
+
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="libra-run") as pool:
+        ended = pool.submit(on_thread)
+        try:
+            while not ended.done():
+                # A short wait keeps this thread responsive to Ctrl-C, and sets the pace of the curve.
+                futures.wait([ended], timeout=LOOK_SECONDS)
+                look()
+        except KeyboardInterrupt:
+            print(interrupted, file=sys.stderr)
+            # Cancelling lets the workers end; the thread itself cannot be interrupted.
+            if working:
+                loop.call_soon_threadsafe(working[0].cancel)
+            futures.wait([ended], timeout=END_SECONDS)
+            raise
+        return ended.result()
 
 
 def _loop_runs() -> bool:
@@ -233,42 +394,6 @@ def _loop_runs() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _beside_a_loop(run: Callable[[Callable[[Path], None]], Coroutine[Any, Any, Trained]]) -> Trained:
-    """Trains on a thread with its own event loop, because a notebook's thread already runs one; shows the curve."""
-    loop = asyncio.new_event_loop()
-    folders: list[Path] = []
-    training: list[asyncio.Task[Trained]] = []
-
-    def work() -> Trained:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-
-            async def noted() -> Trained:
-                task = asyncio.current_task()
-                assert task is not None
-                training.append(task)
-                return await run(folders.append)
-
-            return runner.run(noted())
-
-    drawn = curve.Curve()
-    with futures.ThreadPoolExecutor(1, thread_name_prefix="libra-train") as pool:
-        ended = pool.submit(work)
-        try:
-            while not ended.done():
-                # A short wait keeps this thread responsive to Ctrl-C, and sets the pace of the curve.
-                futures.wait([ended], timeout=LOOK_SECONDS)
-                if folders:
-                    drawn.look(folders[0])
-        except KeyboardInterrupt:
-            print("interrupted: the run's workers are being ended; call train again to go on.", file=sys.stderr)
-            # Cancelling lets the run end its workers; the thread itself cannot be interrupted.
-            if training:
-                loop.call_soon_threadsafe(training[0].cancel)
-            futures.wait([ended], timeout=END_SECONDS)
-            raise
-        return ended.result()
 
 
 def simulate(

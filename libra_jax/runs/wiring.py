@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, context, fencing, signals
+from libra_jax.coordinator import checkpoint_store, checkpoints, context, evaluation, fencing, signals
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
@@ -319,17 +319,32 @@ async def _train(
     watcher: status.RunStatus,
     at_signal: signals.AtOnce,
 ) -> coordinator.RunSummary:
-    loop = asyncio.get_running_loop()
     if epoch is not None:
         epoch.check()
     _keep_profile(config, workdir)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = resume.cut_back(workdir, checkpoint_store.find(workdir).step)
+    async with _surroundings(config, workdir, parts.agent, epoch, watcher) as (around, agent):
+        watcher.warn = around.recorder.note
+        for sentence in damaged:
+            around.recorder.note(sentence)
+        run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
+        summary = await run.run(at_signal)
+        _add_files(config, workdir / "model")
+    return summary
+
+
+@contextlib.asynccontextmanager
+async def _surroundings(
+    config: libra_config.RunConfig,
+    workdir: Path,
+    agent: context.Agent,
+    epoch: fencing.Epoch | None = None,
+    watcher: status.RunStatus | None = None,
+) -> AsyncIterator[tuple[context.RunContext, context.Agent]]:
+    """Opens the recorder, the cluster and the reward. Yields the run's surroundings, and the agent with its reward."""
     guard = files.always if epoch is None else epoch.may_write
-    recorder = telemetry.create(config, workdir, loop.time, guard=guard, watcher=watcher)
-    watcher.warn = recorder.note
-    for sentence in damaged:
-        recorder.note(sentence)
+    recorder = telemetry.create(config, workdir, asyncio.get_running_loop().time, guard=guard, watcher=watcher)
     limits = config.deadlines
     actors = cluster.create(
         config.cluster,
@@ -343,17 +358,30 @@ async def _train(
     try:
         composed = composition.opened(config.reward, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
-        texts = samples.Samples(config.telemetry.samples, config.seed, parts.agent.tokenizer)
+        texts = samples.Samples(config.telemetry.samples, config.seed, agent.tokenizer)
         around = context.RunContext(config, actors, recorder, workdir, epoch, texts, export=workdir / "model")
-        agent = dataclasses.replace(parts.agent, reward=reward)
-        run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
-        summary = await run.run(at_signal)
-        _add_files(config, workdir / "model")
+        yield around, dataclasses.replace(agent, reward=reward)
     finally:
         await rewards.aclose()
         await actors.shutdown()
         recorder.close()
-    return summary
+
+
+async def evaluate(
+    config: libra_config.RunConfig, workdir: Path, tools: toolkit.Toolkit, checkpoint: str | None = None
+) -> tuple[evaluation.Evaluation, protocols.Tokenizer]:
+    """Evaluates a model on held-out tasks, on the running event loop. Returns the rollouts, and what decodes them.
+
+    Args:
+      config: configuration without hybrid workers, plans or a warm start.
+      workdir: folder of the workers' logs.
+      tools: tools that the policy may call, open.
+      checkpoint: the trainer's part of a checkpoint; None evaluates `model.path`.
+    """
+    parts = _parts(config, workdir, tools, None)
+    async with _surroundings(config, workdir, parts.agent) as (around, agent):
+        found = await evaluation.evaluate_alone(around, parts.specs, agent, parts.scheduler, checkpoint)
+    return found, parts.agent.tokenizer
 
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*")

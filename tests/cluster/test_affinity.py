@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from libra_jax.cluster import affinity
+from libra_jax.cluster import ray_host
 
 
 class NVMLError(Exception):
@@ -56,15 +56,15 @@ def machine(monkeypatch):
     [("0", range(64)), ("1,2", range(64, 127)), ("GPU-1", range(64, 127)), ("0,1", ()), ("", ())],
 )
 def test_cores_are_those_of_the_numa_nodes_of_the_gpus(machine, visible, expected):
-    assert affinity.cores_near(visible) == tuple(expected)
+    assert ray_host.cores_near(visible) == tuple(expected)
 
 
 @pytest.mark.parametrize("fail", ["init", "affinity"])
 def test_a_driver_that_does_not_tell_leaves_all_cores(machine, fail):
     machine(fail)
-    assert affinity.cores_near("0") == ()
+    assert ray_host.cores_near("0") == ()
 
 
 def test_without_the_library_all_cores_are_left(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert affinity.cores_near("0") == ()
+    assert ray_host.cores_near("0") == ()

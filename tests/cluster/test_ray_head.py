@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from libra_jax.cluster import ray_head
+from libra_jax.cluster import ray_runtime
 
 
 @pytest.fixture
 def _hurried(monkeypatch):
-    monkeypatch.setattr(ray_head, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(ray_head, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(ray_runtime, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ray_runtime, "SILENT_SECONDS", 0.1)
 
 
 async def _until(condition) -> None:
@@ -27,7 +27,7 @@ def test_a_head_that_falls_silent_is_told_of_once_and_again_only_after_it_has_an
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        watching = asyncio.create_task(ray_head.watch(address))
+        watching = asyncio.create_task(ray_runtime.watch_head(address))
         await asyncio.sleep(0.3)
         assert not caplog.records, "it answers"
         server.close()

@@ -22,7 +22,7 @@ STEP = 10.0
 
 
 class Engines:
-    """Instances, of which some have failed or sleep. `fewer` is the run's to call when one fails."""
+    """Instances, of which some have failed or sleep."""
 
     def __init__(self, names: Sequence[str], workers: Sequence[str]) -> None:
         self.engines = {
@@ -31,7 +31,7 @@ class Engines:
         }
         for name, engine in self.engines.items():
             engine.info = protocols.EngineInfo(name, 1, 4, 256, ())
-        self.fewer = lambda: None
+        self.events = protocols.Events()
 
     def serving(self) -> list[protocols.Instance]:
         return [protocols.Instance(name, 1, 4) for name, engine in self.engines.items() if engine.state == "serving"]
@@ -48,7 +48,7 @@ class Engines:
     def fail(self, *names: str) -> None:
         for name in names:
             self.engines[name].state = "lost"
-            self.fewer()
+            self.events.announce(protocols.EngineLost(name))
 
     def recover(self, *names: str) -> None:
         for name in names:
@@ -128,6 +128,7 @@ class Bench:
                 core_devices=1,
                 recorder=self.recorder,
                 ending=failure.Ending(),
+                changed=lambda: None,
             )
         self.step = 0
 

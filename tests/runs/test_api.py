@@ -1,9 +1,10 @@
-"""`libra_jax.train`, `simulate` and `plan` from a Python program, with its own objects in the place of names."""
+"""`libra_jax.train`, `evaluate`, `simulate` and `plan` from a Python program, with its objects in place of names."""
 
 import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -66,6 +67,58 @@ def test_a_thread_with_an_event_loop_of_its_own_can_train(tmp_path):
 def test_the_awaited_form_trains_on_the_callers_loop(tmp_path):
     trained = asyncio.run(libra_jax.train_async(small(1), tasks=QUESTIONS, workdir=tmp_path / "run"))
     assert list(trained.rewards) == [1]
+
+
+def test_an_evaluation_scores_every_given_task_of_a_model_or_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    trained = libra_jax.train(small(1), tasks=QUESTIONS, workdir=tmp_path / "run")
+
+    def reward(task, text):
+        return float(task.payload["answer"] == "3")
+
+    for model in (None, trained.model, trained.workdir):
+        scored = libra_jax.evaluate(small(), model=model, reward=reward, tasks=QUESTIONS[:5])
+        assert scored.reward == pytest.approx(0.2)
+        assert [rollout.reward for rollout in scored.rollouts] == [0.0, 0.0, 0.0, 1.0, 0.0]
+        assert "say 3" in scored.rollouts[3].text
+        assert scored.unscored == 0
+        assert scored.metrics["reward/reward"] == pytest.approx(0.2)
+    assert not list(tmp_path.glob("libra-evaluate-*")), "its logs go with it"
+    assert (trained.workdir / "metrics.jsonl").read_text().count("\n") == 1, "the run's own files stay as they were"
+
+
+def test_the_awaited_evaluation_takes_the_held_out_tasks_of_a_source():
+    class Source:
+        def task(self, index):
+            assert index == 0, "nothing is trained; the checks before the start read one task"
+            return protocols.Task("0", {"prompt": "a", "answer": ""})
+
+        def evaluation_task(self, index):
+            return protocols.Task(f"held-out-{index}", {"prompt": f"say {index}", "answer": str(index)})
+
+    run = small()
+    run.evaluation.tasks = 3
+    scored = asyncio.run(libra_jax.evaluate_async(run, tasks=Source()))
+    assert [rollout.task for rollout in scored.rollouts] == ["held-out-0", "held-out-1", "held-out-2"]
+
+
+def test_an_evaluation_refuses_a_run_without_a_checkpoint(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(protocols.DataError, match=r"holds no checkpoint yet"):
+        libra_jax.evaluate(small(), model=tmp_path, tasks=QUESTIONS)
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_an_interrupted_call_says_how_it_goes_on(call, monkeypatch, capsys):
+    async def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, f"{call}_async", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(libra_jax, call)(small(), tasks=QUESTIONS)
+    ending = {"train": "go on from the last checkpoint", "evaluate": "call evaluate again to begin it again"}[call]
+    assert ending in capsys.readouterr().err
 
 
 def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_name():
