@@ -156,7 +156,13 @@ def read(workdir: Path) -> Recording:
         config=config,
         steps=tuple(steps),
         groups=tuple(groups),
-        streams=tuple(_undisturbed(found, updates)),
+        # The time of a stream that an update interrupted says nothing about steps.
+        streams=tuple(
+            dataclasses.replace(stream, known=False)
+            if any(update.start < stream.end and stream.start < update.end for update in updates)
+            else stream
+            for stream in found
+        ),
         loads=tuple((span.end, span.end - span.start) for span in updates),
         ends=_ends(workdir / timeline.TIMELINE_FILE, spans, config),
     )
@@ -248,32 +254,18 @@ def _step(
     rollouts: Sequence[tuple[Mapping[str, Any], scripts.Script]],
     masks: Callable[[str | None], bool],
 ) -> Step:
-    lengths = tuple(_trained_tokens(record) for record, script in rollouts if not masks(script.limit))
-    work = tuple(sorted((_work(record) for record, _ in rollouts), key=repr))
-    return Step(number, parts, lengths, work, tuple(script for _, script in rollouts))
-
-
-def _trained_tokens(record: Mapping[str, Any]) -> int:
-    """Returns the tokens up to the last sampled one: later tokens are not trained."""
-    turns = record["turns"]
-    payload = sum(turn["payload_tokens"] for turn in turns[:-1])
-    return int(record["prompt_tokens"] + sum(turn["generated_tokens"] for turn in turns) + payload)
-
-
-def _work(record: Mapping[str, Any]) -> tuple[int, tuple[tuple[int, int, str | None], ...]]:
-    turns = ((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in record["turns"])
-    return record["prompt_tokens"], tuple(turns)
-
-
-def _undisturbed(found: Sequence[calibration.Stream], updates: Sequence[protocols.Span]) -> list[calibration.Stream]:
-    """Returns the streams, with `known` False if an update interrupted the stream: its time says nothing about
-    steps."""
-    return [
-        dataclasses.replace(stream, known=False)
-        if any(update.start < stream.end and stream.start < update.end for update in updates)
-        else stream
-        for stream in found
-    ]
+    """Returns a step with the lengths and the work of its rollouts."""
+    lengths, work = [], []
+    for record, script in rollouts:
+        turns = record["turns"]
+        if not masks(script.limit):
+            # Tokens after the last sampled one are not trained, so the last turn's payload does not count.
+            payload = sum(turn["payload_tokens"] for turn in turns[:-1])
+            generated = sum(turn["generated_tokens"] for turn in turns)
+            lengths.append(int(record["prompt_tokens"] + generated + payload))
+        done = tuple((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in turns)
+        work.append((record["prompt_tokens"], done))
+    return Step(number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts))
 
 
 def _ends(path: Path, spans: Sequence[protocols.Span], config: configuration.RunConfig) -> tuple[float, ...]:
