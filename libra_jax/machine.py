@@ -1,4 +1,4 @@
-"""Identifies the machine, for its own processes and for others, and finds its address on the network."""
+"""Identifies the machine, finds its address on the network, and writes sizes of memory for people."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def identity() -> str:
     except OSError:
         namespace = platform.system()
     return f"{boot}/{namespace}"
+
+
+def bytes_text(count: float) -> str:
+    """Formats a number of bytes for people, with three digits.
+
+    >>> [bytes_text(count) for count in (12, 1536, 1.64e6, 24e9, 3e12)]
+    ['12 B', '1.5 KiB', '1.56 MiB', '22.4 GiB', '2.73 TiB']
+    """
+    unit = 0
+    while count >= 999.5 and unit < 4:  # three digits would round up to 1e+03
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def address(towards: str = ANY) -> str:
