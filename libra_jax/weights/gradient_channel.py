@@ -307,17 +307,15 @@ class Channel:
             raise ChannelError(self.closed)
         tensor = torch.from_numpy(message)
         ranks = range(self._ranks - 1) if verb == "send" else [self._ranks - 1]
-        late = False
         try:
             # Each message's tag is its size (see above): gloo would end a process that received a larger one.
             works = [getattr(group, verb)([tensor], rank, tensor.nbytes) for rank in ranks]
             for work in works:
-                # Gloo takes a timeout of zero as no timeout.
-                seconds = max(deadline - time.monotonic(), 0.001)
-                late = True  # only a wait can miss the deadline
+                # One millisecond more: gloo takes a timeout of zero as no timeout, and cuts fractions of it off.
+                seconds = max(deadline - time.monotonic(), 0.0) + 0.001
                 work.wait(datetime.timedelta(seconds=seconds))
         except RuntimeError as error:
-            late = late and time.monotonic() >= deadline
+            late = time.monotonic() >= deadline
             raise self._fail(
                 "the other side took too long" if late else f"the connection broke ({_line(error)})"
             ) from error

@@ -96,9 +96,7 @@ class WeightSync:
             async with self._engines.weights:
                 version, chunks = self._staged
                 # A staged snapshot of another version is useless: a new one is opened below.
-                if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
-                    version = protocols.NO_VERSION
-                if version != protocols.NO_VERSION:
+                if engine.state == "loaded" and version == self.version != protocols.NO_VERSION:
                     updates = [_Update(self._engines, engine, version, self._recorder)]
                     staged = relay_tree.expected(len(chunks))
                     for chunk, place in zip(chunks, staged, strict=True):
