@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents.tools import bm25, dense, search, toolbox, toolkit
+from libra_jax.agents.tools import bm25, search, toolbox, toolkit
 
 ROWS = [
     {"id": "a1", "title": "Ada Lovelace", "text": "Ada wrote the first program, for an engine that was never built."},
@@ -425,8 +425,8 @@ def test_many_blocks_of_vectors_rank_as_one(tmp_path, monkeypatch):
     matrix = rng.integers(-3, 4, (1000, 8)).astype(numpy.float16)
     numpy.save(tmp_path / "v.npy", matrix)
     query = rng.integers(-3, 4, 8)
-    monkeypatch.setattr(dense, "_BLOCK_BYTES", 7 * 32)
-    made = dense.Vectors(tmp_path / "v.npy", lambda texts: [query], 1000)
+    monkeypatch.setattr(search, "_BLOCK_BYTES", 7 * 32)
+    made = search.Vectors(tmp_path / "v.npy", lambda texts: [query], 1000)
     order = numpy.argsort(-(matrix.astype(int) @ query), kind="stable")
     for most in (1, 10, 999, 2000):
         found_scores = matrix.astype(int)[made.best("q", most, time.monotonic() + 60)] @ query

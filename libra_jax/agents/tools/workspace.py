@@ -17,7 +17,14 @@ def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
     return protocols.ToolReturn(tool, outcome.status, outcome.text, outcome.seconds)
 
 
-class Python:
+class _InSession:
+    """What the tools share: the session of the rollout's sandbox."""
+
+    def __init__(self, session: pool.Session) -> None:
+        self._session = session
+
+
+class Python(_InSession):
     """A Python interpreter that keeps its variables over calls."""
 
     name = "python"
@@ -27,15 +34,12 @@ class Python:
     )
     parameters = _schema(("code",), code={"type": "string", "description": "The code to run."})
 
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
-
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
         return _returned(self.name, await self._session.python(arguments["code"]))
 
 
-class Shell:
+class Shell(_InSession):
     """A bash shell that keeps its folder, variables and functions over calls."""
 
     name = "shell"
@@ -45,9 +49,6 @@ class Shell:
     )
     parameters = _schema(("command",), command={"type": "string", "description": "The command to run."})
 
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
-
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
         return _returned(self.name, await self._session.shell(arguments["command"]))
@@ -56,7 +57,7 @@ class Shell:
 _NEEDS = {"view": (), "create": ("text",), "replace": ("old", "new")}
 
 
-class Edit:
+class Edit(_InSession):
     """Views, creates and changes files of the workspace, and no files outside."""
 
     name = "edit"
@@ -74,9 +75,6 @@ class Edit:
         first={"type": "integer", "minimum": 1, "description": "view: the first line shown."},
         last={"type": "integer", "minimum": 1, "description": "view: the last line shown."},
     )
-
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
