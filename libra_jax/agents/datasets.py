@@ -26,9 +26,21 @@ class FileTasks:
         self._path = path
         self._name = pathlib.Path(path).stem
         self._seed = seed
-        held_out = _held_out_prompts(path, [payload for _, payload in rows], holdout)
-        self._train = [row for row in rows if _key(row[1]) not in held_out]
-        self._evaluation = [row for row in rows if _key(row[1]) in held_out]
+        prompts = {_key(payload) for _, payload in rows}
+        evaluated: set[str] = set()
+        if holdout:
+            if len(prompts) < 2:
+                raise protocols.DataError(
+                    f"{path}: its rows have only one prompt, so none can be held out; give "
+                    "--config.task.arguments=\"{'holdout': 0}\""
+                )
+            # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
+            ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+            # At least one prompt on each side.
+            evaluated.update(ranked[: min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))])
+        self._train = [row for row in rows if _key(row[1]) not in evaluated]
+        self._evaluation = [row for row in rows if _key(row[1]) in evaluated]
+        # Two epochs: the next one begins before the last tasks of an epoch have ended.
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
@@ -69,22 +81,6 @@ def _key(payload: Mapping[str, Any]) -> str:
     return json.dumps(payload["prompt"], sort_keys=True)
 
 
-def _held_out_prompts(path: str, payloads: Sequence[Mapping[str, Any]], holdout: float) -> set[str]:
-    prompts = {_key(payload) for payload in payloads}
-    if holdout == 0:
-        return set()
-    if len(prompts) < 2:
-        raise protocols.DataError(
-            f"{path}: its rows have only one prompt, so none can be held out; give "
-            "--config.task.arguments=\"{'holdout': 0}\""
-        )
-    # At least one prompt on each side.
-    count = min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))
-    # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
-    ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-    return set(ranked[:count])
-
-
 _OTHER_COLUMNS = (
     " (other columns are named as --config.task.arguments=\"{'columns': {'prompt': 'question', 'answer': "
     "'reward_model.ground_truth'}}\")"
@@ -122,7 +118,13 @@ def task_source(
         bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
     )
     config.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
-    mapping = _mapping(prompt_column, answer_column, columns)
+    field = "task.arguments.columns"
+    config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
+    given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
+    for name, column in given.items():
+        config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
+    mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **given}
+    config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
     found = []
     for row in tables.rows(path, tuple(mapping.values()), split):
         payload = {name: tables.value(row, column, _OTHER_COLUMNS) for name, column in mapping.items()}
@@ -161,18 +163,6 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
     return FileTasks("tasks", seed, found, holdout if len(prompts) > 1 else 0.0)
 
 
-def _mapping(prompt: str, answer: str, columns: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Returns a mapping from names in the payload to columns."""
-    field = "task.arguments.columns"
-    config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
-    given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
-    for name, column in given.items():
-        config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
-    mapping = {"prompt": prompt, **({"answer": answer} if answer else {}), **given}
-    config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
-    return mapping
-
-
 def _prompt(value: Any, where: str, column: str) -> Any:
     if isinstance(value, str) and value.strip():
         return value
@@ -188,17 +178,15 @@ def _prompt(value: Any, where: str, column: str) -> Any:
 
 def _answer(value: Any, where: str, column: str) -> str | list[str]:
     """Reads one answer, or a list of answers that are all right."""
-    if isinstance(value, list) and value:
-        return [_one_answer(item, where, column) for item in value]
-    return _one_answer(value, where, column)
-
-
-def _one_answer(value: Any, where: str, column: str) -> str:
-    if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
-        return str(value)
-    raise protocols.DataError(
-        f"{where}: column {column!r} must be a text or a number, or a list of them, not {value!r:.80}"
-    )
+    texts = []
+    for item in value if isinstance(value, list) and value else [value]:
+        # bool is a subclass of int, and True is no answer that a policy could give.
+        if not isinstance(item, str | int | float) or isinstance(item, bool) or not str(item).strip():
+            raise protocols.DataError(
+                f"{where}: column {column!r} must be a text or a number, or a list of them, not {item!r:.80}"
+            )
+        texts.append(str(item))
+    return texts if isinstance(value, list) else texts[0]
 
 
 def _check_plain(payload: Mapping[str, Any], where: str) -> None:

@@ -79,27 +79,25 @@ def tasks(dataset: Dataset, path: str, split: str, count: Count) -> Iterator[Rec
         count.read += 1
         try:
             record = dataset.convert(row)
-            _check_new(record, seen)
+            # Digests, because the texts of a large file would not fit into memory.
+            posed, right = (
+                hashlib.blake2b(
+                    json.dumps([record.get(name) for name in names], sort_keys=True).encode(), digest_size=16
+                ).digest()
+                for names in (_POSED, _RIGHT)
+            )
+            if posed in seen:
+                raise Dropped(_REPEATED if seen[posed] == right else _CONTRADICTED)
         except Dropped as reason:
             count.dropped[str(reason)] += 1
             continue
+        seen[posed] = right
         count.kept += 1
         yield record
 
 
-def _check_new(record: Record, seen: dict[bytes, bytes]) -> None:
-    prompt, answer = (_digest([record.get(name) for name in names]) for names in (_POSED, _RIGHT))
-    if prompt in seen:
-        raise Dropped(_REPEATED if seen[prompt] == answer else _CONTRADICTED)
-    seen[prompt] = answer
-
-
 _POSED = ("prompt", "issue", "project")
 _RIGHT = ("answer", "tests", "fail_to_pass")
-
-
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _value(row: tables.Row, column: str, dataset: str) -> Any:
