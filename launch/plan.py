@@ -25,24 +25,22 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-import absent_modules  # noqa: F401 (see there)
-import plan_picture
-import unread
+from support import cli, overrides
+
 from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search, uncertainty
 from libra_jax.runs import planned
-from libra_jax.simulator import lengths, settings, synthetic
+from libra_jax.simulator import scripts, settings, workloads
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")
@@ -54,7 +52,7 @@ _HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hard
 _MODEL = flags.DEFINE_string("model", None, f"Model's shape: {', '.join(model_config.preset_names())}.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _WORKLOAD = flags.DEFINE_enum(
-    "workload", None, list(synthetic.SHAPES), "What attempts are like; see --generated_tokens."
+    "workload", None, list(workloads.SHAPES), "What attempts are like; see --generated_tokens."
 )
 _GENERATED = flags.DEFINE_list(
     "generated_tokens", None, "Generated tokens of an attempt: mean,P90, or the mean to which the workload is scaled."
@@ -108,15 +106,15 @@ def main() -> None:
 
 def _asked() -> planned.Asked:
     """Returns the flags' content; refuses config fields that a plan does not read."""
-    given = unread.given(flags.FLAGS["config"])
+    given = overrides.fields(flags.FLAGS["config"])
     simulated = isinstance(_CONFIG.value, settings.SimulatedRun)
-    unread.refuse(
+    overrides.refuse_unread(
         given,
         script="plan.py",
         read=planned.OF_SIMULATION if simulated else planned.OF_RUN,
         instead=settings.COUNTS if simulated else planned.COUNTS_IN_RUN,
     )
-    generated: lengths.LogNormal | float | None = None
+    generated: scripts.LogNormal | float | None = None
     if _GENERATED.value is not None:
         try:
             numbers = [float(text) for text in _GENERATED.value]
@@ -126,8 +124,8 @@ def _asked() -> planned.Asked:
             raise protocols.ConfigError(
                 f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,7000"
             )
-        generated = lengths.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
-    wanted = lengths.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
+        generated = scripts.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
+    wanted = scripts.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
     return planned.Asked(
         hardware=_HARDWARE.value,
         model=_MODEL.value,
@@ -262,7 +260,30 @@ def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_co
     return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
-def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> dict[str, Any]:
+class Seconds(TypedDict):
+    """Times of a step's stages in a plan's file: predicted seconds, or their relative errors."""
+
+    train_seconds: float
+    rollout_seconds: float
+    step_seconds: float
+
+
+PlanFile = TypedDict(
+    "PlanFile",
+    {
+        "for": planned.CaseRecord,
+        "train": Mapping[str, int],
+        "rollout": Sequence[Mapping[str, object]],
+        "predicted": Seconds,
+        "uncertainty": Seconds,
+        "solve_seconds": float,
+        "calibrated": bool,
+    },
+)
+"""The file of a plan, which `plans.read` reads back."""
+
+
+def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> PlanFile:
     """Returns the plan as its file has it."""
     mesh = best.train
     return {
@@ -284,13 +305,11 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
     }
 
 
-def _write(
-    output: Path, made: dict[str, Any], best: search.Split, splits: list[search.Split], case: planned.Case
-) -> None:
+def _write(output: Path, made: PlanFile, best: search.Split, splits: list[search.Split], case: planned.Case) -> None:
     picture = output.with_suffix(".svg")
     try:
         output.write_text(json.dumps(made, indent=2) + "\n")
-        plan_picture.draw(picture, best, splits, case)
+        planned.draw(picture, best, splits, case)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")
