@@ -19,14 +19,23 @@ class FileTasks:
 
     A hash of the prompt chooses the held-out rows, independent of the seed. All rows with the same prompt stay
     together, so no held-out prompt is ever trained on.
+
+    Args:
+      path: Path of the file, for ids and errors.
+      seed: Seed of the order of training tasks.
+      rows: Pairs of line or row number and payload.
+      holdout: Share of the distinct prompts that are kept for evaluation, at least one. 0 means none.
+      prompt: Name of the prompt in the payloads.
     """
 
-    def __init__(self, path: str, seed: int, rows: Sequence[tuple[int, dict[str, Any]]], holdout: float) -> None:
-        """Splits the rows. `rows` are pairs of line or row number and payload."""
+    def __init__(
+        self, path: str, seed: int, rows: Sequence[tuple[int, dict[str, Any]]], holdout: float, prompt: str = "prompt"
+    ) -> None:
         self._path = path
         self._name = pathlib.Path(path).stem
         self._seed = seed
-        prompts = {_key(payload) for _, payload in rows}
+        keys = [json.dumps(payload[prompt], sort_keys=True) for _, payload in rows]
+        prompts = set(keys)
         evaluated: set[str] = set()
         if holdout:
             if len(prompts) < 2:
@@ -35,11 +44,11 @@ class FileTasks:
                     "--config.task.arguments=\"{'holdout': 0}\""
                 )
             # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
-            ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+            ranked = sorted(prompts, key=lambda key: hashlib.sha256(key.encode()).digest())
             # At least one prompt on each side.
             evaluated.update(ranked[: min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))])
-        self._train = [row for row in rows if _key(row[1]) not in evaluated]
-        self._evaluation = [row for row in rows if _key(row[1]) in evaluated]
+        self._train = [row for key, row in zip(keys, rows, strict=True) if key not in evaluated]
+        self._evaluation = [row for key, row in zip(keys, rows, strict=True) if key in evaluated]
         # Two epochs: the next one begins before the last tasks of an epoch have ended.
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
@@ -77,10 +86,6 @@ class FileTasks:
         return protocols.Task(f"{self._name}{split}-{number}{suffix}", payload)
 
 
-def _key(payload: Mapping[str, Any]) -> str:
-    return json.dumps(payload["prompt"], sort_keys=True)
-
-
 _OTHER_COLUMNS = (
     " (other columns are named as --config.task.arguments=\"{'columns': {'prompt': 'question', 'answer': "
     "'reward_model.ground_truth'}}\")"
@@ -114,6 +119,19 @@ def task_source(
       ConfigError: No path is given, or an argument is out of range.
       DataError: The file is missing, empty or malformed. The message names the file and the line or row.
     """
+    rows = read(path, prompt_column, answer_column, columns, split, holdout)
+    return FileTasks(path, seed, rows, holdout)
+
+
+def read(
+    path: str,
+    prompt_column: str,
+    answer_column: str,
+    columns: Sequence[str] | Mapping[str, str],
+    split: str,
+    holdout: float,
+) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the numbers and payloads of a file's rows. The arguments and errors are those of `task_source`."""
     config.check(
         bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
     )
@@ -135,7 +153,7 @@ def task_source(
         found.append((row.number, payload))
     if not found:
         raise protocols.DataError(f"{path}: holds no tasks; a JSONL file of them has one JSON object a line")
-    return FileTasks(path, seed, found, holdout)
+    return found
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0.05) -> FileTasks:
@@ -159,8 +177,8 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
         found.append((number, payload))
     if not found:
         raise protocols.DataError("tasks: is empty; give at least one mapping with a 'prompt'")
-    prompts = {_key(payload) for _, payload in found}
-    return FileTasks("tasks", seed, found, holdout if len(prompts) > 1 else 0.0)
+    alone = all(payload["prompt"] == found[0][1]["prompt"] for _, payload in found)
+    return FileTasks("tasks", seed, found, 0.0 if alone else holdout)
 
 
 def _prompt(value: Any, where: str, column: str) -> Any:

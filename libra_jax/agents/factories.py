@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import cast
@@ -101,11 +102,8 @@ def environment_factory(
     resolving.check_arguments(factory, task.environment, arguments, field)
     if inspect.isclass(factory):
         _check_methods(task, factory, factory)
-
-    def make() -> protocols.Environment:
-        return cast(protocols.Environment, resolving.call(factory, task.environment, arguments, field))
-
-    return make
+    make = functools.partial(resolving.call, factory, task.environment, arguments, field)
+    return cast("Callable[[], protocols.Environment]", make)
 
 
 def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:

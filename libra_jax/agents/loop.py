@@ -50,6 +50,10 @@ class Limits:
     answer_tokens: int = 0
 
 
+_FROM_BEST = ("success", "failure", "timeout")
+"""Outcomes of tools. Of several in one turn, the worst counts."""
+
+
 async def run_attempt(
     *,
     trajectory: protocols.Trajectory,
@@ -292,7 +296,9 @@ class _Attempt:
             raise progress.ReplayDiffers
         answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
         if answers:
-            turn.tool, turn.status = _joined(answers)
+            # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
+            turn.tool = "+".join(sorted({answer.tool for answer in answers}))
+            turn.status = max((answer.status for answer in answers), key=_FROM_BEST.index)
         # Of several concurrent returns, some may include waits for others.
         told = answers[0].seconds if len(answers) == 1 else 0.0
         # A replayed turn keeps the seconds that it took the first time.
@@ -325,8 +331,10 @@ class _Attempt:
             return None
         self.walk.append(tokens, protocols.TokenSource.TOOL)
         self.messages += said
-        tool, outcome = _joined(answers) if answers else ("environment", "success")
-        return protocols.CausalState(tool, len(tokens), outcome)
+        turn = self.trajectory.turns[self.walk.turn]
+        if not answers or turn.tool is None or turn.status is None:
+            return protocols.CausalState("environment", len(tokens), "success")
+        return protocols.CausalState(turn.tool, len(tokens), turn.status)
 
     # The end ----------------------------------------------------------------------------------------------------
 
@@ -381,12 +389,3 @@ class _Attempt:
             raise protocols.RewardFailed(f"{crash} gave {score.reward!r}, which is not a finite number")
         self.metrics.update(score.metrics)
         return score.reward
-
-
-_FROM_BEST = ("success", "failure", "timeout")
-
-
-def _joined(answers: Sequence[protocols.ToolReturn]) -> tuple[str, protocols.ToolStatus]:
-    """Joins the tools of one turn. Returns each tool's name once, in a fixed order, and the worst status."""
-    tools = "+".join(sorted({answer.tool for answer in answers}))
-    return tools, max((answer.status for answer in answers), key=_FROM_BEST.index)

@@ -17,6 +17,7 @@ pass.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import re
@@ -184,7 +185,14 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
     short = [re.sub(r"\x1b\[[\d;]*m", "", name) for name in listed]
     if not any(short):
         raise Dropped(_NO_TESTS)
-    inside = {file["path"]: _defined(file["text"]) for file in tests}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside: dict[str, set[str]] = {}
+    for file in tests:
+        names = inside.setdefault(file["path"], set())
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # such a file defines no test
+            for node in ast.parse(file["text"]).body:
+                prefix, body = (f"{node.name}.", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
+                names |= {f"{prefix}{one.name}" for one in body if isinstance(one, functions)}
     found = []
     for name in filter(None, short):
         plain, bracket, rest = name.partition("[")
@@ -195,20 +203,6 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
             raise Dropped("a test whose name has spaces, which ends it in a report")
         found.append(f"{paths[0]}::{plain.replace('.', '::')}{bracket}{rest}")
     return found
-
-
-def _defined(code: str) -> set[str]:
-    """Returns the names of a module's functions and of its classes' methods."""
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError):
-        return set()
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = {one.name for one in body if isinstance(one, functions)}
-    for kind in body:
-        if isinstance(kind, ast.ClassDef):
-            names |= {f"{kind.name}.{one.name}" for one in kind.body if isinstance(one, functions)}
-    return names
 
 
 def _flags(source: str, environment: str, *others: str) -> str:

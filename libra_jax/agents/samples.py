@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
@@ -17,19 +18,19 @@ MOST_TOKENS = 16_384
 """Largest number of tokens of a text that is written out. The middle of a longer text is cut, with a mark."""
 
 
+@dataclass(frozen=True)
 class Samples:
     """Chooses rollouts of a step and writes them as the records of `samples.jsonl`.
 
-    Args:
+    Attributes:
       count: Number of rollouts per step and per evaluation. 0 saves none.
       seed: Seed that orders rollouts of equal reward.
       tokenizer: Tokenizer of the policy.
     """
 
-    def __init__(self, count: int, seed: int, tokenizer: protocols.Tokenizer) -> None:
-        self._count = count
-        self._seed = seed
-        self._tokenizer = tokenizer
+    count: int
+    seed: int
+    tokenizer: protocols.Tokenizer
 
     def of_step(self, step: int, groups: Sequence[protocols.Group]) -> list[dict[str, Any]]:
         """Returns records of a step's rollouts, best first.
@@ -39,7 +40,7 @@ class Samples:
           groups: Groups that the step trained on.
         """
         rollouts = [(trajectory, group) for group in groups for trajectory in group.trajectories]
-        chosen = choose([trajectory for trajectory, _ in rollouts], self._count, self._seed)
+        chosen = choose([trajectory for trajectory, _ in rollouts], self.count, self.seed)
         groups_by_id = {trajectory.trajectory_id: group for trajectory, group in rollouts}
         records = []
         for rank, trajectory in chosen:
@@ -59,7 +60,7 @@ class Samples:
         identity = {"step": version, "evaluation": True, "policy_version": version, "group_id": None}
         return [
             identity | {"rank": rank, "of": len(rollouts)} | self._record(trajectory)
-            for rank, trajectory in choose(rollouts, self._count, self._seed)
+            for rank, trajectory in choose(rollouts, self.count, self.seed)
         ]
 
     def _record(self, trajectory: protocols.Trajectory) -> dict[str, Any]:
@@ -102,9 +103,9 @@ class Samples:
 
     def _text(self, tokens: Sequence[int]) -> str:
         if len(tokens) <= MOST_TOKENS:
-            return self._tokenizer.decode(tokens)
+            return self.tokenizer.decode(tokens)
         half = MOST_TOKENS // 2
-        begin, end = self._tokenizer.decode(tokens[:half]), self._tokenizer.decode(tokens[-half:])
+        begin, end = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
         return f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
 
 

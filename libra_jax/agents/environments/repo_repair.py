@@ -208,51 +208,8 @@ _shared = functools.lru_cache(maxsize=4)(Repair)
 """The same arguments share one object, so that the rollouts of a run see each other's verdicts."""
 
 
-class FileRepairs:
-    """Tasks from a file that names repositories.
-
-    Args:
-      source: Tasks of the file, with the columns as the payload.
-      folder: Folder that paths in the file start from.
-    """
-
-    def __init__(self, source: datasets.FileTasks, folder: pathlib.Path) -> None:
-        self._source, self._folder = source, folder
-
-    def __len__(self) -> int:
-        """Returns the number of training tasks in an epoch."""
-        return len(self._source)
-
-    def task(self, index: int) -> protocols.Task:
-        """Returns the training task with this index. The index may go past the first epoch."""
-        return self._made(self._source.task(index))
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the held-out task with this index. Indices past the last task begin again.
-
-        Raises:
-          DataError: No task is held out.
-        """
-        return self._made(self._source.evaluation_task(index))
-
-    def _made(self, row: protocols.Task) -> protocols.Task:
-        values, tests = row.payload, row.payload["tests"]
-        listed = {file["path"]: file["text"] for file in tests} if isinstance(tests, list) else None
-        payload = {
-            "issue": values["prompt"],
-            "repository": str(self._folder / str(values["repository"])),
-            "tests": str(self._folder / str(tests)) if listed is None else listed,
-            "fail_to_pass": values.get("fail_to_pass", []),
-            "pass_to_pass": values.get("pass_to_pass", []),
-            "test_command": values.get("test_command", ""),
-        }
-        return protocols.Task(row.prompt_id, payload)
-
-
-def _check_listed(tests: object, where: str) -> None:
+def _check_listed(tests: Sequence[Any], where: str) -> None:
     """Checks tests that a row gives as a list of files. Raises DataError if one is malformed, or there is none."""
-    if not isinstance(tests, list):
-        return
     for file in tests:
         good = isinstance(file, Mapping) and all(isinstance(file.get(name), str) for name in ("path", "text"))
         if not (good and snapshots.is_inside(file["path"]) and posixpath.normpath(file["path"]) == file["path"]):
@@ -310,7 +267,7 @@ def task_source(
     pass_to_pass_column: str = "",
     command_column: str = "",
     holdout: float = 0.05,
-) -> FileRepairs:
+) -> datasets.FileTasks:
     """Returns tasks from a file that `datasets.task_source` can read. Paths in it are relative to the file's folder.
 
     Args:
@@ -340,17 +297,20 @@ def task_source(
         "test_command": command_column,
     }
     columns = {name: column for name, column in names.items() if column}
-
-    def read(share: float) -> datasets.FileTasks:
-        return datasets.task_source(
-            path, seed, prompt_column=issue_column, answer_column="", holdout=share, columns=columns
-        )
-
-    folder, every = pathlib.Path(path).parent, read(0.0)  # with nothing held out, the check sees every row
-    repairs = FileRepairs(every, folder)
-    for index in range(len(every)):
-        row = every.task(index)
-        where = f"{path}, row {row.prompt_id.rpartition('-')[2]}"
-        _check_listed(row.payload["tests"], f"{where}: column {tests_column!r}")
-        _check(repairs.task(index).payload, names, where)
-    return FileRepairs(read(holdout), folder)
+    folder, rows = pathlib.Path(path).parent, []
+    for number, values in datasets.read(path, issue_column, "", columns, "train", holdout):
+        where, tests = f"{path}, row {number}", values["tests"]
+        listed = isinstance(tests, list)
+        if listed:
+            _check_listed(tests, f"{where}: column {tests_column!r}")
+        payload = {
+            "issue": values["prompt"],
+            "repository": str(folder / str(values["repository"])),
+            "tests": {file["path"]: file["text"] for file in tests} if listed else str(folder / str(tests)),
+            "fail_to_pass": values.get("fail_to_pass", []),
+            "pass_to_pass": values.get("pass_to_pass", []),
+            "test_command": values.get("test_command", ""),
+        }
+        _check(payload, names, where)
+        rows.append((number, payload))
+    return datasets.FileTasks(path, seed, rows, holdout, prompt="issue")

@@ -157,12 +157,12 @@ class Verifier:
         return process
 
 
+@dataclass(eq=False)  # a set holds the processes, each for itself
 class _Process:
     """One process. `alive` is True until it is killed, overruns or breaks. After that it cannot be used."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.alive = True
+    process: asyncio.subprocess.Process
+    alive: bool = True
 
     async def ask(self, given: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
         """Asks for one comparison; see `Verifier.check`.

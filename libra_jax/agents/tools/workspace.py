@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
@@ -17,11 +18,11 @@ def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
     return protocols.ToolReturn(tool, outcome.status, outcome.text, outcome.seconds)
 
 
+@dataclass
 class _InSession:
     """What the tools share: the session of the rollout's sandbox."""
 
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
+    session: pool.Session
 
 
 class Python(_InSession):
@@ -36,7 +37,7 @@ class Python(_InSession):
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
-        return _returned(self.name, await self._session.python(arguments["code"]))
+        return _returned(self.name, await self.session.python(arguments["code"]))
 
 
 class Shell(_InSession):
@@ -51,7 +52,7 @@ class Shell(_InSession):
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
-        return _returned(self.name, await self._session.shell(arguments["command"]))
+        return _returned(self.name, await self.session.shell(arguments["command"]))
 
 
 _NEEDS = {"view": (), "create": ("text",), "replace": ("old", "new")}
@@ -82,4 +83,4 @@ class Edit(_InSession):
         for needed in _NEEDS[command]:
             if needed not in arguments:
                 return protocols.ToolReturn(self.name, "failure", f"error: {command} needs {needed!r}")
-        return _returned(self.name, await self._session.edit(arguments))
+        return _returned(self.name, await self.session.edit(arguments))
