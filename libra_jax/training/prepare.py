@@ -15,7 +15,7 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import gathering
+from libra_jax.models import sharding
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import packing
 
@@ -115,7 +115,7 @@ def _references(
     _add(extras, "reference", arrays)
     if not algorithm.kl_in_reward:
         return None
-    with gathering.whole(arrays) as whole:
+    with sharding.whole(arrays) as whole:
         scores = [np.asarray(array) for array in whole]
     return packed.gather(scores, [len(example.tokens_N) for example in examples])
 

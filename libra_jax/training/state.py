@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, sharding, transformer
+from libra_jax.models import feasibility, transformer
 from libra_jax.training import mesh as mesh_lib
 
 PyTree = Any
@@ -93,7 +93,7 @@ def layout(
       ConfigError: a size of the model is not divisible by an axis of the mesh.
     """
     feasibility.check_mesh(config, mesh.shape)
-    shardings = sharding.shardings(config, mesh)
+    shardings = transformer.shardings(config, mesh)
     everywhere = mesh_lib.replicated(mesh)
     shapes = transformer.abstract_params(config, dtype)
     params = jax.tree.map(_placed, shapes, shardings)

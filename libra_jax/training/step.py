@@ -262,7 +262,7 @@ class Programs:
             # Donated: the new sums take the old buffers, so only one accumulator exists.
             donate_argnums=1,
         )
-        # The model pins its activations on the current mesh (`models.axes.constrain`).
+        # The model pins its activations on the current mesh (`models.sharding.constrain`).
         with jax.set_mesh(where.mesh):
             return program.lower(where.state.params, where.accumulator, _shapes(batch)).compile(self._options)
 

@@ -28,7 +28,7 @@ import torch
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import gathering, hf_names
+from libra_jax.models import hf_names, sharding
 from libra_jax.weights import memfd
 
 ALIGNMENT = 64
@@ -169,7 +169,7 @@ class HostSnapshot:
         leaves = {source.path: leaf(params, source) for source in self._sources}
         self._checksums.clear()
         # All processes take part in the gathering, and process 0 alone keeps the result.
-        with gathering.whole(leaves.values()) as gathered:
+        with sharding.whole(leaves.values()) as gathered:
             if jax.process_index() == 0:
                 self._allocate()
                 with _one_thread():
