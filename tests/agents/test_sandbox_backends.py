@@ -10,7 +10,7 @@ import sandboxes
 from sandboxes import with_session
 
 from libra_jax import protocols
-from libra_jax.agents.sandbox import archives, backends, cgroups, limits, pool, supervisor, wire
+from libra_jax.agents.sandbox import backends, limits, pool, supervisor, worker
 
 REQUIRED = "LIBRA_JAX_REQUIRE_SANDBOX"
 
@@ -85,13 +85,13 @@ def test_a_calls_seconds_must_be_positive_and_finite(seconds):
 def test_a_workspace_that_is_no_directory_is_refused(tmp_path, path):
     (tmp_path / "file").touch()
     with pytest.raises(protocols.ConfigError, match=r"^the workspace .* is no directory"):
-        archives.pack(tmp_path / path, 1)
+        worker.pack(tmp_path / path, 1)
 
 
 def test_a_workspace_larger_than_its_limit_is_refused(tmp_path):
     (tmp_path / "big").write_bytes(bytes(2**20))
     with pytest.raises(protocols.ConfigError, match=r"^config\.sandbox\.workspace_mib: 1 do not hold"):
-        archives.pack(tmp_path, 1)
+        worker.pack(tmp_path, 1)
 
 
 def test_missing_bubblewrap_is_a_sentence_that_says_how_to_install_it(monkeypatch):
@@ -160,7 +160,7 @@ def test_packages_can_be_imported_and_not_be_changed(bubblewrap, tmp_path):
 
     async def work(_, session):
         refused = await session.python("import libra_test_package as p\nprint(p.answer)\nopen(p.__file__, 'w')")
-        return refused, await session.shell(f"{backends.interpreter()} -c 'import libra_test_package'")
+        return refused, await session.shell(f"{backends.INTERPRETER} -c 'import libra_test_package'")
 
     refused, shell = with_session(work, packages=(str(tmp_path),))
     assert refused.text.startswith("42\n")
@@ -181,11 +181,10 @@ def test_delegated_control_groups_are_found_and_filled(tmp_path):
     own.write_text("4:memory:/elsewhere\n0::/user/libra/leaf\n")
     for group, controllers in ((parent, "cpu memory pids"), (parent / "leaf", "")):
         (group / "cgroup.subtree_control").write_text(controllers)
-    assert cgroups.delegated(tmp_path / "tree", own) == parent
+    assert limits.delegated(tmp_path / "tree", own) == parent
     (parent / "cgroup.subtree_control").write_text("memory")
-    assert cgroups.delegated(tmp_path / "tree", own) is None
-    made = cgroups.Group(parent, sandboxes.SMALL)
-    made.add(123)
+    assert limits.delegated(tmp_path / "tree", own) is None
+    made = limits.ControlGroup(parent, sandboxes.SMALL, 123)
     assert (made.path / "pids.max").read_text() == "19"
     assert (made.path / "memory.max").read_text() == str(256 * 2**20)
     assert (made.path / "cgroup.procs").read_text() == "123"
@@ -205,7 +204,7 @@ def received(data, most_bytes=100):
         stream = asyncio.StreamReader()
         stream.feed_data(data)
         stream.feed_eof()
-        return await wire.receive(stream, most_bytes)
+        return await worker.receive(stream, most_bytes)
 
     return asyncio.run(body())
 
@@ -241,7 +240,7 @@ def test_a_reply_is_read_back():
     ],
 )
 def test_what_is_no_reply_is_malformed(data):
-    with pytest.raises(wire.Malformed):
+    with pytest.raises(worker.Malformed):
         received(data)
 
 

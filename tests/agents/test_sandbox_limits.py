@@ -271,7 +271,7 @@ def test_a_sandbox_killed_from_outside_is_not_the_codes_doing():
 def test_what_is_limited_only_roughly_is_told_at_the_start(caplog, unfiltered, monkeypatch):
     monkeypatch.setattr(backends, "_maps_users", lambda _: False)
     monkeypatch.setattr(backends, "_makes_devices", lambda: False)
-    monkeypatch.setattr(pool.cgroups, "delegated", lambda: None)
+    monkeypatch.setattr(limits, "delegated", lambda: None)
     pool._warn_once.cache_clear()
     run("1")
     run("1")

@@ -69,7 +69,7 @@ async def _plain() -> None:
 
 
 def _subprocesses() -> None:
-    command = [backends.interpreter(), "-I", "-c", CODE]
+    command = [backends.INTERPRETER, "-I", "-c", CODE]
     for _ in range(CALLS["subprocess"]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True)
         _check(done.stdout)

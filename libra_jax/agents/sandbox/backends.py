@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import json
 import os
@@ -14,10 +15,9 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from libra_jax import config, protocols
 from libra_jax.agents.sandbox import limits as limits_module
@@ -45,6 +45,12 @@ _SAMPLED = (
     "memory, sockets and processor time are looked at every 20 ms or so, and code that is quick exceeds their limits "
     "for a moment; delegate a control group of version 2 with memory and pids (systemd: Delegate=yes) for exact ones"
 )
+INTERPRETER = str(getattr(sys, "_base_executable", "") or sys.executable)
+"""Path of this Python, outside of any virtual environment."""
+
+_PYTHON = (INTERPRETER, "-I", "-S")
+"""Starts Python without `site`, which takes most of the start time and would show what this machine has installed."""
+
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _ENVIRONMENT = {"LANG": "C.UTF-8", "USER": "nobody", "TERM": "dumb"}
 _READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -89,20 +95,57 @@ class Launch:
     directory: str = ""
 
 
-class Backend(Protocol):
-    """Starts sandboxes under fixed limits."""
+class Backend(abc.ABC):
+    """Starts sandboxes under fixed limits.
 
+    Args:
+      limits: Limits of each sandbox.
+      packages: Place in the sandbox of each directory with Python modules, by the directory of the host.
+    """
+
+    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str]) -> None:
+        self._limits, self._packages = limits, packages
+
+    @abc.abstractmethod
     def launch(self, *, group: bool) -> Launch:
         """Returns the command that starts one sandbox.
 
         Args:
           group: The caller will put the first process into a control group that limits memory.
         """
-        ...
 
+    @abc.abstractmethod
     def caveats(self, *, group: bool) -> list[str]:
         """Returns what is not contained, or is limited only roughly. `group` means the same as for `launch`."""
-        ...
+
+    def _first_process(self, directory: str = "", **settings: bool) -> tuple[list[str], dict[str, str]]:
+        """Returns what the first process runs, as the words after `python -c`, and its complete environment.
+
+        Args:
+          directory: The sandbox's only directory. Empty for the places of a sandbox with a file system of its own.
+          **settings: Further settings of `supervisor.Supervisor`.
+        """
+        places = [directory] if directory else [WORKSPACE, "/tmp", "/dev/shm"]
+        packages = list(self._packages.values())
+        told = {
+            "workspace": places[0],
+            "writable": places,
+            "private": [] if directory else places,
+            "packages": packages,
+            "limits": asdict(self._limits),
+            "count_processes": False,
+            "group": False,
+            **settings,
+        }
+        # Nothing is taken from this process's environment.
+        environment = {
+            **_ENVIRONMENT,
+            "PATH": f"{os.path.dirname(INTERPRETER)}:{_PATH}",
+            "HOME": places[0],
+            "TMPDIR": directory or "/tmp",
+            "PYTHONPATH": ":".join(packages),
+        }
+        return [source(), json.dumps(told)], environment
 
 
 def make(
@@ -130,39 +173,17 @@ def make(
             "none runs what a policy writes with all rights of this process; set sandbox.allow_unsafe=True if that is "
             "meant",
         )
-        return Unconfined(limits, packages)
+        return Unconfined(limits, {path: path for path in packages})
+    places = {os.path.realpath(path): f"/packages/{number}" for number, path in enumerate(packages)}
     if name == "container":
         runtime = shutil.which("podman") or shutil.which("docker")
         if runtime is None:
             raise protocols.ConfigError("config.sandbox.backend: container needs podman or docker, and neither is here")
-        return Container(limits, packages, runtime, image)
+        return Container(limits, places, runtime, image)
     program = shutil.which("bwrap")
     if program is None:
         raise protocols.ConfigError(f"config.sandbox.backend: bubblewrap is not here: {INSTALL}")
-    return Bubblewrap(limits, packages, program)
-
-
-def interpreter() -> str:
-    """Returns the path of this Python, outside of any virtual environment."""
-    return str(getattr(sys, "_base_executable", "") or sys.executable)
-
-
-def _python() -> list[str]:
-    """Returns the words that start Python without `site`.
-
-    Importing `site` takes most of the start time, and it would show code what this machine has installed.
-    """
-    return [interpreter(), "-I", "-S"]
-
-
-def _home_of_python() -> str:
-    return os.path.realpath(sys.base_prefix)
-
-
-def _open_to_all(path: str) -> bool:
-    """Returns whether a user without special rights can reach the directory."""
-    place = Path(os.path.realpath(path))
-    return all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
+    return Bubblewrap(limits, places, program)
 
 
 @functools.cache
@@ -173,24 +194,7 @@ def source() -> str:
     return _BOOT.format(modules=modules, supervisor=(here / "supervisor.py").read_text())
 
 
-def _places(packages: tuple[str, ...]) -> dict[str, str]:
-    """Returns where a sandbox shows each of the host's directories."""
-    return {os.path.realpath(path): f"/packages/{number}" for number, path in enumerate(packages)}
-
-
-def _settings(limits: limits_module.Limits, packages: Iterable[str], **more: Any) -> str:
-    places = [WORKSPACE, "/tmp", "/dev/shm"]
-    settings = {"workspace": WORKSPACE, "writable": places, "private": places, "count_processes": False, "group": False}
-    return json.dumps({**settings, "packages": list(packages), "limits": asdict(limits), **more})
-
-
-def _environment(home: str, temporary: str, packages: Iterable[str]) -> dict[str, str]:
-    """Returns the complete environment of the sandboxed code. Nothing is taken from this process's environment."""
-    path = f"{os.path.dirname(interpreter())}:{_PATH}"
-    return {**_ENVIRONMENT, "PATH": path, "HOME": home, "TMPDIR": temporary, "PYTHONPATH": ":".join(packages)}
-
-
-class Bubblewrap:
+class Bubblewrap(Backend):
     """Runs each sandbox in its own namespaces, with a read-only system, no network and no privileges.
 
     If this process is root, it changes to another user before it starts bubblewrap. Otherwise the sandbox would still
@@ -198,8 +202,9 @@ class Bubblewrap:
     count its processes.
     """
 
-    def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], program: str) -> None:
-        self._limits, self._packages, self._program = limits, packages, program
+    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str], program: str) -> None:
+        super().__init__(limits, packages)
+        self._program = program
         # Older versions of bubblewrap lack some options, so its help text tells which ones exist.
         self._options = _help(program)
         self._root = os.geteuid() == 0
@@ -208,15 +213,12 @@ class Bubblewrap:
                 "config.sandbox.backend: bubblewrap run by root needs setpriv to give root's rights up; install "
                 "util-linux, or run as another user"
             )
-        self._shown = {_home_of_python(): _home_of_python(), **_places(packages)}
         for path in packages:
             # The sandbox's user is not root, so the permissions for others have to let it read and enter the folder.
             readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
-        hidden = [path for path in self._shown if self._root and not _open_to_all(path)]
-        self._sources = {path: f"/mnt/{hidden.index(path)}" if path in hidden else path for path in self._shown}
         self._zero = _ZERO if self._root and _makes_devices() else ""
-        self._prefix = self._preparation(hidden)
+        self._prepare()
         found = re.match(r"(\d+)\.(\d+)", platform.release())
         release = (int(found[1]), int(found[2])) if found else (0, 0)
         # From Linux 5.14 on, each user namespace has its own process count. Before, the count included the user's other
@@ -224,33 +226,24 @@ class Bubblewrap:
         self._counts = release >= (5, 14)
         self._users = _USERS if self._root and _maps_users(_USERS) else None
 
-    def _preparation(self, hidden: list[str]) -> list[str]:
-        """Returns the words that come before the command.
+    def _prepare(self) -> None:
+        """Sets the words that come before the command, and the host's path for each directory that is shown.
 
-        They make the sandbox the kernel's first choice to kill if memory runs out. Paths that only root reaches are
-        first mounted below /mnt, in a private mount namespace. This has to happen while the process is still root.
+        The words make the sandbox the kernel's first choice to kill if memory runs out. Paths that only root reaches
+        are first mounted below /mnt, in a private mount namespace. This has to happen while the process is still root.
         """
-        script = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; "
-        words = ["sh", "-c"]
-        if hidden or self._zero:
+        home = os.path.realpath(sys.base_prefix)
+        self._shown = {path: (path, place) for path, place in {home: home, **self._packages}.items()}
+        script, words = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; ", ["sh", "-c"]
+        mounts = [_MAKE_ZERO] if self._zero else []
+        for number, path in enumerate(self._shown if self._root else ()):
+            if not all(folder.stat().st_mode & 0o001 for folder in (Path(path), *Path(path).parents)):
+                mounts.append(f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}")
+                self._shown[path] = (f"/mnt/{number}", self._shown[path][1])
+        if mounts:
             words = [*_PRIVATELY, *words]
-            script += f"{_EMPTY}; "
-        if self._zero:
-            script += f"{_MAKE_ZERO}; "
-        for number, path in enumerate(hidden):
-            script += f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}; "
-        return [*words, script + 'exec "$@"', "sh"]
-
-    def _drop(self) -> list[str]:
-        """Returns words that change from root to a user of this sandbox alone.
-
-        The kernel counts some things by user.
-        """
-        if not self._root:
-            return []
-        # Random instead of counted, because several runs on a machine share the range.
-        user = NOBODY if self._users is None else secrets.choice(self._users)
-        return ["setpriv", f"--reuid={user}", f"--regid={NOBODY}", "--clear-groups"]
+            script += "".join(f"{mount}; " for mount in (_EMPTY, *mounts))
+        self._prefix = [*words, script + 'exec "$@"', "sh"]
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`."""
@@ -262,18 +255,25 @@ class Bubblewrap:
             os.lseek(descriptors[-1], 0, os.SEEK_SET)
             return str(descriptors[-1])
 
-        command = [*self._prefix, *self._drop(), self._program, *self._isolation(), *self._mounts()]
+        command = [*self._prefix]
+        if self._root:
+            # To a user of this sandbox alone, because the kernel counts some things by user. Random instead of counted,
+            # because several runs on a machine share the range.
+            user = NOBODY if self._users is None else secrets.choice(self._users)
+            command += ["setpriv", f"--reuid={user}", f"--regid={NOBODY}", "--clear-groups"]
+        # --unshare-all only tries to make a user namespace; --unshare-user turns a failure into an error.
+        command += [self._program, "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+        command += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+        command += ["--disable-userns"] if "--disable-userns" in self._options else []
+        command += self._mounts()
         for path, text in _FILES.items():
             command += ["--file", holding(text.encode()), path]
         if filtered := seccomp.program():
             command += ["--seccomp", holding(filtered)]
         info = holding(b"")  # not a pipe: if its reader died, bubblewrap would end and leave its clone behind
-        command += ["--info-fd", info, "--remount-ro", "/", "--chdir", WORKSPACE, "--", *_python(), "-c"]
-        packages = _places(self._packages).values()
-        command += [source(), _settings(self._limits, packages, count_processes=self._counts, group=group)]
-        return Launch(
-            command, _environment(WORKSPACE, "/tmp", _places(self._packages).values()), int(info), tuple(descriptors)
-        )
+        program, environment = self._first_process(count_processes=self._counts, group=group)
+        command += ["--info-fd", info, "--remount-ro", "/", "--chdir", WORKSPACE, "--", *_PYTHON, "-c", *program]
+        return Launch(command, environment, int(info), tuple(descriptors))
 
     def caveats(self, *, group: bool) -> list[str]:
         """See `Backend`."""
@@ -285,12 +285,6 @@ class Bubblewrap:
         if not (group or self._zero):
             found.append("memory that is shared through /dev/zero and mostly unmapped again is not counted")
         return found
-
-    def _isolation(self) -> list[str]:
-        # --unshare-all only tries to make a user namespace; --unshare-user turns a failure into an error.
-        words = ["--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-        words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-        return [*words, "--disable-userns"] if "--disable-userns" in self._options else words
 
     def _mounts(self) -> list[str]:
         words = []
@@ -309,8 +303,8 @@ class Bubblewrap:
             if "--size" in self._options:  # otherwise the first process checks the size while a call runs
                 words += ["--size", str(self._limits.workspace_mib * 2**20)]
             words += ["--tmpfs", path]
-        for path, place in self._shown.items():
-            words += ["--ro-bind", self._sources[path], place]
+        for path, place in self._shown.values():
+            words += ["--ro-bind", path, place]
         return [*words, "--remount-ro", "/dev"]
 
 
@@ -339,12 +333,13 @@ def _help(program: str) -> str:
         raise protocols.ConfigError(f"config.sandbox.backend: {program} --help did not answer: {error}") from error
 
 
-class Container:
+class Container(Backend):
     """Runs each sandbox as a podman or docker container. The runtime brings its own filter of system calls."""
 
-    def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...], runtime: str, image: str) -> None:
+    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str], runtime: str, image: str) -> None:
         config.check(bool(image), "sandbox.image", "must name an image with Python 3.11 and bash")
-        self._limits, self._packages, self._runtime, self._image = limits, packages, runtime, image
+        super().__init__(limits, packages)
+        self._runtime, self._image = runtime, image
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`. The runtime makes its own control group, so `group` is ignored."""
@@ -353,17 +348,14 @@ class Container:
         command = [self._runtime, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--network=none"]
         command += ["--read-only", f"--user={NOBODY}:{NOBODY}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         command += [f"--memory={limits.memory_mib}m", f"--memory-swap={limits.memory_mib}m"]
-        command += [
-            "--oom-score-adj=1000",
-            f"--pids-limit={limits.processes + 3}",
-            f"--shm-size={limits.workspace_mib}m",
-        ]
+        command += ["--oom-score-adj=1000", f"--pids-limit={limits.processes + 3}"]
+        command += [f"--shm-size={limits.workspace_mib}m"]
         command += [f"--tmpfs={WORKSPACE}:{size},exec", f"--tmpfs=/tmp:{size}", f"--workdir={WORKSPACE}"]
-        command += [f"--volume={path}:{place}:ro" for path, place in _places(self._packages).items()]
-        environment = {**_environment(WORKSPACE, "/tmp", _places(self._packages).values()), "PATH": _PATH}
-        command += [f"--env={key}={value}" for key, value in environment.items()]
-        settings = _settings(limits, _places(self._packages).values(), group=True)
-        command += [self._image, "python3", "-I", "-c", source(), settings]
+        command += [f"--volume={path}:{place}:ro" for path, place in self._packages.items()]
+        program, environment = self._first_process(group=True)
+        # The host's own Python is not in the image.
+        command += [f"--env={key}={value}" for key, value in {**environment, "PATH": _PATH}.items()]
+        command += [self._image, "python3", "-I", "-c", *program]
         # The runtime's client needs this process's environment. The container gets only the --env words.
         return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
 
@@ -373,19 +365,14 @@ class Container:
         return []
 
 
-class Unconfined:
+class Unconfined(Backend):
     """Runs code as a plain process, if neither other backend is available. It stops accidents, but no attacks."""
-
-    def __init__(self, limits: limits_module.Limits, packages: tuple[str, ...]) -> None:
-        self._limits, self._packages = limits, packages
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`."""
         directory = os.path.realpath(tempfile.mkdtemp(prefix="libra-sandbox-"))
-        places = {"workspace": directory, "writable": [directory], "private": []}
-        settings = _settings(self._limits, self._packages, group=group, **places)
-        environment = _environment(directory, directory, self._packages)
-        return Launch([*_python(), "-c", source(), settings], environment, directory=directory)
+        program, environment = self._first_process(directory, group=group)
+        return Launch([*_PYTHON, "-c", *program], environment, directory=directory)
 
     def caveats(self, *, group: bool) -> list[str]:
         """See `Backend`."""

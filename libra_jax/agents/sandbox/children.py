@@ -23,8 +23,7 @@ import sys
 import tarfile
 import traceback
 import types
-from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 RAISED = 256
 """Status of a Python call whose code raised. It is larger than any exit status, so the note does not mention it."""
@@ -49,34 +48,6 @@ def read_exactly(source: int, count: int) -> bytes:
             raise EOFError
         pieces += piece
     return bytes(pieces)
-
-
-def reap() -> None:
-    """Reaps every child that has ended."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def send(pid: int, number: int) -> None:
-    """Sends a signal to a process, if the process still exists."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def run_child(function: Callable[[], int]) -> NoReturn:
-    """Runs `function` in a forked child and ends the child. The function's result is the exit status."""
-    status = 1
-    try:
-        status = function()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        # Not sys.exit: the fork must not run the parent's clean-up or return into its code.
-        os._exit(status)
 
 
 def _become(output: int, settings: dict[str, Any], channel: socket.socket | None = None) -> None:
@@ -116,7 +87,11 @@ def once(kind: str, body_bytes: int, told: int, output: int, settings: dict[str,
     _become(output, settings)
     if kind == "run":
         good = _execute(body, _main(settings), 1)
-        _join_threads()
+        if (threading := sys.modules.get("threading")) is not None:
+            # As Python does at its end, which `os._exit` leaves out.
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
         return int(not good)
     try:
         if kind == "save":
@@ -127,14 +102,6 @@ def once(kind: str, body_bytes: int, told: int, output: int, settings: dict[str,
         print(f"error: {error}", end="")
         return 1
     return 0
-
-
-def _join_threads() -> None:
-    threading = sys.modules.get("threading")
-    if threading is not None:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
 
 
 # Python -----------------------------------------------------------------------------------------------------------
@@ -204,11 +171,11 @@ def _python(channel: socket.socket, output: int, settings: dict[str, Any]) -> in
 def _shell(channel: socket.socket, output: int, settings: dict[str, Any]) -> int:
     """Runs a shell that keeps its state over calls.
 
-    Each line that it reads also makes it answer; see `supervisor._line`.
+    Each line that it reads also makes it answer; see `Supervisor._ask`.
     """
     _become(output, settings, channel)
     os.dup2(channel.fileno(), 0)
-    # The shell reads commands from 0 and writes its answers to 3; see `supervisor._line`.
+    # The shell reads commands from 0 and writes its answers to 3; see `Supervisor._ask`.
     os.dup2(0, 3)
     os.set_inheritable(3, True)
     os.closerange(4, _DESCRIPTORS)
@@ -273,12 +240,19 @@ def _edit(body: bytes, workspace: str) -> str:
     if path != workspace and not path.startswith(workspace + "/"):
         raise ValueError(f"path: {given} lies outside the workspace {workspace}")
     if command == "view" and os.path.isdir(path):
-        return "".join(f"{entry.name}{'/' * entry.is_dir(follow_symlinks=False)}\n" for entry in _listed(path))
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        return "".join(f"{entry.name}{'/' * entry.is_dir(follow_symlinks=False)}\n" for entry in entries)
     if command == "create":
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        _write(path, request["text"], os.O_CREAT | os.O_TRUNC)
+        with _opened(path, given, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            file.write(request["text"].encode(errors="surrogateescape"))
         return f"wrote {given}"
-    text = _read(path, given)
+    with _opened(path, given, os.O_RDONLY) as file:
+        content = file.read(_LONGEST_VIEW + 1)
+    if len(content) > _LONGEST_VIEW:
+        raise ValueError(f"path: {given} is larger than {_LONGEST_VIEW // 2**20} MiB")
+    # Bytes that are no text survive a change of the text around them.
+    text = content.decode(errors="surrogateescape")
     if command == "view":
         lines = text.splitlines()
         first, last = max(1, request.get("first", 1)), request.get("last", len(lines))
@@ -286,30 +260,21 @@ def _edit(body: bytes, workspace: str) -> str:
     old = request["old"]
     if not old or text.count(old) != 1:
         raise ValueError(f"old: found {text.count(old) if old else 0} times in {given}; it must be there once")
-    _write(path, text.replace(old, request["new"]), os.O_TRUNC)
+    with _opened(path, given, os.O_WRONLY | os.O_TRUNC) as file:
+        file.write(text.replace(old, request["new"]).encode(errors="surrogateescape"))
     return f"changed {given}"
 
 
-def _listed(path: str) -> list[os.DirEntry[str]]:
-    return sorted(os.scandir(path), key=lambda entry: entry.name)
+def _opened(path: str, given: str, flags: int) -> BinaryIO:
+    """Opens a regular file of the workspace.
 
-
-def _read(path: str, given: str) -> str:
-    # O_NONBLOCK: opening a pipe would otherwise wait for a writer. The type is checked on the open descriptor.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        _check_regular(file.fileno(), given)
-        content = file.read(_LONGEST_VIEW + 1)
-    if len(content) > _LONGEST_VIEW:
-        raise ValueError(f"path: {given} is larger than {_LONGEST_VIEW // 2**20} MiB")
-    return content.decode(errors="surrogateescape")
-
-
-def _write(path: str, text: str, flags: int) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644), "wb") as file:
-        _check_regular(file.fileno(), path)
-        file.write(text.encode(errors="surrogateescape"))
-
-
-def _check_regular(descriptor: int, given: str) -> None:
+    Raises:
+      ValueError: The path is something else.
+    """
+    # O_NONBLOCK: opening a pipe would otherwise wait for its other end. O_NOFOLLOW: the path may have become a link
+    # since it was resolved. The type is checked on the open descriptor for the same reason.
+    descriptor = os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise ValueError(f"path: {given} is no regular file")
+    return open(descriptor, "rb" if flags & os.O_ACCMODE == os.O_RDONLY else "wb")

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import telling
-from libra_jax.agents.sandbox import archives, backends, cgroups, worker
+from libra_jax.agents import resolving
+from libra_jax.agents.sandbox import backends, worker
 from libra_jax.agents.sandbox import limits as limits_module
 
 _log = logging.getLogger(__name__)
@@ -43,17 +43,7 @@ class NotUnpacked(protocols.WorkerLost):
     """Files could not be unpacked in a sandbox that was started to examine them."""
 
 
-def of_examinations(limits: limits_module.Limits) -> limits_module.Limits:
-    """Returns limits for examinations of a policy's files.
-
-    They are larger, so what fits a policy's sandbox fits here.
-    """
-    grown = ("cpu_seconds", "memory_mib", "processes", "file_mib", "workspace_mib", "files")
-    more = {name: 2 * getattr(limits, name) for name in grown}
-    return limits_module.Limits(**{**dataclasses.asdict(limits), **more, "output_bytes": EXAMINATION_OUTPUT_BYTES})
-
-
-class Sandbox:
+class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
     """Runs untrusted code. Create it inside a coroutine and use it as `async with`.
 
     Not thread-safe: it belongs to one event loop. Every sandbox dies with the thread that runs this loop.
@@ -91,41 +81,53 @@ class Sandbox:
         config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
         self._backend = backends.make(backend, self.limits, packages, image, allow_unsafe=allow_unsafe)
-        self._examining = of_examinations(self.limits)
+        # Examinations of a policy's files have larger limits, so what fits a policy's sandbox fits theirs.
+        grown = ("cpu_seconds", "memory_mib", "processes", "file_mib", "workspace_mib", "files")
+        more = {name: 2 * getattr(self.limits, name) for name in grown}
+        self._examining = dataclasses.replace(self.limits, output_bytes=EXAMINATION_OUTPUT_BYTES, **more)
         # A second backend, because the limits of a backend are fixed when it is made.
         self._examiner = backends.make(backend, self._examining, packages, image, allow_unsafe=allow_unsafe)
         self._name = backend
-        self._files = archives.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
+        self._files = worker.pack(Path(workspace), self.limits.workspace_mib) if workspace else b""
         self._warm = warm
         self._places = asyncio.Semaphore(most)
         # Held by the only waiter without a deadline, so that calls with a deadline are served in between.
         self._patient = asyncio.Lock()
         self._idle: collections.deque[worker.Worker] = collections.deque()
         self._live: set[worker.Worker] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._coming = 0  # sandboxes that are being started to be kept ready
         self._parent: Path | None = None
         self._closed = False
-        self._faults = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
+        self._faults = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def __aenter__(self) -> Sandbox:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def start(self) -> None:
-        """Starts the warm sandboxes.
+        """Starts the warm sandboxes. The first one tells whether sandboxes work here, and in a control group.
 
         Raises:
           ConfigError: No sandbox can be started on this machine. The message has the backend's reason.
         """
-        self._parent = cgroups.delegated()
         try:
-            await self._first()
-            await asyncio.gather(*(self._refill() for _ in range(self._warm - 1)))
+            # A delegated group can still refuse processes: the second try goes without one.
+            for parent in dict.fromkeys((limits_module.delegated(), None)):
+                self._parent = parent
+                try:
+                    self._idle.append(await self._begin())
+                    break
+                except protocols.WorkerLost as error:
+                    if parent is None:
+                        raise protocols.ConfigError(
+                            f"config.sandbox.backend: {error}; see that this machine lets {self._name} start "
+                            "(bubblewrap needs user namespaces), or choose another backend"
+                        ) from error
+            self._idle += await asyncio.gather(*(self._begin() for _ in range(self._warm - 1)))
             _warn_once(tuple(self.caveats()))
         except BaseException:
             await self.close()
@@ -134,19 +136,6 @@ class Sandbox:
     def caveats(self) -> list[str]:
         """Returns what this machine's sandboxes do not contain, or limit only roughly. Call it after `start`."""
         return self._backend.caveats(group=self._parent is not None)
-
-    async def _first(self) -> None:
-        """Starts a first sandbox, to find out whether sandboxes work here, and whether they work in a control group."""
-        try:
-            await self._refill()
-        except protocols.WorkerLost as error:
-            if self._parent is not None:  # a delegated group can still refuse processes: retry without
-                self._parent = None
-                return await self._first()
-            raise protocols.ConfigError(
-                f"config.sandbox.backend: {error}; see that this machine lets {self._name} start (bubblewrap needs "
-                "user namespaces), or choose another backend"
-            ) from error
 
     async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
         """Runs Python code in its own process, in an empty workspace. Nothing remains for the next call.
@@ -220,16 +209,11 @@ class Sandbox:
                 raise result
 
     def too_long(self, text: str) -> limits_module.Outcome | None:
-        """Returns the failure of a call whose text is longer than the limit.
-
-        Returns None if the text is short enough.
-        """
+        """Returns the failure of a call whose text is longer than the limit. None if the text is short enough."""
         # Every character has at least one byte, so the first comparison saves encoding a huge text.
         if len(text) <= self.limits.input_bytes and len(text.encode(errors="replace")) <= self.limits.input_bytes:
             return None
         return limits_module.Outcome("failure", f"[longer than {self.limits.input_bytes} bytes: not run]", 0.0)
-
-    # Workers ----------------------------------------------------------------------------------------------------
 
     async def take(self, *, examining: bool = False, patient: bool = False) -> worker.Worker:
         """Returns a sandbox for the caller alone. The caller gives it back with `give_back`.
@@ -243,7 +227,15 @@ class Sandbox:
             async with self._patient:
                 await self._places.acquire()
         else:
-            await self._place_in_time()
+            # Not in a task: if the caller were cancelled after the task's end, nobody would release the place.
+            try:
+                async with asyncio.timeout(self.limits.start_seconds):
+                    await self._places.acquire()
+            except TimeoutError:
+                raise protocols.DeadlineMissed(
+                    f"no sandbox became free within {self.limits.start_seconds:g} s (sandbox.start_seconds); "
+                    "raise sandbox.most, or let fewer calls run at once"
+                ) from None
         try:
             self._check_open()  # the pool may have been closed during a long wait
             while self._idle and not examining:
@@ -258,17 +250,6 @@ class Sandbox:
             raise
         finally:
             self._top_up()
-
-    async def _place_in_time(self) -> None:
-        # Not in a separate task: if the caller were cancelled after that task's end, nobody would release the place.
-        try:
-            async with asyncio.timeout(self.limits.start_seconds):
-                await self._places.acquire()
-        except TimeoutError:
-            raise protocols.DeadlineMissed(
-                f"no sandbox became free within {self.limits.start_seconds:g} s (sandbox.start_seconds); raise "
-                "sandbox.most, or let fewer calls run at once"
-            ) from None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -287,7 +268,7 @@ class Sandbox:
         backend, limits = (self._examiner, self._examining) if examining else (self._backend, self.limits)
         begun = await worker.Worker.start(backend, limits, self._parent)
         self._live.add(begun)
-        self._spawn(self._watch(begun), "watch")
+        self._spawn(self._watch(begun))
         return begun
 
     async def _watch(self, begun: worker.Worker) -> None:
@@ -301,14 +282,23 @@ class Sandbox:
             self._idle.remove(begun)
             self._retire(begun)
 
-    async def _refill(self) -> None:
-        self._idle.append(await self._begin())
-
     def _top_up(self) -> None:
-        """Starts one more sandbox in the background if fewer than `warm` are ready or starting."""
-        coming = sum(task.get_name() == "refill" for task in self._tasks)
-        if not self._closed and len(self._idle) + coming < self._warm:
-            self._spawn(self._refill(), "refill")
+        """Starts another sandbox in the background if fewer than `warm` are ready or starting."""
+        if self._closed or len(self._idle) + self._coming >= self._warm:
+            return
+
+        async def refill() -> None:
+            try:
+                self._idle.append(await self._begin())
+            except Exception as error:
+                self._faults.tell(
+                    f"A sandbox that was to be kept ready did not start ({error}); who needs one starts it"
+                )
+            finally:
+                self._coming -= 1
+
+        self._coming += 1
+        self._spawn(refill())
 
     def _retire(self, dead: worker.Worker) -> None:
         if dead.ended or (dead.alive and dead.gone):  # it ended by itself: nobody here killed it
@@ -317,27 +307,21 @@ class Sandbox:
         if not self._closed:  # otherwise `close` waits for it
 
             async def bury() -> None:
-                await dead.close()
-                self._live.discard(dead)
+                # If it cannot be killed, it stays in `_live`, and `close` tries again and tells.
+                with contextlib.suppress(protocols.LibraError):
+                    await dead.close()
+                    self._live.discard(dead)
 
-            self._spawn(bury(), "bury")
+            self._spawn(bury())
 
-    def _spawn(self, work: Any, name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         # asyncio itself keeps only weak references to tasks.
         self._tasks.add(task)
-
-        def ended(_: object) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None and name == "refill":
-                self._faults.tell(
-                    f"A sandbox that was to be kept ready did not start ({error}); who needs one starts it"
-                )
-
-        task.add_done_callback(ended)
+        task.add_done_callback(self._tasks.discard)
 
 
-class Session:
+class Session(contextlib.AbstractAsyncContextManager["Session"]):
     """A workspace, a Python interpreter and a shell for one trajectory. Calls run one at a time; others wait."""
 
     def __init__(self, sandbox: Sandbox, files: bytes) -> None:
@@ -347,26 +331,15 @@ class Session:
         self._untold = False  # a call was cancelled, and no later outcome has reported yet that its state was lost
         self._closed = False
 
-    async def __aenter__(self) -> Session:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def python(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs code in the session's interpreter and shows the value of a last expression.
-
-        Raises the errors of `Sandbox.run`.
-        """
+        """Runs code in the interpreter and shows the value of a last expression. Raises like `Sandbox.run`."""
         return await self._call("python", code, seconds)
 
     async def shell(self, command: str, seconds: float | None = None) -> limits_module.Outcome:
-        """Runs a command in the session's shell.
-
-        Processes that it leaves end with the call. Raises like `Sandbox.run`.
-        """
+        """Runs a command in the shell. Its processes end with the call. Raises like `Sandbox.run`."""
         return await self._call("shell", command, seconds)
 
     async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.Outcome:

@@ -118,16 +118,6 @@ def _argument(index: int, *, upper: bool = False) -> bytes:
     return _statement(_LOAD, _ARGUMENTS_AT + 8 * index + 4 * upper)
 
 
-def _only_with(conditions: Sequence[tuple[int, Sequence[int]]]) -> list[bytes]:
-    lines = []
-    for index, values in conditions:
-        lines.append(_argument(index))
-        # A match jumps over the remaining values and the refusal; the last mismatch falls into the refusal.
-        lines += [_statement(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
-        lines.append(_no(errno.EPERM))
-    return [*lines, _YES]
-
-
 def _small_if_shared() -> list[bytes]:
     """Returns rules for mmap that refuse large shared memory without a file.
 
@@ -153,7 +143,15 @@ def _small_if_shared() -> list[bytes]:
 
 def _special() -> dict[int, list[bytes]]:
     """Returns the rules of the calls that are decided by their arguments, by call number."""
-    rules = {number: _only_with(conditions) for number, conditions in ONLY_WITH.values()}
+    rules: dict[int, list[bytes]] = {}
+    for number, conditions in ONLY_WITH.values():
+        lines = []
+        for index, values in conditions:
+            lines.append(_argument(index))
+            # A match jumps over the remaining values and the refusal; the last mismatch falls into the refusal.
+            lines += [_statement(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
+            lines.append(_no(errno.EPERM))
+        rules[number] = [*lines, _YES]
     rules[_MMAP] = _small_if_shared()
     rules[_CLONE] = [_argument(0), _statement(_ANY_BIT, _NAMESPACES, 0, 1), _no(errno.EPERM), _YES]
     rules[_PRCTL] = [_argument(0), _statement(_EQUAL, _CORE_SCHEDULING, 0, 1), _no(errno.EPERM), _YES]
@@ -174,17 +172,6 @@ def _special() -> dict[int, list[bytes]]:
     return rules
 
 
-def _ranges() -> list[tuple[int, int]]:
-    """Returns the allowed numbers as ascending ranges, ends included. Ranges make the filter short."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(ALLOWED.values()):
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
-
-
 def program() -> bytes:
     """Returns the filter in the form that `seccomp(2)` takes. Empty if the machine has none."""
     if platform.machine() != "x86_64":
@@ -200,7 +187,13 @@ def program() -> bytes:
     ]
     for number, rule in _special().items():
         lines += [_statement(_EQUAL, number, 0, len(rule)), *rule]
-    for first, last in _ranges():
+    ranges: list[tuple[int, int]] = []  # ends included; ranges make the filter shorter than single numbers do
+    for number in sorted(ALLOWED.values()):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    for first, last in ranges:
         lines += [_statement(_MORE, last, 2, 0), _statement(_AT_LEAST, first, 0, 1), _YES]
     for number in REFUSED.values():
         lines += [_statement(_EQUAL, number, 0, 1), _no(errno.EPERM)]

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,17 +47,13 @@ class Output:
         self.total = 0
         self._scratch = bytearray(65536)
 
-    def read(self, source: int) -> bool:
-        """Reads what is available.
-
-        Returns False at the end of the stream; raises BlockingIOError if nothing is available.
-        """
-        count = os.readv(source, [self._scratch])
-        self._add(memoryview(self._scratch)[:count])
-        return count > 0
-
-    def _add(self, piece: memoryview) -> None:
-        room = max(0, len(self.head) - self.total)
+    def read(self, source: int) -> int | None:
+        """Reads what is available. Returns the number of bytes: 0 at the stream's end, None if nothing is there."""
+        try:
+            piece = memoryview(self._scratch)[: os.readv(source, [self._scratch])]
+        except BlockingIOError:
+            return None
+        count, room = len(piece), max(0, len(self.head) - self.total)
         self.head[self.total : self.total + len(piece[:room])] = piece[:room]
         # The tail is a ring buffer: `at` counts the bytes after the head, and modulo the size is the place to write.
         at, rest, size = self.total + room - len(self.head), piece[room:], len(self.tail)
@@ -68,6 +65,7 @@ class Output:
             part = rest[: size - place]
             self.tail[place : place + len(part)] = part
             at, rest = at + len(part), rest[len(part) :]
+        return count
 
     def pieces(self) -> list[memoryview]:
         """Returns the beginning, and then the end in the right order."""
@@ -100,20 +98,17 @@ class Child(NamedTuple):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def close(self) -> None:
-        """Closes the descriptors. The process itself is killed and reaped by `Supervisor._settle`."""
-        os.close(self.pidfd)
-        os.close(self.output)
-        if self.channel is not None:
-            self.channel.close()
-
 
 class Verdict(NamedTuple):
-    """How a call ended. `wire.Reply` documents the fields."""
+    """How a call ended. `worker.Reply` documents the fields."""
 
     status: str
     note: str = ""
     lost: str = ""
+
+
+_FORGED = Verdict("failure", "the interpreter's answer was no answer", "state")
+_LONGEST_ANSWER = 16
 
 
 class Supervisor:
@@ -130,11 +125,7 @@ class Supervisor:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # No process inside may trace this one, or reach its files through /proc.
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        self._limit()
-        self.pristine = _own_limits()
-
-    def _limit(self) -> None:
-        """Sets the kernel's own limits, which every process started from here inherits."""
+        # The kernel's own limits, which every process started from here inherits.
         mib = 2**20
         limits = {
             resource.RLIMIT_FSIZE: self.limits["file_mib"] * mib,
@@ -149,6 +140,7 @@ class Supervisor:
             limits[resource.RLIMIT_NPROC] = self.limits["processes"] + 3
         for which, value in limits.items():
             resource.setrlimit(which, (value, value))
+        self.pristine = _own_limits()
 
     def serve(self) -> NoReturn:
         """Serves one call after the other."""
@@ -159,7 +151,15 @@ class Supervisor:
             deadline = time.monotonic() + call["seconds"]
             if call["most"]:  # an archive is longer than any output for a policy
                 self.output = Output(call["most"])
-            verdict = self._carry_out(call["kind"], body_bytes, deadline)
+            kind = call["kind"]
+            try:
+                if kind in children.INTERPRETERS:
+                    verdict = self._ask(kind, children.read_exactly(0, body_bytes), deadline)
+                else:
+                    verdict = self._once(kind, body_bytes, deadline)
+            except (OSError, MemoryError) as error:  # no child can be started, because of what the code left running
+                note = f"stopped: what runs in the sandbox left no room for the call ({error})"
+                verdict = Verdict("failure", note, "all")
             if call["clean"] and not (self._empty() and _own_limits() == self.pristine):
                 verdict = verdict._replace(lost="all")  # the sandbox ends: the next call may be another trajectory's
             if verdict.status == "timeout":
@@ -171,15 +171,6 @@ class Supervisor:
                 os._exit(1)
 
     # Calls ------------------------------------------------------------------------------------------------------
-
-    def _carry_out(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
-        """Has a child do the call. If no child can be started, the cause is what the code left in the sandbox."""
-        try:
-            if kind in children.INTERPRETERS:
-                return self._ask(kind, children.read_exactly(0, body_bytes), deadline)
-            return self._once(kind, body_bytes, deadline)
-        except (OSError, MemoryError) as error:
-            return Verdict("failure", f"stopped: what runs in the sandbox left no room for the call ({error})", "all")
 
     def _once(self, kind: str, body_bytes: int, deadline: float) -> Verdict:
         """Runs a call in a fresh process, which reads the call's body itself."""
@@ -199,8 +190,13 @@ class Supervisor:
 
     def _ask(self, kind: str, body: bytes, deadline: float) -> Verdict:
         """Runs a call in the interpreter of this kind. Starts the interpreter if there is none."""
-        child = self.interpreters.get(kind) or self._begin(kind)
-        self.interpreters[kind] = child
+        if kind not in self.interpreters:
+            ours, theirs = socket.socketpair()
+            begun = self._fork(lambda output: children.INTERPRETERS[kind](theirs, output, self.settings))
+            theirs.close()
+            ours.setblocking(False)
+            self.interpreters[kind] = begun._replace(channel=ours)
+        child = self.interpreters[kind]
         assert child.channel is not None
         if _receive(child.channel):
             verdict = _FORGED  # a forged answer: nothing was asked
@@ -208,7 +204,13 @@ class Supervisor:
             child.signal(signal.SIGCONT)
             # Code of an earlier call cannot know the number, so it cannot prepare an answer to this request.
             nonce = int.from_bytes(os.urandom(4), "big")
-            request = HEADER.pack(nonce, len(body)) + body if kind == "python" else _line(body, nonce)
+            request = HEADER.pack(nonce, len(body)) + body
+            if kind == "shell":
+                # `eval` runs the command at the shell's top level, without the descriptor that carries answers. The
+                # second command of the line answers for the first.
+                quoted = shlex.quote(os.fsdecode(body))
+                line = f"builtin eval {quoted} </dev/null 3>&-; builtin printf '{nonce} %s\\0' \"$?\" >&3\n"
+                request = os.fsencode(line)
             verdict = self._attend(child, request, deadline, nonce)
         if verdict.lost:
             del self.interpreters[kind]
@@ -217,25 +219,33 @@ class Supervisor:
     def _finish(self, child: Child, verdict: Verdict) -> Verdict:
         """Ends the processes that the call left, and reads their last output."""
         settled = self._settle()
-        self._drain(child.output)
+        while self.output.read(child.output):  # no process writes to the pipe any more, so this ends
+            pass
         if child not in self.interpreters.values():
-            child.close()
+            os.close(child.pidfd)
+            os.close(child.output)
+            if child.channel is not None:
+                child.channel.close()
         return verdict if settled else verdict._replace(lost="all")
 
-    def _begin(self, kind: str) -> Child:
-        ours, theirs = socket.socketpair()
-        child = self._fork(lambda output: children.INTERPRETERS[kind](theirs, output, self.settings))
-        theirs.close()
-        ours.setblocking(False)
-        return child._replace(channel=ours)
-
     def _fork(self, function: Callable[[int], int]) -> Child:
+        """Runs `function(output)` in a child. Its result is the child's exit status."""
         read, write = os.pipe()
         # A silent child must not block this process, which watches its usage.
         os.set_blocking(read, False)
         pid = os.fork()
         if pid == 0:
-            children.run_child(lambda: function(write))
+            status = 1
+            try:
+                status = function(write)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(Exception):
+                        stream.flush()
+                # Not sys.exit: the fork must not run the parent's clean-up or return into its code.
+                os._exit(status)
         os.close(write)
         return Child(pid, os.pidfd_open(pid), read)
 
@@ -262,7 +272,7 @@ class Supervisor:
             events = dict(poll.poll(1000 * min(pause, max(0.0, deadline - now))))
             if 0 in events:
                 self.leave()
-            if child.output in events and not self._take(child.output):
+            if child.output in events and self.output.read(child.output) == 0:
                 poll.unregister(child.output)  # the code closed it
             if channel is not None and events.get(channel.fileno(), 0) & select.POLLOUT:
                 try:
@@ -295,18 +305,6 @@ class Supervisor:
                 code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
                 how += f" by signal {-code}" if code < 0 else f" with status {code}"
         return Verdict("failure", f"the interpreter{how}", "state")
-
-    def _take(self, source: int) -> bool:
-        try:
-            return self.output.read(source)
-        except BlockingIOError:
-            return True
-
-    def _drain(self, source: int) -> None:
-        """Reads what the pipe still holds. At this point no process writes to it any more."""
-        with contextlib.suppress(BlockingIOError):
-            while self.output.read(source):
-                pass
 
     def _send(self, verdict: Verdict) -> None:
         head, *tail = self.output.pieces()
@@ -355,20 +353,30 @@ class Supervisor:
 
     def _settle(self) -> bool:
         """Stops the interpreters and kills all other processes. Returns False if a process cannot be killed."""
-        if os.getpid() == 1:  # stop all at once: a stopped process cannot fork while the others are searched
-            children.send(-1, signal.SIGSTOP)
+        if os.getpid() == 1:
+            # Stops all at once: a stopped process cannot fork while the others are searched.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGSTOP)
         for child in self.interpreters.values():
             child.signal(signal.SIGSTOP)
         kept = {child.pid for child in self.interpreters.values()}
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:
-            children.reap()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
             found = self._processes()
-            if all(_settled(pid, process, kept) for pid, process in found.items()):
+            # A kept interpreter may live on if it is stopped, and so may its ended children, which only it can reap.
+            # Any other ended process is reaped here, in the next round at the latest.
+            if all(
+                process.state in "TtZX" if pid in kept else process.parent in kept and not process.runs
+                for pid, process in found.items()
+            ):
                 self.processor.begin(found)
                 return True
             for pid in found.keys() - kept:
-                children.send(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.0005)
         return False
 
@@ -405,32 +413,6 @@ def _own_limits() -> tuple[object, ...]:
     limits = tuple(resource.getrlimit(getattr(resource, name)) for name in names)
     priority, policy = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
     return limits, priority, policy, frozenset(os.sched_getaffinity(0))
-
-
-_FORGED = Verdict("failure", "the interpreter's answer was no answer", "state")
-
-
-_LONGEST_ANSWER = 16
-
-
-def _settled(pid: int, process: usage.Process, kept: set[int]) -> bool:
-    """Returns whether a process may still exist when the next call begins.
-
-    A kept interpreter may if it is stopped, and its ended children may. Any other ended process is reaped by this
-    process, at the next check at the latest.
-    """
-    if pid in kept:
-        return process.state in "TtZX"
-    return process.parent in kept and not process.runs
-
-
-def _line(command: bytes, nonce: int) -> bytes:
-    """Returns the shell's input for a command.
-
-    The command runs at top level, without the descriptors that carry answers.
-    """
-    quoted = shlex.quote(os.fsdecode(command))
-    return os.fsencode(f"builtin eval {quoted} </dev/null 3>&-; builtin printf '{nonce} %s\\0' \"$?\" >&3\n")
 
 
 def _receive(channel: socket.socket) -> bytes:

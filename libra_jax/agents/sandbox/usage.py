@@ -27,6 +27,7 @@ MAPS_BYTES = 2**22
 """Bytes read from all processes' lists of mappings, about 80,000 lines. Longer lists count as a limit that was hit."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_RESIDENT = re.compile(rb"^(RssAnon|RssShmem):\s+(\d+) kB$", re.MULTILINE)
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s ([0-9a-f]+) \S+ (\d+) +/dev/zero \(deleted\)$", re.MULTILINE)
 
 
@@ -108,7 +109,12 @@ class Processor:
             if pid not in found or found[pid].seconds < sight.seconds:
                 self._vanished += sight.seconds + sight.unseen
                 del self._seen[pid]
-        ready = {pid: _running(pid, process) for pid, process in found.items() if process.runs}
+        # Threads that run, or wait only for a core. A process with one thread shows that thread's state as its own.
+        ready = {pid: int(process.state == "R") for pid, process in found.items() if process.runs}
+        for pid in (pid for pid in ready if found[pid].threads > 1):
+            with contextlib.suppress(OSError):
+                threads = os.listdir(f"/proc/{pid}/task")
+                ready[pid] = sum(_stat(f"{pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
         # Processes that wait for a core use none.
         share = interval * min(1.0, self._cores / max(1, sum(ready.values())))
         for pid, process in found.items():
@@ -134,16 +140,6 @@ class _Sight(NamedTuple):
     unseen: float
 
 
-def _running(pid: int, process: Process) -> int:
-    """Returns how many threads of a process run, or wait only for a core."""
-    if process.threads == 1:
-        return process.state == "R"
-    with contextlib.suppress(OSError):
-        threads = os.listdir(f"/proc/{pid}/task")
-        return sum(_stat(f"{pid}/task/{thread}")[:1] == [b"R"] for thread in threads)
-    return 0
-
-
 def memory(found: Iterable[int], *, network: bool) -> float:
     """Returns the bytes held by the processes and backed by no file. Infinity if they have too many mappings to read.
 
@@ -153,9 +149,9 @@ def memory(found: Iterable[int], *, network: bool) -> float:
     """
     private, shown, left, shared = 0, 0, MAPS_BYTES, dict[bytes, int]()
     for pid in found:
-        status = _of_a_thread(pid, "status", 2**16)
-        private += _kib(status, b"RssAnon:")
-        shown += _kib(status, b"RssShmem:")
+        status = dict(_RESIDENT.findall(_of_a_thread(pid, "status", 2**16)))
+        private += int(status.get(b"RssAnon", 0))
+        shown += int(status.get(b"RssShmem", 0))
         maps = _of_a_thread(pid, "maps", left)
         left -= len(maps)
         if left == 0:
@@ -181,25 +177,16 @@ def _of_a_thread(pid: int, name: str, most: int) -> bytes:
     return b""
 
 
-def _kib(status: bytes, name: bytes) -> int:
-    _, _, rest = status.partition(b"\n" + name)
-    return int(rest.split(None, 1)[0]) if rest else 0
-
-
 def _sockets() -> int:
     """Returns the bytes of all sockets, including sockets in transit over other sockets, which no process holds."""
     total = 0
     with contextlib.suppress(OSError), open("/proc/self/net/sockstat", "rb") as file:
         counts = {line.split()[0]: int(line.split()[2]) for line in file if line.startswith((b"sockets:", b"TCP:"))}
         total = SOCKET_BYTES * counts.get(b"sockets:", 0)
-        if counts.get(b"TCP:", 0):  # TCP sockets buffer more than others
-            total += 2 * (_queued("tcp") + _queued("tcp6"))
+        # TCP sockets buffer more than others, so what waits in their queues is counted too.
+        for kind in ("tcp", "tcp6") if counts.get(b"TCP:", 0) else ():
+            with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", "rb") as connections:
+                next(connections)
+                queues = [line.split()[4].split(b":") for line in connections]
+                total += 2 * sum(int(sent, 16) + int(received, 16) for sent, received in queues)
     return total
-
-
-def _queued(kind: str) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", "rb") as file:
-        next(file)
-        queues = [line.split()[4].split(b":") for line in file]
-        return sum(int(sent, 16) + int(received, 16) for sent, received in queues)
-    return 0

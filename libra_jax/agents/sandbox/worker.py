@@ -1,19 +1,26 @@
-"""One sandbox, seen from the host: starts it, asks it one thing at a time, and kills it with everything in it."""
+"""One sandbox, seen from the host: starts it, asks it one thing at a time, and kills it with everything in it.
+
+Frames in both directions have a JSON head and a body of plain bytes, both of bounded size. Code in the sandbox may send
+anything. An invalid reply raises `Malformed`, and its sandbox is ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import shutil
 import signal
+import tarfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.sandbox import backends, cgroups, supervisor, wire
+from libra_jax.agents.sandbox import backends, supervisor
 from libra_jax.agents.sandbox import limits as limits_module
 
 GRACE_SECONDS = 3.0
@@ -30,6 +37,102 @@ _SLACK_SECONDS = 1.0
 _TOLD_BYTES = 65536
 
 
+def pack(directory: Path, most_mib: int) -> bytes:
+    """Returns a tar of a directory for the call "load". Symbolic links are stored as links, not followed.
+
+    Args:
+      directory: A directory of the host.
+      most_mib: Largest size of the archive in MiB.
+
+    Raises:
+      ConfigError: The path is not a directory, or its archive would be larger than `most_mib`.
+    """
+    if not directory.is_dir():
+        raise protocols.ConfigError(f"the workspace {directory} is no directory of this host; name one that is")
+    room, content = most_mib * 2**20, io.BytesIO()
+
+    def kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if not (member.isfile() or member.isdir() or member.issym()):
+            return None  # a socket or a device cannot be copied as a file
+        nonlocal room
+        # Each member takes a header block besides its content, so empty files count too.
+        room -= member.size + tarfile.BLOCKSIZE
+        config.check(room >= 0, "sandbox.workspace_mib", f"{most_mib} do not hold the workspace {directory}; raise it")
+        # The host's users mean nothing inside the sandbox, and names would leak who owns the files.
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        return member
+
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.add(directory, arcname=".", filter=kept)
+    return content.getvalue()
+
+
+class Malformed(Exception):
+    """The sandbox sent an invalid reply."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A sandbox's reply to one call.
+
+    Attributes:
+      status: The call's status, as the sandbox saw it.
+      lost: Part of the sandbox's state that was lost: "", "state" or "all".
+      note: What happened to the call, in a few words. Empty if nothing special happened.
+      left_out: Bytes of output that were dropped between `head` and `tail`.
+      head: The output's beginning, or all of it.
+      tail: The output's end.
+    """
+
+    status: protocols.ToolStatus
+    lost: str
+    note: str
+    left_out: int
+    head: bytes
+    tail: bytes
+
+    def text(self) -> str:
+        """Returns the output as the policy reads it."""
+        if not self.left_out:
+            return (self.head + self.tail).decode(errors="replace")
+        mark = f"\n[... {self.left_out} bytes left out ...]\n"
+        return self.head.decode(errors="replace") + mark + self.tail.decode(errors="replace")
+
+
+async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
+    """Reads the next reply.
+
+    Args:
+      stream: Stream from the sandbox.
+      most_bytes: Largest accepted body in bytes.
+
+    Raises:
+      Malformed: The reply is too long, or is not a valid reply.
+      EOFError: The sandbox ended.
+    """
+    head_bytes, body_bytes = supervisor.HEADER.unpack(await stream.readexactly(supervisor.HEADER.size))
+    # Checked before reading: a header must not make the host allocate memory without a bound.
+    if head_bytes > supervisor.HEAD_BYTES or body_bytes > most_bytes:
+        raise Malformed(f"a reply of {head_bytes} and {body_bytes} bytes")
+    head = await stream.readexactly(head_bytes)
+    body = await stream.readexactly(body_bytes)
+    try:
+        values: Any = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise Malformed("a head that is no JSON") from error
+    if not isinstance(values, dict):
+        raise Malformed("a head that is no JSON object")
+    status, lost, note = (values.get(name) for name in ("status", "lost", "note"))
+    split, left_out = values.get("split"), values.get("left_out")
+    # `type(...) is`: True and False are ints to isinstance, and the sender is untrusted.
+    if status not in ("success", "failure", "timeout") or lost not in ("", "state", "all") or type(note) is not str:
+        raise Malformed("a head without status, losses or note")
+    if type(split) is not int or type(left_out) is not int or not (0 <= split <= len(body) and 0 <= left_out < 2**63):
+        raise Malformed("a head whose counts are none")
+    return Reply(cast("protocols.ToolStatus", status), cast(str, lost), note, left_out, body[:split], body[split:])
+
+
 class Worker:
     """A running sandbox.
 
@@ -42,7 +145,7 @@ class Worker:
         self.alive = True
         self.ended = False
         self._first = -1
-        self._group: cgroups.Group | None = None
+        self._group: limits_module.ControlGroup | None = None
 
     @classmethod
     async def start(cls, backend: backends.Backend, limits: limits_module.Limits, parent: Path | None) -> Worker:
@@ -57,7 +160,19 @@ class Worker:
           WorkerLost: The sandbox ended instead of answering, or did not answer in time.
         """
         launch = backend.launch(group=parent is not None)
-        starting = asyncio.ensure_future(_process(launch))
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *launch.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=dict(launch.environment),
+                cwd="/",
+                pass_fds=launch.descriptors,
+                # Its own session: `close` kills its process group, and a terminal's Ctrl-C does not reach it.
+                start_new_session=True,
+            )
+        )
         try:
             # Shielded: a cancelled start would kill bubblewrap alone, and the process that it cloned would wait
             # forever.
@@ -90,35 +205,28 @@ class Worker:
 
     async def _open(self, parent: Path | None) -> None:
         assert self.process.stdout is not None
+        assert self.process.stderr is not None
         try:
-            await deadlines.within(self._limits.start_seconds, wire.receive(self.process.stdout, 0))
+            await deadlines.within(self._limits.start_seconds, receive(self.process.stdout, 0))
         except deadlines.Overdue:
             raise protocols.WorkerLost(
                 f"the sandbox did not answer within {self._limits.start_seconds:g} s (sandbox.start_seconds)"
             ) from None
-        except (EOFError, wire.Malformed, OSError) as error:
-            raise protocols.WorkerLost(f"the sandbox did not start: {await self._reason() or error}") from error
+        except (EOFError, Malformed, OSError) as error:
+            reason = ""
+            with contextlib.suppress(deadlines.Overdue):
+                said = await deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
+                reason = " ".join(said.decode(errors="replace").split())
+            raise protocols.WorkerLost(f"the sandbox did not start: {reason or error}") from error
         if self._launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
             told = json.loads(os.pread(self._launch.info_fd, _TOLD_BYTES, 0))
             # Unlike an id, a pidfd never comes to mean another process.
             self._first = os.pidfd_open(int(told["child-pid"]))
             if parent is not None:
-                self._join_group(parent, int(told["child-pid"]))
-
-    def _join_group(self, parent: Path, first: int) -> None:
-        try:
-            self._group = cgroups.Group(parent, self._limits)
-            self._group.add(first)
-        except OSError as error:
-            raise protocols.WorkerLost(f"the control group {parent} takes no sandbox: {error}") from error
-
-    async def _reason(self) -> str:
-        """Returns what the sandbox wrote to standard error, in one line."""
-        assert self.process.stderr is not None
-        with contextlib.suppress(deadlines.Overdue):
-            said = await deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
-            return " ".join(said.decode(errors="replace").split())
-        return ""
+                try:
+                    self._group = limits_module.ControlGroup(parent, self._limits, int(told["child-pid"]))
+                except OSError as error:
+                    raise protocols.WorkerLost(f"the control group {parent} takes no sandbox: {error}") from error
 
     async def call(
         self, kind: str, body: bytes, seconds: float, *, clean: bool = False, most: int = 0
@@ -137,26 +245,22 @@ class Worker:
           The outcome. `alive` is False afterwards if the call ended the sandbox. Cancelling a call kills the sandbox.
         """
         assert self.process.stdin is not None
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": most}).encode()
         try:
             self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
             reply = await deadlines.within(seconds + GRACE_SECONDS, self._answer(most or self._limits.output_bytes))
         except deadlines.Overdue:
             self.kill()
-            return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", loop.time() - began, "all", True)
-        except (EOFError, OSError, wire.Malformed) as error:
-            self.ended = not isinstance(error, wire.Malformed)
-            how = "ended" if self.ended else "sent what is no answer"
-            by_code = False
-            if self.ended and await self._ran_out():
-                how, by_code = f"ended: more than {self._limits.memory_mib} MiB of memory", True
-            elif self.ended and await self._gave_up():
-                how, by_code = "ended: its first process could not go on with what is in it", True
+            return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", clock() - began, "all", True)
+        except (EOFError, OSError, Malformed) as error:
+            self.ended = not isinstance(error, Malformed)
+            how, by_code = await self._end() if self.ended else ("sent what is no answer", False)
             self.kill()  # not earlier: this signal would hide the first process's own exit status
-            seconds = loop.time() - began
-            return limits_module.Outcome("failure", f"[the sandbox {how}]", seconds, "all", not by_code, by_code)
+            return limits_module.Outcome(
+                "failure", f"[the sandbox {how}]", clock() - began, "all", broken=not by_code, by_code=by_code
+            )
         except BaseException:
             self.kill()
             raise
@@ -165,33 +269,31 @@ class Worker:
             self.kill()
         if most and reply.status == "success" and not reply.left_out:
             archive = reply.head + reply.tail
-            return limits_module.Outcome("success", "", loop.time() - began, reply.lost, archive=archive)
+            return limits_module.Outcome("success", "", clock() - began, reply.lost, archive=archive)
         text = reply.text()
         if most:  # no archive came: the text says why
             text = limits_module.cut(text, self._limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
-        return limits_module.Outcome(reply.status, text, loop.time() - began, reply.lost, by_code=by_code)
+        return limits_module.Outcome(reply.status, text, clock() - began, reply.lost, by_code=by_code)
 
-    async def _gave_up(self) -> bool:
-        """Returns whether the first process ended with its own exit status, and not by a signal from outside.
-
-        Code in the sandbox cannot send a signal to the first process.
-        """
+    async def _end(self) -> tuple[str, bool]:
+        """Returns how the sandbox ended by itself, in a few words, and whether its code is the cause."""
+        if self._group is not None and await deadlines.off_loop(self._group.ran_out):
+            return f"ended: more than {self._limits.memory_mib} MiB of memory", True
         with contextlib.suppress(deadlines.Overdue):
-            return 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALS
-        return False
+            # The first process's own exit status means that it gave up. Code in the sandbox cannot send it a signal, so
+            # a signal came from outside.
+            if 0 < await deadlines.within(_SLACK_SECONDS, self.process.wait()) < _SIGNALS:
+                return "ended: its first process could not go on with what is in it", True
+        return "ended", False
 
-    async def _ran_out(self) -> bool:
-        """Returns whether the sandbox ended because its code used more memory than its control group has."""
-        return self._group is not None and await deadlines.off_loop(self._group.ran_out)
-
-    async def _answer(self, most_bytes: int) -> wire.Reply:
+    async def _answer(self, most_bytes: int) -> Reply:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(ConnectionError):  # the sandbox may answer and end before it has read everything
             await self.process.stdin.drain()
-        return await wire.receive(self.process.stdout, most_bytes)
+        return await receive(self.process.stdout, most_bytes)
 
     def kill(self) -> None:
         """Kills every process of the sandbox. `close` then waits for their end."""
@@ -214,28 +316,28 @@ class Worker:
         try:
             await deadlines.within(REAP_SECONDS / 2, self.process.wait())
         except deadlines.Overdue:
-            await self._insist()
+            with contextlib.suppress(ProcessLookupError):
+                # The process leads its own session, so its process group is its own too.
+                os.killpg(self.process.pid, signal.SIGKILL)
+            try:
+                await deadlines.within(REAP_SECONDS / 2, self.process.wait())
+            except deadlines.Overdue:
+                raise protocols.DeadlineMissed(
+                    f"the sandbox of process {self.process.pid} was killed and is not gone after {REAP_SECONDS:g} s"
+                ) from None
         if self._first >= 0:
             os.close(self._first)
             self._first = -1
         if self._group is not None:
             # Off the loop, because it sleeps until the kernel has released the group.
             await deadlines.off_loop(self._group.close)
-        self._transports_closed()
+        # Closes the pipes at once: a transport that is only collected later would warn.
+        transport: Any = getattr(self.process, "_transport", None)
+        if transport is not None:
+            transport.close()
         # A second close then finds nothing left to free.
         launch, self._launch = self._launch, backends.Launch((), {})
         await deadlines.off_loop(_discard, launch)
-
-    async def _insist(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            # The process leads its own session, so its process group is its own too.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        try:
-            await deadlines.within(REAP_SECONDS / 2, self.process.wait())
-        except deadlines.Overdue:
-            raise protocols.DeadlineMissed(
-                f"the sandbox of process {self.process.pid} was killed and is not gone after {REAP_SECONDS:g} s"
-            ) from None
 
     async def _remove(self) -> None:
         remover = await asyncio.create_subprocess_exec(
@@ -249,26 +351,6 @@ class Worker:
             raise protocols.DeadlineMissed(
                 f"{' '.join(self._launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
             ) from None
-
-    def _transports_closed(self) -> None:
-        """Closes the pipes at once: a transport that is only collected later would warn."""
-        transport: Any = getattr(self.process, "_transport", None)
-        if transport is not None:
-            transport.close()
-
-
-async def _process(launch: backends.Launch) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *launch.command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(launch.environment),
-        cwd="/",
-        pass_fds=launch.descriptors,
-        # Its own session: `_insist` kills its process group, and a terminal's Ctrl-C does not reach it.
-        start_new_session=True,
-    )
 
 
 def _discard(launch: backends.Launch) -> None:
