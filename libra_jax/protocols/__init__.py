@@ -64,7 +64,7 @@ from libra_jax.protocols.scheduling import (
     Scheduler,
 )
 from libra_jax.protocols.tasks import Message, Task, TaskSource
-from libra_jax.protocols.telemetry import LOST, POOLS, Recorder
+from libra_jax.protocols.telemetry import LOST, POOLS, Recorder, Span
 from libra_jax.protocols.training import (
     HybridClient,
     MeshSizes,
@@ -174,6 +174,7 @@ __all__ = [
     "Scope",
     "Share",
     "Snapshot",
+    "Span",
     "StepGivenUp",
     "StepResult",
     "Task",

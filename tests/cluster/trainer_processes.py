@@ -84,7 +84,7 @@ class Trainer(trainer.TrainerActor):
 
     def bits(self) -> dict[str, str]:
         """A digest of each leaf of the state: parameters, moments, step and random key."""
-        paths, leaves = zip(*jax.tree.leaves_with_path(self._started().state), strict=True)
+        paths, leaves = zip(*jax.tree.leaves_with_path(self.running().learner.state), strict=True)
         with sharding.whole(leaves) as whole:
             found = [hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in whole]
         return dict(zip(map(jax.tree_util.keystr, paths), found, strict=True))
