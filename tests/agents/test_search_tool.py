@@ -250,23 +250,24 @@ def test_a_build_that_is_cut_off_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+BUILDING = threading.Event()
+
+
+def endless():
+    for number in itertools.count():
+        if number > 10_000:
+            BUILDING.set()
+        yield {"id": number, "title": "", "text": "text"}
+
+
 def test_a_run_that_ends_while_the_index_is_built_ends_the_build(monkeypatch, tmp_path):
-    building = threading.Event()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
 
-    def endless(*_):
-        for number in itertools.count():
-            if number > 10_000:
-                building.set()
-            yield bm25.Passage(str(number), "", "text")
-
-    monkeypatch.setattr(search, "_passages_of", endless)
-
     async def body():
-        tool = search.Search(source="itertools:count")
+        tool = search.Search(source=f"{__name__}:endless")
         opening = asyncio.create_task(tool.open())
-        await asyncio.to_thread(building.wait, 20)
+        await asyncio.to_thread(BUILDING.wait, 20)
         opening.cancel()
         await asyncio.wait_for(tool.close(), 20)  # it waits for the thread
 
