@@ -41,6 +41,7 @@ def _draw(pattern: str, rng: random.Random) -> str:
     divisor = rng.randint(11, 99)
     same = str(rng.randint(10, 99))
     pieces = []
+    # S is drawn once and E is a multiple of V: so B-B is zero, and a quotient is whole.
     for letter in pattern.replace("(B-B)", "(S-S)").replace("E/B", "E/V"):
         if letter == "A":
             pieces.append(str(rng.randint(101, 999)))
@@ -103,6 +104,7 @@ def task_source(
 
     def make(split: str, seed: int, index: int) -> protocols.Task:
         training = split == "train"
+        # Held-out tasks never repeat, because an evaluation must not weigh some of them twice.
         place = index % period if period and training else index
         rng = splits.generator("calculator", seed, split, place)
         preamble, solvable = 0, patterns

@@ -177,6 +177,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
         found.append((number, payload))
     if not found:
         raise protocols.DataError("tasks: is empty; give at least one mapping with a 'prompt'")
+    # A single prompt cannot lie on both sides of the split.
     alone = all(payload["prompt"] == found[0][1]["prompt"] for _, payload in found)
     return FileTasks("tasks", seed, found, 0.0 if alone else holdout)
 

@@ -133,6 +133,7 @@ async def demonstrator(
       ConfigError: The factory cannot be found or called, or does not make an environment.
     """
     trial = environment_factory(task, tools)()
+    # A factory that is a function shows only now what it makes.
     _check_methods(task, trial, type(trial))
     lent = needed and callable(getattr(trial, "demonstration", None))
 

@@ -93,6 +93,7 @@ class Stopwatch:
     def __init__(self, trajectory: protocols.Trajectory, most: float) -> None:
         self._trajectory, self._most = trajectory, most
         self._since: float | None = None
+        # A resumed rollout has spent these seconds before.
         self._earlier = trajectory.seconds
 
     def over(self) -> bool:

@@ -183,6 +183,7 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
     test.
     """
     short = [re.sub(r"\x1b\[[\d;]*m", "", name) for name in listed]
+    # A report without any name was not written by the tests.
     if not any(short):
         raise Dropped(_NO_TESTS)
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -109,6 +109,7 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
         return cast("Callable[..., Any]", _given[attribute])
     config.check(module_name not in _REMOVED, field, _REMOVED.get(module_name, ""))
     # A Python script has its own folder on the path instead of the working directory.
+    # Appended, not inserted: a user's file must not hide a module of the standard library.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -128,5 +128,6 @@ def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> l
 
     ranked = sorted(rollouts, key=order)
     count = min(count, len(ranked))
+    # Evenly spaced ranks include the first and the last.
     places = [round(place * (len(ranked) - 1) / max(1, count - 1)) for place in range(count)]
     return [(place + 1, ranked[place]) for place in places]

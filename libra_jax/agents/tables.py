@@ -54,6 +54,7 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     Raises:
       DataError: Nothing can be read, or a row is malformed. The message names the file and the line or row.
     """
+    # Numbers go on over the files of a folder; the places that messages name start at 1 in each file.
     number = 0
     for file in _files(Path(path), split, of):
         if file.suffix.lower() not in (".parquet", ".csv", ".tsv", ".arrow"):

@@ -139,6 +139,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, with special tokens spelled out."""
+        # Clean-up would move spaces, and the text would no longer be that of these tokens.
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
@@ -152,6 +153,7 @@ class HuggingFaceTokenizer:
           DataError: The template refuses these messages.
         """
         increment = tuple((message.role, message.content) for message in messages)
+        # Only here the template may write what belongs to the start of a text.
         if first:
             return self.encode(self._apply(increment, generation_prompt))
         return self.encode(self._increment(_PREFIX, increment, generation_prompt))

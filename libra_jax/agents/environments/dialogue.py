@@ -144,6 +144,7 @@ class Dialogue:
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message with the description of the tools, and the question."""
+        # A replay that differed resets the same environment again.
         await self.close()
         self._task = task
         self._toolbox = await self._tools.toolbox(session=self._sandbox)
@@ -178,6 +179,7 @@ class Dialogue:
         """Runs the calls of an output concurrently, or scores an output without calls. Slow calls time out."""
         if self._task is None or self._toolbox is None:
             raise RuntimeError("step before reset")
+        # A call that an earlier deadline cut off must not be blamed again.
         self._running.clear()
         early, self._ahead = self._ahead, None
         metrics: dict[str, float] = {}
@@ -262,6 +264,7 @@ class Dialogue:
 
         See `protocols.Resumable`.
         """
+        # Variables and files of a sandbox are not kept, so such a rollout is stepped through its outputs again.
         return {} if self._toolbox is not None and self._toolbox.session is None else None
 
     async def restore(self, task: protocols.Task, state: Mapping[str, Any]) -> None:
@@ -271,6 +274,7 @@ class Dialogue:
 
     async def close(self) -> None:
         """Ends the rollout's early calls and its sandbox."""
+        # Forgotten before they are ended, so that a cancelled close never ends anything twice.
         early, self._ahead = self._ahead, None
         held, self._toolbox = self._toolbox, None
         try:

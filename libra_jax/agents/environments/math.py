@@ -29,6 +29,7 @@ def given_answer(output: str) -> str:
 
 def _marked(text: str) -> str:
     r"""Returns the text in `\boxed{}`, unless it has a mark already. Without a mark, LaTeX is not recognised."""
+    # The end of a long text, because an answer stands last.
     text = text.strip()[-LONGEST:]
     return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
 

@@ -190,6 +190,7 @@ class OpenEnvEnvironment:
         seconds = loop.time() - began
         if problem:
             return self._tally.result(protocols.ToolReturn(TOOL, "failure", problem, seconds), None)
+        # Servers send null as the reward of a step that has none.
         answer = protocols.ToolReturn(TOOL, "success", self._seen(data), seconds)
         return self._tally.result(answer, float(data.get("reward") or 0.0), over=bool(data.get("done")))
 

@@ -56,6 +56,7 @@ class Repair:
         """Puts the repository into the rollout's sandbox and returns the issue."""
         assert box.session is not None
         snapshot = await deadlines.off_loop(_repository, task.payload, self._most_bytes)
+        # Only what the policy may see: the hidden tests never enter this sandbox.
         await box.session.begin(snapshot.pack())
         return [self._issue(task)]
 
@@ -136,6 +137,7 @@ class Repair:
         look = write("shell", {"command": f"cat {path}"})
         if "shell" not in self._tools.names:
             look = write("edit", {"command": "view", "path": path})
+            # The tool `edit` shows lines with their numbers.
             text = "".join(f"{number}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
         change = {"old": fix["old"], "new": fix["new"], "command": "replace", "path": path}
         calls = [(look, text), (write("edit", change), f"changed {path}")]
@@ -301,6 +303,7 @@ def task_source(
     for number, values in datasets.read(path, issue_column, "", columns, "train", holdout):
         where, tests = f"{path}, row {number}", values["tests"]
         listed = isinstance(tests, list)
+        # Checked first: the payload takes the path and text of each file for granted.
         if listed:
             _check_listed(tests, f"{where}: column {tests_column!r}")
         payload = {

@@ -77,6 +77,7 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
         time, zone = task.payload["time"], task.payload["zone"]
         here, there = _moments(time, zone)
         hours = (there.utcoffset() or datetime.timedelta()).total_seconds() / 3600
+        # Written as the server writes it: one decimal for whole hours, otherwise as many as needed.
         difference = f"{hours:+.1f}h" if hours.is_integer() else f"{hours:+.2f}".rstrip("0") + "h"
         told = {
             name: {
