@@ -55,7 +55,9 @@ class Repair:
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the rollout's sandbox and returns the issue."""
         assert box.session is not None
-        snapshot = await deadlines.off_loop(_repository, task.payload, self._most_bytes)
+        payload = task.payload
+        given = payload["files"] if "files" in payload else payload["repository"]
+        snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         # Only what the policy may see: the hidden tests never enter this sandbox.
         await box.session.begin(snapshot.pack())
         return [self._issue(task)]
@@ -69,7 +71,8 @@ class Repair:
         assert box.session is not None
         payload, refused, lines = task.payload, False, 0
         must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
-        snapshot = await deadlines.off_loop(_repository, payload, self._most_bytes)
+        given = payload["files"] if "files" in payload else payload["repository"]
+        snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         saved = await box.session.save(self._most_bytes)
         if saved.broken:
             raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
@@ -84,8 +87,8 @@ class Repair:
             refused = True
             verdict = suites.Verdict(0, len(must_pass), f"left files that were refused: {error}")
         else:
-            tests = await deadlines.off_loop(_tests, payload, self._most_bytes)
-            suite = suites.Suite(tests, must_pass, payload.get("test_command", ""), self._seconds)
+            tests = await deadlines.off_loop(_files, payload["tests"], self._most_bytes)
+            suite = suites.Suite(tests.files, must_pass, payload.get("test_command", ""), self._seconds)
             verdict = await self._judge(snapshot, workspace, suite)
             lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
         if refused or verdict.deceit or verdict.broke:
@@ -144,17 +147,9 @@ class Repair:
         return dialogue.solved([self._issue(task)], calls, "done")
 
 
-def _repository(payload: Mapping[str, Any], most_bytes: int) -> snapshots.Snapshot:
-    """Returns what the policy gets, from the path or the texts in the task."""
-    if "files" in payload:
-        return snapshots.Snapshot.of_texts(payload["files"])
-    return _read(payload["repository"], most_bytes)
-
-
-def _tests(payload: Mapping[str, Any], most_bytes: int) -> Mapping[str, snapshots.File]:
-    """Returns the hidden tests' files, from the path or the texts in the task."""
-    tests = payload["tests"]
-    return (_read(tests, most_bytes) if isinstance(tests, str) else snapshots.Snapshot.of_texts(tests)).files
+def _files(source: str | Mapping[str, str], most_bytes: int) -> snapshots.Snapshot:
+    """Returns the files of a repository, or of hidden tests, from their path or their texts."""
+    return _read(source, most_bytes) if isinstance(source, str) else snapshots.Snapshot.of_texts(source)
 
 
 @functools.lru_cache(maxsize=64)
@@ -252,7 +247,7 @@ def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
         if "unittest" in command and not verbose:
             raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v")
         return
-    tests = _tests(payload, sys.maxsize)
+    tests = _files(payload["tests"], sys.maxsize).files
     if suites.telling_data(snapshots.Snapshot({}), tests):  # if the tests name no data, the repository need not be read
         snapshot = snapshots.Snapshot.read(pathlib.Path(payload["repository"]), sys.maxsize)
         if data := suites.telling_data(snapshot, tests):

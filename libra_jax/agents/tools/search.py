@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy
 
@@ -284,28 +284,31 @@ class Search:
 
     def _passages(self) -> Iterator[bm25.Passage]:
         """Yields the passages of the file, or those that the factory makes."""
-        for name, title, text, where in self._rows():
-            if not isinstance(text, str) or not isinstance(title, str):
-                told = f"title and text of a passage must be texts, not {title!r} and {text!r}"
-                raise protocols.DataError(f"{where}: {told}")
-            if not isinstance(name, str | int):
-                raise protocols.DataError(f"{where}: the id of a passage must be a text or a number, not {name!r}")
-            yield bm25.Passage(str(name), title, text)
-
-    def _rows(self) -> Iterator[tuple[object, object, object, str]]:
-        """Yields the id, title and text of each passage as they are given, and the place to name in errors."""
+        hint = f" (name its columns in config.{FIELD}.text_column and the like)"
+        rows: Iterable[Any] = ()
         if self._path:
-            columns, hint = self._columns, f" (name its columns in config.{FIELD}.text_column and the like)"
-            for row in tables.rows(self._path, [column for column in columns.values() if column], of="passages"):
-                name = tables.value(row, columns["id"], hint) if columns["id"] else row.number
-                title = tables.value(row, columns["title"], hint) if columns["title"] else ""
-                yield name, title, tables.value(row, columns["text"], hint), row.where
-            return
-        factory = resolving.resolve(self._source, f"{FIELD}.source")
-        made = resolving.call(factory, self._source, self._source_arguments, f"{FIELD}.source_arguments")
-        with resolving.named(self._source, f"{FIELD}.source", "a passage"):
-            for number, given in enumerate(cast("Iterable[Mapping[str, Any]]", made), start=1):
-                yield given["id"], given["title"], given["text"], f"{self._source}, passage {number}"
+            rows = tables.rows(self._path, [column for column in self._columns.values() if column], of="passages")
+        else:
+            factory = resolving.resolve(self._source, f"{FIELD}.source")
+            rows = resolving.call(factory, self._source, self._source_arguments, f"{FIELD}.source_arguments")
+        # Errors of the user's code arise while passages are drawn, because a factory may be a generator.
+        named = resolving.named(self._source, f"{FIELD}.source", "a passage")
+        with named if self._source else contextlib.nullcontext():
+            for number, row in enumerate(rows, start=1):
+                if isinstance(row, tables.Row):
+                    # Without a column for them, a passage's id is its number, and its title is empty.
+                    given = {"id": row.number, "title": ""}
+                    given |= {key: tables.value(row, name, hint) for key, name in self._columns.items() if name}
+                    where = row.where
+                else:
+                    given, where = row, f"{self._source}, passage {number}"
+                name, title, text = given["id"], given["title"], given["text"]
+                if not isinstance(text, str) or not isinstance(title, str):
+                    told = f"title and text of a passage must be texts, not {title!r} and {text!r}"
+                    raise protocols.DataError(f"{where}: {told}")
+                if not isinstance(name, str | int):
+                    raise protocols.DataError(f"{where}: the id of a passage must be a text or a number, not {name!r}")
+                yield bm25.Passage(str(name), title, text)
 
     # As a `toolbox.Tool` --------------------------------------------------------------------------------------------
 
