@@ -175,6 +175,7 @@ class Evidence:
         seen = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
         key = self._keys.get(seen)
         if key is None:
+            # Tools may return any name, so the table is bounded; what is dropped is only made once more.
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
             key = self._keys[seen] = causal_key(causal_state)
@@ -189,6 +190,7 @@ class Evidence:
         """Ends a path; its length is evidence for others if `learn`."""
         prompt = track.prompt
         prompt.live -= 1
+        # A length of an aborted request, or of one whose early path is unknown, would teach too short remainders.
         if not learn or track.start or not generated_tokens:
             prompt.hazard -= track.hazard
             return
