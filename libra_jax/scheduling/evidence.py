@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -367,10 +367,14 @@ class PathStatistics:
 
     def known(self, track: Track) -> prefix_tree.Node | None:
         """Returns the deepest known node of the path, in the prompt's tree first; None if no part of it is known."""
-        node, depth = _known(self.by_prompt, (track.prompt_id, *track.path))
-        if depth < 2:  # the prompt is known at most, nothing of the path
-            node, depth = _known(self.shared, track.path)
-        return node if depth else None
+        # In the prompt's tree the first edge is the prompt itself, which says nothing of the path.
+        for tree, path, least in ((self.by_prompt, (track.prompt_id, *track.path), 2), (self.shared, track.path, 1)):
+            node, depth = tree.find(path)
+            while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
+                node, depth = node.parent, depth - 1
+            if depth >= least:
+                return node
+        return None
 
     def snapshot(self) -> Mapping[str, Any]:
         """Returns JSON-able statistics."""
@@ -389,14 +393,6 @@ class PathStatistics:
         other.restore(snapshot)
         self.by_prompt.merge(other.by_prompt)
         self.shared.merge(other.shared)
-
-
-def _known(tree: prefix_tree.PrefixTree, path: Sequence[Hashable]) -> tuple[prefix_tree.Node, int]:
-    """Returns the deepest node on the path that has enough samples, and its depth; depth 0 is the root."""
-    node, depth = tree.find(path)
-    while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
-        node, depth = node.parent, depth - 1
-    return node, depth
 
 
 def _counted(key: Key, failures: int, largest: int) -> tuple[int, int]:
