@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import streams
+from libra_jax.planning import calibration
 from libra_jax.simulator import scripts, traces
 from libra_jax.telemetry import files, metrics, timeline, trace
 
@@ -26,7 +26,7 @@ LEAST_STEPS = 4
 
 CONFIG_FILE = "config.json"
 
-_Streams: TypeAlias = tuple[streams.Stream, ...]
+_Streams: TypeAlias = tuple[calibration.Stream, ...]
 
 Work = tuple[tuple[int, tuple[tuple[int, int, str | None], ...]], ...]
 """Work of a step: of each trajectory, its prompt tokens, and each turn's generated tokens, payload and tool."""
@@ -141,7 +141,7 @@ def read(workdir: Path) -> Recording:
     played = traces.read(workdir / trace.TRACE_FILE)
     groups = _groups(workdir / trace.TRACE_FILE, records, played, config)
     spans = list(timeline.read(workdir / timeline.TIMELINE_FILE))
-    found = streams.read(spans, records)
+    found = calibration.read_streams(spans, records)
     if not found:
         raise protocols.DataError(
             f"{workdir / timeline.TIMELINE_FILE}: no stream of tokens is in it; a run writes one, so take the file "
@@ -268,7 +268,7 @@ def _step(
     return Step(number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts))
 
 
-def _ends(path: Path, spans: Sequence[timeline.Span], config: configuration.RunConfig) -> tuple[float, ...]:
+def _ends(path: Path, spans: Sequence[protocols.Span], config: configuration.RunConfig) -> tuple[float, ...]:
     ends = collections.defaultdict(list)
     for span in spans:
         if span.name == "train step" and isinstance(span.arguments.get("step"), int):

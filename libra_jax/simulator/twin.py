@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax.coordinator import checkpoints
-from libra_jax.planning import calibration, rows, streams
+from libra_jax.planning import calibration, costs, rows
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import recording, report, world
@@ -52,7 +52,7 @@ class Twin:
       kinds: number of different works among the repeated steps.
     """
 
-    model: calibration.Calibration
+    model: costs.Calibration
     level: float
     measured: tuple[recording.Parts, ...]
     predicted: tuple[recording.Parts, ...]
@@ -117,14 +117,14 @@ def make(recorded: recording.Recording) -> Twin:
     )
 
 
-def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibration:
+def calibrate(recorded: recording.Recording, steps: int) -> costs.Calibration:
     """Returns costs fitted to the first `steps` steps.
 
     Raises:
       DataError: an instance served too little in them.
     """
     end = recorded.ends[steps - 1]
-    by_degree: dict[int, dict[str, list[streams.Stream]]] = {
+    by_degree: dict[int, dict[str, list[calibration.Stream]]] = {
         degree: collections.defaultdict(list) for degree in recorded.config.rollout.tensor_parallel
     }
     for stream in recorded.streams_of(steps):
@@ -133,7 +133,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibrat
     first, trainer = recorded.steps[:steps], recorded.config.trainer
     shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.rows_per_micro_batch, trainer.pack)
     columns = [rows.processed_columns(step.lengths, shape) for step in first]
-    return calibration.Calibration(
+    return costs.Calibration(
         engines=engines,
         train=calibration.fit_train(columns, [step.parts.train for step in first]),
         update=calibration.fit_update(
@@ -143,9 +143,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibrat
     )
 
 
-def levelled(
-    recorded: recording.Recording, steps: int, model: calibration.Calibration
-) -> tuple[calibration.Calibration, float]:
+def levelled(recorded: recording.Recording, steps: int, model: costs.Calibration) -> tuple[costs.Calibration, float]:
     """Returns the model at the level at which the simulated rollout of the first `steps` steps takes the measured time,
     and the level.
 
@@ -166,7 +164,7 @@ def levelled(
     return scaled, level
 
 
-def replay(recorded: recording.Recording, model: calibration.Calibration, steps: int) -> tuple[recording.Parts, ...]:
+def replay(recorded: recording.Recording, model: costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
     """Returns the simulated seconds of the first `steps` steps."""
     given = recorded.config
     config = dataclasses.replace(
