@@ -1,4 +1,4 @@
-"""Plain lines about a run, for a pipe or a log. `live.py` draws a live picture on a terminal."""
+"""Plain lines about a run, for a pipe or a log. `screen.py` draws a live picture on a terminal."""
 
 from __future__ import annotations
 

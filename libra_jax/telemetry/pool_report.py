@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.telemetry import figures, page, timeline
+from libra_jax.telemetry import page, timeline
 
 SIDES = ("rollout", "training")
 """Sides between which hybrid workers switch."""
@@ -47,21 +47,21 @@ _STALLS = {"training stalled": "training", "rollout stalled": "rollout"}
 _LOOKS = dict(
     zip(
         protocols.POOLS,
-        ((figures.GREEN, 0.9), (figures.GREEN, 0.45), (figures.MUTED, 0.3), (figures.BLUE, 0.45), (figures.BLUE, 0.9)),
+        ((page.GREEN, 0.9), (page.GREEN, 0.45), (page.MUTED, 0.3), (page.BLUE, 0.45), (page.BLUE, 0.9)),
         strict=True,
     )
 )
 """Colour and opacity of each pool: the colour of the side where it works, paler if its workers switch sides."""
 
-_FURTHER = (figures.TEAL, figures.ORANGE, figures.PURPLE)
+_FURTHER = (page.TEAL, page.ORANGE, page.PURPLE)
 """Colours of pools with other names."""
 
 _MARKS = {
-    "to training": ("^", figures.GREEN),
-    "to rollout": ("v", figures.BLUE),
-    MESH: ("D", figures.PURPLE),
-    "failed": ("X", figures.ORANGE),
-    "cancelled": ("X", figures.MUTED),
+    "to training": ("^", page.GREEN),
+    "to rollout": ("v", page.BLUE),
+    MESH: ("D", page.PURPLE),
+    "failed": ("X", page.ORANGE),
+    "cancelled": ("X", page.MUTED),
 }
 """Symbol and colour at the end of a transition."""
 
@@ -151,7 +151,7 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
     """Returns the data of the picture: times, and the devices of each pool from each time on.
 
     Pools are in the order of stacking. Pools that never had a device are left out, as are changes whose time is not
-    finite. The last time is the end. If there are more than `figures.MOST_POINTS` changes, time is divided into that
+    finite. The last time is the end. If there are more than `page.MOST_POINTS` changes, time is divided into that
     many intervals, and the last change in each is kept.
 
     Args:
@@ -161,10 +161,10 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
     changes = sorted((size for size in sizes if math.isfinite(size.start)), key=lambda size: size.start)
     if not changes:
         return [], {}
-    if len(changes) > figures.MOST_POINTS:
+    if len(changes) > page.MOST_POINTS:
         begin = changes[0].start
         # All changes may be at the same moment; any positive length will do then.
-        stretch = (changes[-1].start - begin) / figures.MOST_POINTS or 1.0
+        stretch = (changes[-1].start - begin) / page.MOST_POINTS or 1.0
         changes = list({int((change.start - begin) / stretch): change for change in changes}.values())
     named = dict.fromkeys(itertools.chain.from_iterable(change.devices for change in changes))
     order = [*protocols.POOLS, *(name for name in named if name not in protocols.POOLS)]
@@ -191,7 +191,7 @@ def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]
 
 
 def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0) -> str:
-    """Draws devices by pool over time, with a mark above at the end of each transition. `figures.standalone` saves it.
+    """Draws devices by pool over time, with a mark above at the end of each transition. `page.standalone` saves it.
 
     Returns an empty text if there is nothing to see: no pool was recorded, or no time has passed.
 
@@ -224,10 +224,10 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
             style = {"marker": symbol, "markersize": 6, "linestyle": "", "label": name}
             axes.plot(ends, [1.07 * top] * len(ends), color=colour, **style)
         axes.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.14 * top), xlabel=unit, ylabel="devices")
-        figures.whole_ticks(axes.yaxis)
-        figures.legend_above(axes, 5)
+        page.whole_ticks(axes.yaxis)
+        page.legend_above(axes, 5)
 
-    return figures.figure(picture, 3.4, wide=True)
+    return page.figure(picture, 3.4, wide=True)
 
 
 # Section --------------------------------------------------------------------------------------------------------

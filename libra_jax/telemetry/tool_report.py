@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import escapes, figures, page, trace
+from libra_jax.telemetry import escapes, page, trace
 
 NOTE = (
     "Seconds and payload of a call: median, and what nine in ten stay below. Several calls of one output are one row, "
@@ -49,7 +49,7 @@ MOST_BARS = 24
 
 QUARTER = 4
 
-STATUS_COLOURS = {"success": figures.GREEN, "failure": figures.ORANGE, "timeout": figures.PURPLE}
+STATUS_COLOURS = {"success": page.GREEN, "failure": page.ORANGE, "timeout": page.PURPLE}
 """Colour of each status, in the order of stacking."""
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -209,17 +209,17 @@ def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
         for axes, (name, calls) in zip(panels, by_tool.items(), strict=True):
             counts = calls.outcomes  # includes zeros, because stacked curves need the same steps
             parts = {status: {step: float(counts[step, status]) for step in steps} for status in STATUS_COLOURS}
-            figures.stack(axes, parts, STATUS_COLOURS)
+            page.stack(axes, parts, STATUS_COLOURS)
             axes.set_xlabel("")
-            figures.whole_ticks(axes.yaxis)
-            axes.set_title(figures.label(name), loc="left", fontsize=figures.FONT)
+            page.whole_ticks(axes.yaxis)
+            axes.set_title(page.label(name), loc="left", fontsize=page.FONT)
         whole = panels[0].figure
-        whole.supxlabel("training step", fontsize=figures.FONT, color=figures.MUTED)
-        whole.supylabel("calls", fontsize=figures.FONT, color=figures.MUTED)
+        whole.supxlabel("training step", fontsize=page.FONT, color=page.MUTED)
+        whole.supylabel("calls", fontsize=page.FONT, color=page.MUTED)
         handles, labels = panels[0].get_legend_handles_labels()
         whole.legend(handles, labels, loc="outside upper right", ncols=len(labels), handlelength=1)
 
-    return figures.figure(draw, 2.1, wide=True, panels=len(by_tool))
+    return page.figure(draw, 2.1, wide=True, panels=len(by_tool))
 
 
 def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
@@ -230,18 +230,18 @@ def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
     def draw(axes: Any) -> None:
         for place, values in enumerate(by_tool.values()):
             low, first, median, third, high = (max(value, least) for value in values)
-            style = {"color": figures.BLUE, "solid_capstyle": "butt"}
+            style = {"color": page.BLUE, "solid_capstyle": "butt"}
             axes.plot([low, high], [place, place], linewidth=1.4, **style)
             axes.plot([first, third], [place, place], linewidth=9, alpha=0.45, **style)
-            axes.plot([median], [place], color=figures.INK, marker="|", markersize=11, markeredgewidth=2.4)
-        if positive and max(positive) > figures.FAR * least:
+            axes.plot([median], [place], color=page.INK, marker="|", markersize=11, markeredgewidth=2.4)
+        if positive and max(positive) > page.FAR * least:
             axes.set_xscale("log")
         else:
             axes.set_xlim(left=0)
-        figures.name_rows(axes, list(by_tool))
+        page.name_rows(axes, list(by_tool))
         axes.set_xlabel("seconds")
 
-    return figures.figure(draw, 0.9 + 0.34 * max(4, len(by_tool)))
+    return page.figure(draw, 0.9 + 0.34 * max(4, len(by_tool)))
 
 
 def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
@@ -252,21 +252,21 @@ def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
     """
 
     def draw(axes: Any) -> None:
-        width, colours = 0.8 / len(shares), (figures.MUTED, figures.BLUE)
+        width, colours = 0.8 / len(shares), (page.MUTED, page.BLUE)
         for place, (name, counted) in enumerate(shares.items()):
             bars: dict[int, float] = {}
             for count, share in counted.items():
                 bars[min(count, MOST_BARS)] = bars.get(min(count, MOST_BARS), 0.0) + share
             at = [count + (place - (len(shares) - 1) / 2) * width for count in bars]
             axes.bar(at, list(bars.values()), width=width, color=colours[place % 2], alpha=0.85, label=name)
-        figures.whole_ticks(axes.xaxis)
+        page.whole_ticks(axes.xaxis)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         further = any(count > MOST_BARS for counted in shares.values() for count in counted)
         axes.set_xlabel("turns" + (f" ({MOST_BARS}: or more)" if further else ""))
         axes.set_ylabel("rollouts")
-        figures.legend_above(axes, 2)
+        page.legend_above(axes, 2)
 
-    return figures.figure(draw)
+    return page.figure(draw)
 
 
 def draw_left(states: Sequence[prediction_quality.State]) -> str:
@@ -276,16 +276,16 @@ def draw_left(states: Sequence[prediction_quality.State]) -> str:
     def draw(axes: Any) -> None:
         places = range(len(states))
         means = [state.mean for state in states]
-        axes.barh(places, means, color=figures.PURPLE, alpha=0.7, height=0.6, label="mean")
-        dots = {"color": figures.INK, "marker": "o", "markersize": 4, "linestyle": "", "label": "P90"}
+        axes.barh(places, means, color=page.PURPLE, alpha=0.7, height=0.6, label="mean")
+        dots = {"color": page.INK, "marker": "o", "markersize": 4, "linestyle": "", "label": "P90"}
         axes.plot([state.p90 for state in states], places, **dots)
         named = [f"{state.tool}, {state.status}, {prediction_quality.told(state.size_class)}" for state in states]
-        figures.name_rows(axes, named)
+        page.name_rows(axes, named)
         axes.set_xlim(left=0)
         axes.set_xlabel("tokens still generated")
-        figures.legend_above(axes, 2)
+        page.legend_above(axes, 2)
 
-    return figures.figure(draw, 0.9 + 0.3 * max(3, len(states)), wide=True)
+    return page.figure(draw, 0.9 + 0.3 * max(3, len(states)), wide=True)
 
 
 # Causal states --------------------------------------------------------------------------------------------------
