@@ -241,6 +241,7 @@ def _ask(question: Callable[[], Any], here: str) -> Any:
 
     thread = threading.Thread(target=ask, name="libra-hub", daemon=True)
     thread.start()
+    # Not joined to its end: a thread that name resolution holds is left behind, and dies with the process.
     thread.join(ASK_SECONDS)
     answer = answers[0] if answers else TimeoutError(f"no answer within {ASK_SECONDS:g} s")
     if isinstance(answer, errors.RevisionNotFoundError):

@@ -19,7 +19,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import advantages, kl
-from libra_jax.models import gathering
+from libra_jax.models import sharding
 from libra_jax.training import packing
 
 Score = Callable[[packing.Packed], "list[jax.Array]"]
@@ -85,7 +85,7 @@ def prepare(
         add("reference", scores)
         # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
         if config.algorithm.kl_in_reward:
-            with gathering.whole(scores) as whole:
+            with sharding.whole(scores) as whole:
                 arrays = [np.asarray(array) for array in whole]
             references = packed.gather(arrays, [len(example.tokens_N) for example in sequences])
     values = token_advantages(config.algorithm, batch.groups, sequences, references, masked)

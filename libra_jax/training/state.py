@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, sharding, transformer
+from libra_jax.models import feasibility, transformer
 
 PyTree = Any
 
@@ -126,7 +126,7 @@ def layout(
       ConfigError: a size of the model is not divisible by an axis of the mesh.
     """
     feasibility.check_mesh(config, mesh.shape)
-    shardings = sharding.shardings(config, mesh)
+    shardings = transformer.shardings(config, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     shapes = transformer.abstract_params(config, dtype)
 

@@ -182,7 +182,7 @@ class Programs:
             inputs = where.state.params, where.accumulator, shapes
             shardings, results, donated = (params, sums, arrays), (sums, where.everywhere), (1,)
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=results, donate_argnums=donated)
-        # The model pins its activations on the current mesh (`models.axes.constrain`).
+        # The model pins its activations on the current mesh (`models.sharding.constrain`).
         with jax.set_mesh(where.mesh):
             self._compiled[key] = jitted.lower(*inputs).compile(self._options)
         if batch:

@@ -30,7 +30,7 @@ import torch
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import gathering, hf_names
+from libra_jax.models import hf_names, sharding
 from libra_jax.weights import memfd
 
 ALIGNMENT = 64
@@ -152,7 +152,7 @@ class HostSnapshot:
         leaves = {source.path: leaf(params, source) for source in self._sources}
         self._checksums.clear()
         # All processes take part in the gathering, and process 0 alone keeps the result.
-        with gathering.whole(leaves.values()) as gathered:
+        with sharding.whole(leaves.values()) as gathered:
             if jax.process_index() == 0:
                 if not self._memory:  # it serves all versions
                     self._memory = self._allocated()
