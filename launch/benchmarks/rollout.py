@@ -56,7 +56,7 @@ async def measure(rounds: int) -> dict[str, Any]:
             recorder=recorder,
             ending=ending,
         )
-        engines.changed()
+        engines.events.announce(protocols.EnginesChanged(engines.serving()))
 
         async def ours() -> None:
             await ending.race(_through_coordinator(dispatcher, config))

@@ -20,11 +20,12 @@ class Batches:
     Args:
       config: the run's configuration (`coordinator`, `steps`).
       tasks: source of the tasks, by position.
-      groups: runs the groups and calls `settled` here.
+      groups: runs the groups.
       publisher: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.
       recovery: restarts the trainer if it dies during that commit.
       recorder: gets a status line while the trainer waits.
+      events: source of GroupSettled.
 
     Attributes:
       data_position: position of the next task.
@@ -41,6 +42,7 @@ class Batches:
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,
         recorder: protocols.Recorder,
+        events: protocols.Events,
     ) -> None:
         limits = config.coordinator
         self._source = config.task.source
@@ -56,6 +58,7 @@ class Batches:
         self._settled = asyncio.Event()
         self.data_position = 0
         self.next_step = 0
+        events.subscribe(protocols.GroupSettled, self._group_settled)
         if spare:
             recorder.note(
                 f"config.coordinator.redundancy: {spare} groups more than the {limits.groups_per_step} of a step are "
@@ -79,8 +82,8 @@ class Batches:
             self._groups.dispatch(self.data_position, task, self._publisher.served)
             self.data_position += 1
 
-    def settled(self) -> None:
-        """Wakes the wait for a batch after a group has finished or was replaced, and dispatches new groups."""
+    def _group_settled(self, event: protocols.GroupSettled) -> None:
+        """Wakes the wait for a batch, and dispatches new groups."""
         self._settled.set()
         self.admit()
 

@@ -22,13 +22,89 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
 from libra_jax.coordinator import fencing
+from libra_jax.elastic import pool
 
 EXPORT = "config.json"
+
+
+class TrajectoryRecord(TypedDict):
+    """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token."""
+
+    token_ids: str
+    sources: str
+    loss_mask: str
+    log_probs: str
+    policy_versions: str
+    trajectory_id: str
+    prompt_id: str
+    turns: list[dict[str, Any]]
+    reward: float | None
+    environment_reward: float | None
+    finish: str | None
+    metrics: dict[str, float]
+    start_seconds: float
+    seconds: float
+    snapshot: dict[str, Any] | None
+
+
+class GroupRecord(TypedDict):
+    """A group that is finished or in flight."""
+
+    group_id: int
+    prompt_id: str
+    payload: dict[str, Any]
+    dispatch_version: int
+    trajectories: list[TrajectoryRecord]
+
+
+class GroupsState(TypedDict):
+    """The groups that no batch has taken yet, and the counts of all groups."""
+
+    trained: int
+    scored: NotRequired[int]
+    """Missing in checkpoints of earlier versions."""
+    replaced: dict[str, int]
+    replaced_tokens: int
+    first_replacement: str
+    finished: list[GroupRecord]
+    running: list[GroupRecord]
+
+
+class Allocation(TypedDict):
+    """An engine that served when the checkpoint began."""
+
+    name: str
+    slots: int
+
+
+class HybridState(TypedDict):
+    """The state of the hybrid workers."""
+
+    pool: pool.PoolState
+    speed: dict[str, float]
+    """Measured speed of each worker relative to the core."""
+
+
+class CoordinatorState(TypedDict):
+    """The coordinator's part of a checkpoint."""
+
+    step: int
+    planned_steps: NotRequired[int]
+    """`config.steps` of the run, at which its learning-rate schedule ends."""
+    evaluated: int
+    """Version of the last evaluation."""
+    data_position: int
+    warm_start_steps: int
+    scheduler: Mapping[str, Any]
+    allocation: list[Allocation]
+    groups: GroupsState
+    planner: NotRequired[Mapping[str, Any] | None]
+    hybrid: NotRequired[HybridState | None]
 
 
 def newest_step(workdir: Path) -> int:
@@ -126,7 +202,7 @@ class Checkpoints:
         stored = self._chosen(chosen)
         return stored.manifest.parent / stored.record["trainer"]
 
-    def begin(self, step: int, state: Mapping[str, Any]) -> Path:
+    def begin(self, step: int, state: CoordinatorState) -> Path:
         """Writes the coordinator's part of a new checkpoint. The trainer saves to the returned path.
 
         An earlier checkpoint of the same step counts until this one is committed.
@@ -212,7 +288,7 @@ class Checkpoints:
         if self._epoch is not None:
             self._epoch.check()
 
-    def load(self, chosen: int | store.Stored) -> dict[str, Any]:
+    def load(self, chosen: int | store.Stored) -> CoordinatorState:
         """Verifies and returns the coordinator's part of a checkpoint.
 
         Args:
@@ -309,7 +385,7 @@ def _sync_directory(path: Path) -> None:
 # Groups as JSON. Per-token lists are packed binary: spelling out millions of floats would stall the event loop.
 
 
-def encode_group(group: protocols.Group) -> dict[str, Any]:
+def encode_group(group: protocols.Group) -> GroupRecord:
     """Encodes a finished or running group as plain JSON values."""
     return {
         "group_id": group.group_id,
@@ -320,7 +396,7 @@ def encode_group(group: protocols.Group) -> dict[str, Any]:
     }
 
 
-def decode_group(record: Mapping[str, Any]) -> protocols.Group:
+def decode_group(record: GroupRecord) -> protocols.Group:
     """Decodes a group from the result of `encode_group`."""
     return protocols.Group(
         group_id=record["group_id"],
@@ -330,16 +406,21 @@ def decode_group(record: Mapping[str, Any]) -> protocols.Group:
     )
 
 
-_PACKED = {"token_ids": "q", "sources": "b", "loss_mask": "b", "log_probs": "d", "policy_versions": "q"}
+def _pack(code: str, values: Sequence[float]) -> str:
+    return base64.b64encode(array.array(code, values).tobytes()).decode()
 
 
-def _encode_trajectory(trajectory: protocols.Trajectory) -> dict[str, Any]:
-    packed = {
-        name: base64.b64encode(array.array(code, getattr(trajectory, name)).tobytes()).decode()
-        for name, code in _PACKED.items()
-    }
+def _unpack(code: str, text: str) -> list[Any]:
+    return array.array(code, base64.b64decode(text)).tolist()
+
+
+def _encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
     return {
-        **packed,
+        "token_ids": _pack("q", trajectory.token_ids),
+        "sources": _pack("b", trajectory.sources),
+        "loss_mask": _pack("b", trajectory.loss_mask),
+        "log_probs": _pack("d", trajectory.log_probs),
+        "policy_versions": _pack("q", trajectory.policy_versions),
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
         "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns],
@@ -357,16 +438,16 @@ def _decode_move(record: Mapping[str, Any]) -> protocols.Move:
     return protocols.Move(**{**record, "reason": protocols.MoveReason(record["reason"])})
 
 
-def _decode_trajectory(record: Mapping[str, Any]) -> protocols.Trajectory:
-    fields = dict(record)
-    for name, code in _PACKED.items():
-        fields[name] = array.array(code, base64.b64decode(record[name])).tolist()
-    fields["loss_mask"] = [bool(value) for value in fields["loss_mask"]]
+def _decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
+    fields: dict[str, Any] = dict(record)  # fields that an earlier version did not write keep their defaults
+    for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
+        fields[name] = _unpack(code, fields[name])
+    fields["loss_mask"] = [bool(value) for value in _unpack("b", record["loss_mask"])]
     fields["turns"] = [
         protocols.Turn(**{**turn, "moves": tuple(_decode_move(move) for move in turn.get("moves", ()))})
         for turn in record["turns"]
     ]
-    if fields.get("snapshot") is not None:
-        messages = tuple(protocols.Message(**message) for message in fields["snapshot"]["messages"])
-        fields["snapshot"] = protocols.AttemptSnapshot(**{**fields["snapshot"], "messages": messages})
+    if (snapshot := fields.get("snapshot")) is not None:
+        messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
+        fields["snapshot"] = protocols.AttemptSnapshot(**{**snapshot, "messages": messages})
     return protocols.Trajectory(**fields)

@@ -81,8 +81,8 @@ class Dispatcher:
         self.counts = Counts()
         self._counted_from = self._loop.time()
         self.routing = routing.Routing(config)
-        engines.changed = self._instances_changed
-        engines.replanned = self.replan
+        engines.events.subscribe(protocols.EnginesChanged, lambda event: self._instances_changed(event.serving))
+        engines.events.subscribe(protocols.EnginesReplanned, lambda event: self.replan(event.rollout))
         ending.start(self._watch(), "stream deadlines")
 
     def open(self, trajectory_id: str, group_id: int, dispatch_version: int) -> None:
@@ -208,8 +208,7 @@ class Dispatcher:
             self.routing.decided(request.route, placement)
         self.counts.seconds += self._loop.time() - since
 
-    def _instances_changed(self) -> None:
-        serving = self._engines.serving()
+    def _instances_changed(self, serving: Sequence[protocols.Instance]) -> None:
         names = {instance.name for instance in serving}
         for request in self._requests.values():
             if request.instance and request.instance not in names:
@@ -220,7 +219,7 @@ class Dispatcher:
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Switches to a plan's buckets. Requests of instances that ended by the same plan wait for a new placement."""
-        self._instances_changed()
+        self._instances_changed(self._engines.serving())
         now = self._loop.time()
         self.routing.replan(rollout)
         self._apply(self._scheduler.on_plan(rollout, now), now)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import (
+    checkpoints,
     dispatch,
     failure,
     hybrid,
@@ -71,8 +71,8 @@ class Elasticity:
                 core_devices=resizing.sizes.devices,
                 recorder=recorder,
                 ending=ending,
+                changed=self._show_pools,
             )
-            self._hybrid.changed = self._show_pools
         self._follower: plan_follower.PlanFollower | None = None
         if planner is not None:
             self._follower = plan_follower.PlanFollower(
@@ -128,11 +128,11 @@ class Elasticity:
             self._hybrid.close()  # first, because it does not wait, and a resize's processes may not end in time
         await self._resizing.close()
 
-    def snapshot(self) -> dict[str, Any] | None:
-        """Returns the state of the hybrid workers, JSON-able. The planner has its own snapshot."""
+    def snapshot(self) -> checkpoints.HybridState | None:
+        """Returns the state of the hybrid workers; None without them. The planner has its own snapshot."""
         return None if self._hybrid is None else self._hybrid.snapshot()
 
-    def restore(self, snapshot: Mapping[str, Any] | None) -> None:
+    def restore(self, snapshot: checkpoints.HybridState | None) -> None:
         """Restores the state of the hybrid workers after a restart of the run."""
         if self._hybrid is not None and snapshot is not None:
             self._hybrid.restore(snapshot)

@@ -6,6 +6,7 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -108,7 +109,7 @@ async def evaluate_alone(
     try:
         await ending.race(crew.start())
         wired = parts.wire(
-            run, agent, scheduler, None, make_trainer=specs.make_trainer, workers=crew, ending=ending, state=dict
+            run, agent, scheduler, None, make_trainer=specs.make_trainer, workers=crew, ending=ending, state=_no_state
         )
         version = 0 if checkpoint is None else await ending.race(wired.trainer.restore(checkpoint))
         await ending.race(wired.publisher.sync_weights(version))
@@ -118,6 +119,10 @@ async def evaluate_alone(
     finally:
         await ending.cancel_background(limit)
         await crew.shut_down(limit)
+
+
+def _no_state() -> NoReturn:
+    raise AssertionError("an evaluation takes no checkpoints")
 
 
 async def _crash_of(attempt: asyncio.Future[None]) -> protocols.EnvironmentCrashed | None:

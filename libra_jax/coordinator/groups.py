@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -26,7 +25,7 @@ class Groups:
       runner: runs one rollout.
       recorder: gets a note for each replacement after a failure.
       ending: ends the run if too many groups have to be replaced.
-      settled: called after a group has finished or was replaced.
+      events: gets a GroupSettled for each group that has finished or was replaced.
     """
 
     def __init__(
@@ -36,13 +35,13 @@ class Groups:
         runner: attempts.Attempts,
         recorder: protocols.Recorder,
         ending: failure.Ending,
-        settled: Callable[[], None],
+        events: protocols.Events,
     ) -> None:
         self._config = config
         self._runner = runner
         self._recorder = recorder
         self._ending = ending
-        self._settled = settled
+        self._events = events
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -91,7 +90,7 @@ class Groups:
             self._leave(group)
         self._count(group, reason, why)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> checkpoints.GroupsState:
         """Returns a checkpoint's content: waiting groups, groups in flight with their tokens so far, and the counts."""
         return {
             "trained": self.trained,
@@ -103,7 +102,7 @@ class Groups:
             "running": [checkpoints.encode_group(group) for group in self.running.values()],
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: checkpoints.GroupsState) -> None:
         """Restores the result of `state`. Groups that were in flight resume from their tokens."""
         # Checkpoints of earlier versions lack "scored".
         self.trained, self.scored = state["trained"], state.get("scored", state["trained"])
@@ -152,7 +151,7 @@ class Groups:
             self._count(group, ZERO_VARIANCE, self._why_same(group))
         else:
             self.finished[group.group_id] = group
-            self._settled()
+            self._events.announce(protocols.GroupSettled(group.group_id))
 
     def _same_rewards(self, group: protocols.Group) -> bool:
         """Returns True if the environment gave equal rewards to all of a group's rollouts that are not masked.
@@ -194,7 +193,7 @@ class Groups:
         if reason != REDUNDANT:  # the config asks for redundant groups
             self._first_replacement = self._first_replacement or why
             self._check_replacements()
-        self._settled()
+        self._events.announce(protocols.GroupSettled(group.group_id))
 
     def _check_replacements(self) -> None:
         """Ends the run if too many groups were replaced.

@@ -1,7 +1,7 @@
 """Decides when hybrid workers switch between training and rollout.
 
 A hybrid worker is an engine and a training side that share devices; one of the two sleeps. After each training step,
-`borrowing` looks at what the step took and decides whether a worker switches. `transitions` carries the switch out
+`switching` looks at what the step took and decides whether a worker switches. `transitions` carries the switch out
 while training and rollout continue. The core never waits for a transition, because gradient channels open and close
 beside its steps. If a hybrid worker misses its deadline, the core computes its share.
 """
@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import (
+    checkpoints,
     failure,
     instances,
     measured_steps,
     reports,
 )
-from libra_jax.elastic import borrowing, pool, states, training_sides, transition_log, transitions, worker_shares
-from libra_jax.elastic.states import State
+from libra_jax.elastic import pool, switching, training_sides, transitions, worker_shares
+from libra_jax.elastic.pool import State
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
 """Lead of a worker that joins the next step: READY_MARGIN times its last switch, plus READY_SHARE of a step."""
@@ -54,10 +54,10 @@ class HybridWorkers:
       core_devices: number of the trainer's devices. Until a worker's speed is measured, its share is by devices.
       recorder: gets each transition and the devices of each pool.
       ending: runs transitions in the background, and cancels them at the run's end.
+      changed: called after a worker has moved to another pool.
 
     Attributes:
       pool: the workers' states.
-      changed: called after a worker has moved to another pool.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class HybridWorkers:
         core_devices: int,
         recorder: protocols.Recorder,
         ending: failure.Ending,
+        changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._engines = engines
@@ -82,15 +83,14 @@ class HybridWorkers:
         self._floor = config.elastic.floor
         limits = transitions.limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
-        engines.fewer = self._lost
-        self.changed: Callable[[], None] = lambda: None
-        self._borrowing = borrowing.Borrowing(
+        engines.events.subscribe(protocols.EngineLost, self._lost)
+        self._borrowing = switching.Switching(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
         self._shares = worker_shares.Shares(
             members, {name: engines.engines[name].devices / core_devices for name in self._names}
         )
-        self._log = transition_log.TransitionLog(recorder)
+        self._log = transitions.TransitionLog(recorder)
         self._transitions = transitions.Transitions(
             config.deadlines,
             pool=self.pool,
@@ -101,7 +101,7 @@ class HybridWorkers:
             recorder=recorder,
             log=self._log,
             ending=ending,
-            changed=lambda: self.changed(),
+            changed=changed,
         )
         self._coming: _Coming | None = None
         self._disturbed = True  # the first step compiles and starts up, unlike later steps
@@ -144,7 +144,7 @@ class HybridWorkers:
                     if error is None
                     else str(error)
                 )
-                self._transitions.begin(self.pool.release(name, why, now))
+                self._transitions.begin(self.pool.switch_to_rollout(name, why, now))
 
     # Decisions --------------------------------------------------------------------------------------------------
 
@@ -171,11 +171,11 @@ class HybridWorkers:
             return metrics
         self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
         self._disturbed = True
-        if decision.kind == "borrow":
+        if decision.kind == "to_training":
             self._coming = _Coming(decision.workers, decision.why)
             return metrics
         for name in decision.workers:
-            self._transitions.begin(self.pool.release(name, decision.why, self._loop.time()))
+            self._transitions.begin(self.pool.switch_to_rollout(name, decision.why, self._loop.time()))
         return metrics
 
     def _in_time(self) -> float:
@@ -193,7 +193,7 @@ class HybridWorkers:
             staying = self._staying()
             rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in staying
             if rolls_out and len(staying) > self._floor and not self._ending.called:
-                self._transitions.begin(self.pool.borrow(name, coming.why, self._loop.time()))
+                self._transitions.begin(self.pool.switch_to_training(name, coming.why, self._loop.time()))
 
     def _call_off(self) -> None:
         """Cancels the planned switch to training."""
@@ -201,8 +201,7 @@ class HybridWorkers:
         if coming is not None and coming.timer is not None:
             coming.timer.cancel()
 
-    def _lost(self) -> None:
-        """Reacts to the loss of an instance."""
+    def _lost(self, event: protocols.EngineLost) -> None:
         self._disturbed = True
         self._keep_floor()
 
@@ -219,10 +218,10 @@ class HybridWorkers:
             self._call_off()
         why = f"fewer than elastic.floor = {self._floor} instances are left to roll out"
         for worker in self.pool.workers:
-            if short <= 0 or worker.state not in (*states.BORROWED, State.TRAINING):
+            if short <= 0 or worker.state not in (*pool.TO_TRAINING, State.TRAINING):
                 continue
             self._recorder.note(f"Hybrid workers, {worker.name} comes back: {why}.")
-            gives_back = self.pool.release if worker.state is State.TRAINING else self.pool.cancel
+            gives_back = self.pool.switch_to_rollout if worker.state is State.TRAINING else self.pool.cancel
             self._transitions.begin(gives_back(worker.name, why, now))
             short -= 1
 
@@ -239,13 +238,13 @@ class HybridWorkers:
         """Marks the step under way as no prediction of later steps, for instance because the trainer moves."""
         self._disturbed = True
 
-    def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> borrowing.Sight:
-        """Returns what `borrowing` decides by: means of the last undisturbed steps under the present arrangement."""
+    def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> switching.Sight:
+        """Returns what `switching` decides by: means of the last undisturbed steps under the present arrangement."""
         serving = self._engines.serving()
         slots = {instance.name: instance.slots for instance in serving}
         asleep = {name: self._engines.engines[name].info for name in self._names}
         hybrid = tuple(
-            borrowing.Hybrid(
+            switching.Hybrid(
                 worker.name,
                 slots.get(worker.name) or (info.slots if (info := asleep[worker.name]) is not None else 0),
                 self._shares.speed[worker.name],
@@ -261,7 +260,7 @@ class HybridWorkers:
         else:
             self._measured.add(report, sum(slots.values()))
         taken = self._measured.mean()
-        return borrowing.Sight(
+        return switching.Sight(
             step=step,
             step_seconds=taken.step,
             train_seconds=taken.train,
@@ -284,7 +283,7 @@ class HybridWorkers:
         why, now = "the trainer moved to other processes", self._loop.time()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING:
-                self._transitions.begin(self.pool.release(worker.name, why, now))
+                self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
             elif worker.state is State.JOINING:
                 self._transitions.begin(self.pool.cancel(worker.name, why, now))
 
@@ -315,11 +314,11 @@ class HybridWorkers:
         self._shares.close()
         self._log.close()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the state to keep across a restart; JSON-able."""
+    def snapshot(self) -> checkpoints.HybridState:
+        """Returns the state to keep across a restart."""
         return {"pool": self.pool.snapshot(), "speed": dict(self._shares.speed)}
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: checkpoints.HybridState) -> None:
         """Restores the state after a restart, with every worker in rollout."""
         self.pool.restore(snapshot["pool"])
         speed = self._shares.speed

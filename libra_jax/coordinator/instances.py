@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,8 +109,7 @@ class Instances:
     """All rollout engines of a run.
 
     Attributes:
-      changed: called after the set of serving engines has changed.
-      fewer: called after an engine was lost.
+      events: gets EnginesChanged, EnginesReplanned, EngineLost, and EngineLoaded for each engine that needs weights.
       weights: lock held while engines receive weights, and while an engine is taken out to sleep.
 
     Args:
@@ -121,6 +120,7 @@ class Instances:
       make_spec: makes engines that a plan adds. Without it, no plan can be followed.
       recorder: gets starts and losses.
       ending: ends the run if no engine can ever serve again.
+      events: the run's events; None makes a bus of its own.
     """
 
     def __init__(
@@ -133,7 +133,9 @@ class Instances:
         ending: failure.Ending,
         make_spec: MakeSpec | None = None,
         hybrid: Sequence[str] = (),
+        events: protocols.Events | None = None,
     ) -> None:
+        self.events = events or protocols.Events()
         self._config = config
         self._cluster = cluster
         self._make_spec = make_spec
@@ -142,12 +144,8 @@ class Instances:
         self._ending = ending
         self.engines = {spec.name: Engine(spec, hybrid=spec.name in hybrid) for spec in specs}
         self.losses = 0  # losses of engines that are not hybrid
-        self.changed: Callable[[], None] = lambda: None
         self._trainer = protocols.ActorSpec("trainer", "", {})
         self.weights = asyncio.Lock()
-        self.fewer: Callable[[], None] = lambda: None
-        self.replanned: Callable[[Sequence[protocols.PlannedBucket]], None] = lambda rollout: None
-        self.load_weights: Callable[[Engine], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         """Starts all engines concurrently. An engine that dies while starting is restarted in the background."""
@@ -186,7 +184,7 @@ class Instances:
         for engine in ready:
             engine.state = "serving"
         if ready:
-            self.changed()
+            self.events.announce(protocols.EnginesChanged(self.serving()))
 
     def lost(self, engine: Engine, life: int, error: BaseException) -> None:
         """Takes a failed engine out of service and restarts it if restarts are left. Ignores earlier lives."""
@@ -199,7 +197,7 @@ class Instances:
         engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
         self._recorder.status(engine.name, protocols.LOST)
-        self.changed()
+        self.events.announce(protocols.EnginesChanged(self.serving()))
         if self._ending.called:  # the run ends, so no request needs the engine
             return
         left = self._config.rollout.restarts - engine.restarts
@@ -209,7 +207,7 @@ class Instances:
         elif left:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
-        self.fewer()
+        self.events.announce(protocols.EngineLost(engine.name))
         self._ending.start(self._restart(engine, error), f"restart {engine.name}")
 
     async def sleep(self, name: str) -> None:
@@ -230,7 +228,7 @@ class Instances:
             engine.state, engine.life, engine.policy_version = "asleep", engine.life + 1, protocols.NO_VERSION
         finally:
             self.weights.release()  # the engine gets no more updates, so a hanging sleep blocks nobody
-        self.changed()
+        self.events.announce(protocols.EnginesChanged(self.serving()))
         self._recorder.status(name, "going to sleep")
         try:
             await _client(engine).sleep()
@@ -254,8 +252,7 @@ class Instances:
             try:
                 await _client(engine).wake()
                 engine.state = "loaded"
-                if self.load_weights is not None:
-                    await self.load_weights(engine)
+                await self.events.publish(protocols.EngineLoaded(name))
             except protocols.LibraError as error:
                 self.lost(engine, life, error)
         limit = asyncio.get_running_loop().time() + seconds + self._config.deadlines.engine_start
@@ -301,7 +298,7 @@ class Instances:
         specs = self._specs(lacking, retired)  # before any engine stops, so that NoRoom changes nothing
         for engine in retired:
             self._retire(engine)
-        self.replanned(self.with_hybrid(rollout))
+        self.events.announce(protocols.EnginesReplanned(self.with_hybrid(rollout)))
         await deadlines.together(*(self._stop(engine) for engine in retired))
         added = [Engine(spec) for spec in specs]
         self.engines.update({engine.name: engine for engine in added})
@@ -359,8 +356,8 @@ class Instances:
 
     async def _start_and_load(self, engine: Engine) -> None:
         await self._start(engine)
-        if engine.state == "loaded" and self.load_weights is not None:
-            await self.load_weights(engine)
+        if engine.state == "loaded":
+            await self.events.publish(protocols.EngineLoaded(engine.name))
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"

@@ -1,4 +1,4 @@
-"""Measures training steps during which no worker switched. `borrowing` decides by these measurements."""
+"""Measures training steps during which no worker switched. `switching` decides by these measurements."""
 
 from __future__ import annotations
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from libra_jax import protocols
 from libra_jax.coordinator import (
     attempts,
+    checkpoints,
     context,
     dispatch,
     elasticity,
     failure,
-    instances,
     plan_follower,
     saving,
 )
@@ -63,7 +62,7 @@ def wire(
     make_trainer: client.MakeTrainer | None,
     workers: workers_lib.Workers,
     ending: failure.Ending,
-    state: Callable[[], dict[str, Any]],
+    state: Callable[[], checkpoints.CoordinatorState],
 ) -> Parts:
     """Makes the parts of a run. Call it inside the event loop that they serve.
 
@@ -79,7 +78,7 @@ def wire(
     """
     config, recorder, workdir = run.config, run.recorder, run.workdir
     trainer, engines, members = workers.trainer, workers.engines, workers.members
-    events = protocols.Events()
+    events = engines.events
     saver = saving.Saver(
         config, trainer=trainer, workdir=workdir, recorder=recorder, events=events, state=state, epoch=run.fencing
     )
@@ -126,10 +125,7 @@ def wire(
         make_trajectory=agent.make_trajectory,
         note=recorder.note,
     )
-    # Groups and batches call each other; the lambda resolves `batches` after both exist.
-    groups = groups_lib.Groups(
-        config, runner=runner, recorder=recorder, ending=ending, settled=lambda: batches.settled()
-    )
+    groups = groups_lib.Groups(config, runner=runner, recorder=recorder, ending=ending, events=events)
     batches = batches_lib.Batches(
         config,
         tasks=agent.tasks,
@@ -138,6 +134,7 @@ def wire(
         saver=saver,
         recovery=recovery,
         recorder=recorder,
+        events=events,
     )
     elastic = elasticity.Elasticity(
         config,
@@ -154,10 +151,11 @@ def wire(
     )
 
     # An engine may come up while the trainer is being restarted, and then waits for the restart.
-    async def load_weights(engine: instances.Engine) -> None:
+    async def bring_weights(event: protocols.EngineLoaded) -> None:
+        engine = engines.engines[event.name]
         await recovery.through(lambda: publisher.catch_up(engine))
 
-    engines.load_weights = load_weights
+    events.subscribe(protocols.EngineLoaded, bring_weights)
     return Parts(
         trainer=trainer,
         dispatcher=dispatcher,

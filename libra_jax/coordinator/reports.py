@@ -6,7 +6,6 @@ import collections
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
@@ -112,7 +111,7 @@ class StepReport:
             **self.evaluation,
         }
 
-    def trace(self) -> list[dict[str, Any]]:
+    def trace(self) -> list[protocols.TraceRecord]:
         """Returns one record of `trace.jsonl` for each trajectory."""
         return [
             trace_record(trajectory, group, self.version + 1)
@@ -171,8 +170,8 @@ def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
     return values
 
 
-def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> dict[str, Any]:
-    """Returns a trajectory's record for the simulator. `policy_version` is that of its group's first dispatch."""
+def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> protocols.TraceRecord:
+    """Returns a trajectory's record for the simulator."""
     return {
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
@@ -187,11 +186,16 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
     }
 
 
-def _turn_record(turn: protocols.Turn) -> dict[str, Any]:
-    """Returns a turn as the trace holds it; `moves` is there only if the request moved, which is rare."""
-    record = dict(vars(turn))
-    moves = record.pop("moves")
-    if moves:
+def _turn_record(turn: protocols.Turn) -> protocols.TurnRecord:
+    record: protocols.TurnRecord = {
+        "generated_tokens": turn.generated_tokens,
+        "tool": turn.tool,
+        "status": turn.status,
+        "payload_tokens": turn.payload_tokens,
+        "tool_seconds": turn.tool_seconds,
+        "start_seconds": turn.start_seconds,
+    }
+    if turn.moves:  # left out otherwise, because moves are rare and traces long
         record["moves"] = [
             {
                 "source": move.source,
@@ -199,6 +203,6 @@ def _turn_record(turn: protocols.Turn) -> dict[str, Any]:
                 "reason": move.reason,
                 "expected_gain": move.expected_gain,
             }
-            for move in moves
+            for move in turn.moves
         ]
     return record

@@ -10,7 +10,6 @@ import collections
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from libra_jax import deadlines, protocols
 from libra_jax.agents import factories
@@ -229,7 +228,7 @@ class Coordinator:
         # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> checkpoints.CoordinatorState:
         """Returns the coordinator's part of a checkpoint."""
         return {
             "step": self._step,
@@ -361,8 +360,8 @@ class Coordinator:
         report.times.checkpoint = self._parts.saver.take_seconds()
         report.plan = self._parts.elastic.after(self._step, report)
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
-        for record in report.trace():
-            self._recorder.trajectory(record)
+        for line in report.trace():
+            self._recorder.trajectory(line)
         if self._context.samples is not None:
             for record in self._context.samples.of_step(self._step, report.groups):
                 self._recorder.sample(record)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
@@ -39,7 +38,7 @@ class Saver:
         workdir: Path,
         recorder: protocols.Recorder,
         events: protocols.Events,
-        state: Callable[[], Mapping[str, Any]],
+        state: Callable[[], checkpoints.CoordinatorState],
         epoch: fencing.Epoch | None = None,
     ) -> None:
         self._every = config.checkpoint.every
@@ -61,7 +60,7 @@ class Saver:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    async def restore(self, stored: checkpoint_store.Stored) -> dict[str, Any]:
+    async def restore(self, stored: checkpoint_store.Stored) -> checkpoints.CoordinatorState:
         """Restores the trainer from a verified checkpoint. Returns the coordinator's part.
 
         Raises:
@@ -231,6 +230,6 @@ class Saver:
         self._recorder.span("coordinator", f"checkpoint {what}", begin, end, {"step": step})
 
 
-def _progress(state: Mapping[str, Any]) -> list[int]:
+def _progress(state: checkpoints.CoordinatorState) -> list[int]:
     """Returns the numbers by which two checkpoints differ in a way worth saving."""
     return [state["step"], state["warm_start_steps"], state["evaluated"]]

@@ -31,12 +31,17 @@ from libra_jax.protocols.errors import (
     WorkerLost,
 )
 from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.moves import Move, MoveReason
+from libra_jax.protocols.moves import Move, MoveReason, MoveRecord
 from libra_jax.protocols.rollout import EngineClient, EngineInfo, RolloutEngine, WeightChunk, WeightEntry
 from libra_jax.protocols.run import (
     CheckpointCommitted,
+    EngineLoaded,
+    EngineLost,
+    EnginesChanged,
+    EnginesReplanned,
     Events,
     FencingToken,
+    GroupSettled,
     Scope,
     TrainerReplaced,
     TrainerResized,
@@ -81,8 +86,10 @@ from libra_jax.protocols.trajectories import (
     Group,
     TokenSource,
     ToolStatus,
+    TraceRecord,
     Trajectory,
     Turn,
+    TurnRecord,
 )
 
 __all__ = [
@@ -106,6 +113,10 @@ __all__ = [
     "DirectHandle",
     "EngineClient",
     "EngineInfo",
+    "EngineLoaded",
+    "EngineLost",
+    "EnginesChanged",
+    "EnginesReplanned",
     "Environment",
     "EnvironmentCrashed",
     "Events",
@@ -113,6 +124,7 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "Group",
+    "GroupSettled",
     "HybridClient",
     "Instance",
     "LibraError",
@@ -122,6 +134,7 @@ __all__ = [
     "MovableTrainer",
     "Move",
     "MoveReason",
+    "MoveRecord",
     "PeerLost",
     "Placement",
     "Plan",
@@ -154,6 +167,7 @@ __all__ = [
     "Tokenizer",
     "ToolReturn",
     "ToolStatus",
+    "TraceRecord",
     "TrainBatch",
     "Trainer",
     "TrainerClient",
@@ -164,6 +178,7 @@ __all__ = [
     "TrainerResized",
     "Trajectory",
     "Turn",
+    "TurnRecord",
     "WeightChunk",
     "WeightEntry",
     "WeightSource",

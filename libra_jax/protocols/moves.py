@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 
 class MoveReason(enum.StrEnum):
@@ -44,3 +44,12 @@ class Move(NamedTuple):  # a tuple is made in a third of a frozen dataclass's ti
     target: str
     reason: MoveReason
     expected_gain: float | None = None
+
+
+class MoveRecord(TypedDict):
+    """A move as `trace.jsonl` holds it; its turn's record names the request."""
+
+    source: str
+    target: str
+    reason: MoveReason
+    expected_gain: float | None

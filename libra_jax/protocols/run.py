@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from libra_jax.protocols.scheduling import Instance, PlannedBucket
 from libra_jax.protocols.training import MeshSizes
 
 E = TypeVar("E")
@@ -67,6 +68,61 @@ class TrainerReplaced:
     lost: bool
 
 
+@dataclass(frozen=True)
+class EnginesChanged:
+    """Engines began or ceased to serve.
+
+    Attributes:
+      serving: the instances on which requests may be placed now.
+    """
+
+    serving: Sequence[Instance]
+
+
+@dataclass(frozen=True)
+class EnginesReplanned:
+    """A plan's surplus engines have left, and its missing ones are about to start.
+
+    Attributes:
+      rollout: the buckets from now on, those of hybrid engines included.
+    """
+
+    rollout: Sequence[PlannedBucket]
+
+
+@dataclass(frozen=True)
+class EngineLost:
+    """An engine failed and is out of service.
+
+    Attributes:
+      name: name of the engine.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class EngineLoaded:
+    """An engine is up and holds no useful weights. The handlers return once it has the current ones.
+
+    Attributes:
+      name: name of the engine.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class GroupSettled:
+    """A group finished or was replaced.
+
+    Attributes:
+      group_id: number of the group.
+    """
+
+    group_id: int
+
+
 class Events:
     """Delivers events to their subscribers. Belongs to one event loop."""
 
@@ -77,6 +133,13 @@ class Events:
     def subscribe(self, kind: type[E], handler: Callable[[E], Awaitable[None] | None]) -> None:
         """Subscribes a handler to each event of that type."""
         self._handlers[kind].append(handler)
+
+    def announce(self, event: object) -> None:
+        """Calls the event's handlers, none of which may wait. Raises the first error."""
+        for handler in self._handlers[type(event)]:
+            waits = inspect.isawaitable(handler(event))
+            # A coroutine that nobody awaits would silently not run.
+            assert not waits, f"a handler of {type(event).__name__} waits: publish the event instead"
 
     async def publish(self, event: object) -> None:
         """Calls and awaits the event's handlers in the order of their subscription. Raises the first error."""

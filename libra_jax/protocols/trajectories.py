@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 from libra_jax.protocols.generation import NO_VERSION, TokenDelta
-from libra_jax.protocols.moves import Move
+from libra_jax.protocols.moves import Move, MoveRecord
 from libra_jax.protocols.tasks import Message, Task
 
 
@@ -187,3 +187,33 @@ class Group:
     task: Task
     dispatch_version: int
     trajectories: list[Trajectory] = field(default_factory=list)
+
+
+class TurnRecord(TypedDict):
+    """A `Turn` as `trace.jsonl` holds it."""
+
+    generated_tokens: int
+    tool: str | None
+    status: ToolStatus | None
+    payload_tokens: int
+    tool_seconds: float
+    start_seconds: float
+    moves: NotRequired[list[MoveRecord]]
+    """Left out if the request did not move."""
+
+
+class TraceRecord(TypedDict):
+    """One line of `trace.jsonl`: a trained rollout, which the simulator can replay."""
+
+    trajectory_id: str
+    prompt_id: str
+    prompt_tokens: int
+    turns: list[TurnRecord]
+    group_id: int
+    step: int
+    """Training step that trained it, from 1."""
+    policy_version: int
+    """Policy version at its group's first dispatch."""
+    reward: float | None
+    finish: str | None
+    start_seconds: float

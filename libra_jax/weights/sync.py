@@ -38,8 +38,6 @@ class WeightSync:
     Attributes:
       version: the trainer's version. A caller that trains sets it while it holds the trainer's lock.
       served: version of the last completed sync, which is the dispatch version of a group dispatched now.
-
-    `engines.load_weights` is set to `catch_up`. The owner may replace it by a function that wraps `catch_up`.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class WeightSync:
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
         self._waiting: set[str] = set()
-        engines.load_weights = self.catch_up
 
     async def sync_weights(self, version: int) -> float:
         """Sends the trainer's present version to every engine that is up. Returns the seconds this took."""

@@ -110,7 +110,7 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
         engines.engines[NAME].state = "serving"
         scheduler = registry.create(config.scheduler)
         dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
-        engines.changed()
+        engines.events.announce(protocols.EnginesChanged(engines.serving()))
         for _ in range(rounds + (rounds > 1)):
             start = time.process_time()
             await asyncio.gather(*(_attempt(dispatcher, shape) for _ in range(requests)))

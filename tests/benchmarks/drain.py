@@ -80,6 +80,11 @@ async def measure() -> dict[str, Any]:
             recorder=recorder,
             ending=ending,
         )
+
+        async def bring_weights(event: protocols.EngineLoaded) -> None:
+            await publisher.catch_up(engines.engines[event.name])
+
+        engines.events.subscribe(protocols.EngineLoaded, bring_weights)
         await publisher.sync_weights(0)
         load = _Load(dispatcher, engines)
         return await ending.race(load.around(_rounds(load, engines)))

@@ -173,6 +173,10 @@ class Hosts:
         relay_specs = {host: self._spec(f"relay-{host}", "Relay", host) for host in range(count)}
         self.relays = relay_tree.RelayTree(self.config, cluster=self.cluster, specs=relay_specs, recorder=self.recorder)
         self.publisher = self.make_publisher()
+        self.engines.events.subscribe(protocols.EngineLoaded, self._bring_weights)
+
+    async def _bring_weights(self, event: protocols.EngineLoaded) -> None:
+        await self.publisher.catch_up(self.engines.engines[event.name])
 
     def make_publisher(self, **further: Any) -> sync.WeightSync:
         return sync.WeightSync(

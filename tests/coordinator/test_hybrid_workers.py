@@ -11,18 +11,18 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import failure, hybrid, instances, reports
-from libra_jax.elastic import borrowing
-from libra_jax.elastic.states import State
+from libra_jax.elastic import switching
+from libra_jax.elastic.pool import State
 from libra_jax.telemetry import memory
 
-Decided = tuple[borrowing.Kind, tuple[str, ...]]
+Decided = tuple[switching.Kind, tuple[str, ...]]
 
 STEP = 10.0
 """Seconds of a training step; a worker that has never joined sets out when nine of them have passed."""
 
 
 class Engines:
-    """Instances, of which some have failed or sleep. `fewer` is the run's to call when one fails."""
+    """Instances, of which some have failed or sleep."""
 
     def __init__(self, names: Sequence[str], workers: Sequence[str]) -> None:
         self.engines = {
@@ -31,7 +31,7 @@ class Engines:
         }
         for name, engine in self.engines.items():
             engine.info = protocols.EngineInfo(name, 1, 4, 256, ())
-        self.fewer = lambda: None
+        self.events = protocols.Events()
 
     def serving(self) -> list[protocols.Instance]:
         return [protocols.Instance(name, 1, 4) for name, engine in self.engines.items() if engine.state == "serving"]
@@ -48,7 +48,7 @@ class Engines:
     def fail(self, *names: str) -> None:
         for name in names:
             self.engines[name].state = "lost"
-            self.fewer()
+            self.events.announce(protocols.EngineLost(name))
 
     def recover(self, *names: str) -> None:
         for name in names:
@@ -92,16 +92,16 @@ class Obliging:
 
 
 class Told:
-    """In place of `borrowing.Borrowing`: decides what the test says, a look at a time, and then nothing any more."""
+    """In place of `switching.Switching`: decides what the test says, a look at a time, and then nothing any more."""
 
     def __init__(self, decisions: Iterable[Decided]) -> None:
         self._decisions = iter(decisions)
-        self.sights: list[borrowing.Sight] = []
+        self.sights: list[switching.Sight] = []
 
-    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+    def look(self, sight: switching.Sight) -> switching.Decision:
         self.sights.append(sight)
         kind, workers = next(self._decisions, ("stay", ()))
-        return borrowing.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
+        return switching.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
 
 
 class Bench:
@@ -119,7 +119,7 @@ class Bench:
         self.trainer = doubles.make_trainer()
         with pytest.MonkeyPatch.context() as patch:
             self.told, self.members = Told(decisions), Obliging()
-            patch.setattr(borrowing, "Borrowing", lambda *_, **__: self.told)
+            patch.setattr(switching, "Switching", lambda *_, **__: self.told)
             self.workers = hybrid.HybridWorkers(
                 config,
                 engines=self.engines,
@@ -128,6 +128,7 @@ class Bench:
                 core_devices=1,
                 recorder=self.recorder,
                 ending=failure.Ending(),
+                changed=lambda: None,
             )
         self.step = 0
 
@@ -165,7 +166,7 @@ def run(body: Any, *decisions: Decided) -> None:
 
 
 STAY: Decided = ("stay", ())
-BORROW: Decided = ("borrow", ("rollout-1",))
+BORROW: Decided = ("to_training", ("rollout-1",))
 IN_TIME = pytest.approx(0.9 * STEP, abs=0.3)
 AT_ONCE = pytest.approx(0.0, abs=0.3)
 
@@ -207,7 +208,7 @@ def test_one_that_comes_back_for_the_floor_is_not_followed_by_another_that_leave
         assert await bench.take_step(events) == []
         assert {worker.state for worker in bench.workers.pool.workers} == {State.ROLLOUT}
 
-    run(body, STAY, BORROW, STAY, ("borrow", ("rollout-2",)))
+    run(body, STAY, BORROW, STAY, ("to_training", ("rollout-2",)))
 
 
 def test_a_borrow_that_was_decided_for_other_processes_is_called_off():

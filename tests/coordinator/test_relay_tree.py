@@ -41,7 +41,9 @@ def test_engines_that_get_their_first_weights_together_are_told_of_once():
     told: list[list[str]] = []
 
     async def body(hosts: Hosts) -> None:
-        hosts.engines.changed = lambda: told.append([instance.name for instance in hosts.engines.serving()])
+        hosts.engines.events.subscribe(
+            protocols.EnginesChanged, lambda event: told.append([instance.name for instance in event.serving])
+        )
         await hosts.publish(1)
         await hosts.publish(2)
         assert told == [list(hosts.engines.engines)]
