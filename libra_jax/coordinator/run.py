@@ -16,17 +16,13 @@ from libra_jax.agents import factories
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
+    elasticity,
     evaluation,
-    failure,
     fencing,
-    learning,
     parts,
-    plan_follower,
     reports,
-    signals,
     stopping,
     warm_start,
-    workers,
 )
 from libra_jax.coordinator import context as context_lib
 from libra_jax.trainer_control import handover
@@ -79,7 +75,7 @@ class Coordinator:
         specs: context_lib.WorkerSpecs,
         agent: context_lib.Agent,
         scheduler: protocols.Scheduler,
-        planner: plan_follower.Planner | None = None,
+        planner: elasticity.Planner | None = None,
     ) -> None:
         self._context = context
         self._specs = specs
@@ -102,11 +98,11 @@ class Coordinator:
         self._compiled = False  # True after this start's first training step, which compiles the programs
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
-        self._learning = learning.Watch(config, recorder.note)
+        self._learning = reports.Watch(config, recorder.note)
 
     # The life of a run ------------------------------------------------------------------------------------------
 
-    async def run(self, at_signal: signals.AtOnce = lambda _: None) -> RunSummary:
+    async def run(self, at_signal: stopping.AtOnce = lambda _: None) -> RunSummary:
         """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
 
         SIGINT stops the run after the training step under way, with a checkpoint. SIGTERM does so within
@@ -119,8 +115,8 @@ class Coordinator:
           LibraError: the error that ended the run, in one sentence.
         """
         self._loop = asyncio.get_running_loop()
-        self._ending = failure.Ending()
-        self._workers = workers.Workers(self._context, self._specs, self._ending)
+        self._ending = stopping.Ending()
+        self._workers = parts.Workers(self._context, self._specs, self._ending)
         self._stopping = stopping.Stopping(
             self._config.deadlines.grace,
             ending=self._ending,
@@ -150,7 +146,7 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with signals.caught(self._stopping.by_signal, at_signal) as catch_again:
+        with stopping.caught(self._stopping.by_signal, at_signal) as catch_again:
             try:
                 if self._epoch is not None:
                     self._ending.start(fencing.watch(self._epoch), "epoch")
@@ -202,7 +198,7 @@ class Coordinator:
             while self._step < self._config.steps:
                 await self._train_one_step()
             await self._finish()
-        except failure.Stopped:
+        except stopping.Stopped:
             await self._stop()
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self._stopping.lost(error)

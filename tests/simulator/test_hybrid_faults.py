@@ -17,8 +17,7 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import hybrid
-from libra_jax.elastic import borrowing
+from libra_jax.elastic import borrowing, hybrid
 from libra_jax.elastic.states import State
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world
