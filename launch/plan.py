@@ -42,7 +42,7 @@ from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search, uncertainty
 from libra_jax.runs import planned
-from libra_jax.simulator import lengths, settings, synthetic
+from libra_jax.simulator import scripts, settings, workloads
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")
@@ -54,7 +54,7 @@ _HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hard
 _MODEL = flags.DEFINE_string("model", None, f"Model's shape: {', '.join(model_config.preset_names())}.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _WORKLOAD = flags.DEFINE_enum(
-    "workload", None, list(synthetic.SHAPES), "What attempts are like; see --generated_tokens."
+    "workload", None, list(workloads.SHAPES), "What attempts are like; see --generated_tokens."
 )
 _GENERATED = flags.DEFINE_list(
     "generated_tokens", None, "Generated tokens of an attempt: mean,P90, or the mean to which the workload is scaled."
@@ -116,7 +116,7 @@ def _asked() -> planned.Asked:
         read=planned.OF_SIMULATION if simulated else planned.OF_RUN,
         instead=settings.COUNTS if simulated else planned.COUNTS_IN_RUN,
     )
-    generated: lengths.LogNormal | float | None = None
+    generated: scripts.LogNormal | float | None = None
     if _GENERATED.value is not None:
         try:
             numbers = [float(text) for text in _GENERATED.value]
@@ -126,8 +126,8 @@ def _asked() -> planned.Asked:
             raise protocols.ConfigError(
                 f"--generated_tokens: {','.join(_GENERATED.value)!r} is neither a mean nor mean,P90, like 4000,7000"
             )
-        generated = lengths.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
-    wanted = lengths.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
+        generated = scripts.LogNormal.fitted(*numbers) if len(numbers) == 2 else numbers[0]
+    wanted = scripts.Wanted(generated, _TURNS.value, _PAYLOAD.value, _PROMPT.value)
     return planned.Asked(
         hardware=_HARDWARE.value,
         model=_MODEL.value,

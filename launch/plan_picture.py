@@ -7,7 +7,7 @@ from pathlib import Path
 
 from libra_jax.planning import search
 from libra_jax.runs import planned
-from libra_jax.simulator import pictures
+from libra_jax.simulator import report
 
 
 def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: planned.Case) -> None:
@@ -16,10 +16,10 @@ def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: p
     sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
     degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)
     title = [sentence, f"{case.subject()}; instances {degrees}", f"{case.work.source}: {case.lengths}"]
-    with pictures.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
+    with report.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
         if len(splits) == 1:  # a line needs two points
             times = [getattr(best, field) for _, _, field in stages]
-            pictures.bars(axes, [name for name, _, _ in stages], times, [0.0, 0.0], "{:.0f}")
+            report.bars(axes, [name for name, _, _ in stages], times, [0.0, 0.0], "{:.0f}")
             axes.set_xlabel("seconds a step; no other split fits")
             return
         devices = [item.train.devices for item in splits]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich import console, markup, table
 
 from libra_jax import protocols
-from libra_jax.simulator import pictures
+from libra_jax.simulator import report
 from libra_jax.telemetry import metrics, status
 
 if TYPE_CHECKING:
@@ -160,18 +160,18 @@ def _draw(path: Path, outcomes: Sequence[Outcome]) -> None:
     few = len(settings) <= MOST_CURVES
     seeds = max(map(len, settings.values()))
     of_seeds = f", mean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
-    rows = [*([2.4] if few else []), pictures.bars_height(list(settings))]
-    with pictures.drawn(path, sum(rows), [f"Rewards{of_seeds}"], rows) as axes:
+    rows = [*([2.4] if few else []), report.bars_height(list(settings))]
+    with report.drawn(path, sum(rows), [f"Rewards{of_seeds}"], rows) as axes:
         if few:
             _curves(axes[0], settings)
         last = axes[1] if few else axes
         finals = [[one.reward or 0.0 for one in done] for done in settings.values()]
-        pictures.bars(last, list(settings), list(map(statistics.fmean, finals)), list(map(_spread, finals)), "{:.3f}")
+        report.bars(last, list(settings), list(map(statistics.fmean, finals)), list(map(_spread, finals)), "{:.3f}")
         last.set_xlabel(f"mean reward of the last {LAST} steps")
 
 
 def _curves(axes: Any, settings: Mapping[str, Sequence[Outcome]]) -> None:
-    names = [name.replace("\n", " ") for name in pictures.short(list(settings))]
+    names = [name.replace("\n", " ") for name in report.short(list(settings))]
     for colour, name, done in zip(COLOURS, names, settings.values(), strict=False):
         # Only the steps that every seed has recorded.
         steps = sorted(set.intersection(*(set(one.rewards) for one in done)))

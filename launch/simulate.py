@@ -30,7 +30,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import plans
 from libra_jax.scheduling import prediction_quality
-from libra_jax.simulator import causes, comparison, report, settings, subject
+from libra_jax.simulator import comparison, report, settings, subject
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
 
@@ -80,9 +80,9 @@ def main() -> None:
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
         print(comparison.moved_line(move))
-    found = causes.read(Path(run.workload.trace)) if run.workload.trace else None
+    found = report.read_quality(Path(run.workload.trace)) if run.workload.trace else None
     if found is not None:
-        print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{causes.table(found)}")
+        print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{report.quality_table(found)}")
     if output is not None:
         _write(output, run, about, result, moves, found)
 
@@ -132,8 +132,8 @@ def _write(
             beside = output.with_name(f"{output.stem}-sensitivity.json")
             beside.write_text(json.dumps([asdict(move) for move in moves], indent=2) + "\n")
         if found is not None:
-            output.with_name(f"{output.stem}-causes.json").write_text(causes.to_json(found))
-            causes.write_picture(found, output.with_name(f"{output.stem}-causes.svg"))
+            output.with_name(f"{output.stem}-causes.json").write_text(report.quality_json(found))
+            report.write_quality_picture(found, output.with_name(f"{output.stem}-causes.svg"))
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

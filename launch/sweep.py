@@ -38,7 +38,7 @@ import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import comparison, pictures, pools, report, settings
+from libra_jax.simulator import comparison, report, settings
 from libra_jax.telemetry import figures, pool_report, timeline
 
 LAST = 5
@@ -212,7 +212,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
     workers = min(_JOBS.value or os.cpu_count() or 1, len(jobs))
     if not workers:
         return failed
-    with pools.pool(workers) as pool:
+    with comparison.pool(workers) as pool:
         doing = {pool.submit(result_of, job.run): job for job in jobs}
         for number, done in enumerate(concurrent.futures.as_completed(doing), start=1):
             job = doing[done]
@@ -307,8 +307,8 @@ def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]], machin
     rates = [[entry["tokens_per_second"] for entry in results[name]] for name in names]
     spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rates]
     title = ["Generated tokens a second, simulated", *machines]
-    with pictures.drawn(path, 0.2 + pictures.bars_height(names), title) as axes:
-        pictures.bars(axes, names, list(map(statistics.fmean, rates)), spread, "{:,.0f}")
+    with report.drawn(path, 0.2 + report.bars_height(names), title) as axes:
+        report.bars(axes, names, list(map(statistics.fmean, rates)), spread, "{:,.0f}")
         seeds = max(map(len, rates))
         of_seeds = f"\nmean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
         axes.set_xlabel(f"generated tokens a second{of_seeds}")

@@ -17,7 +17,7 @@ from absl import flags
 
 import cli
 from libra_jax import protocols
-from libra_jax.simulator import recording, twin, twin_report
+from libra_jax.simulator import recording, twin
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the finished run.", required=True)
 _OUTPUT = flags.DEFINE_string(
@@ -31,11 +31,11 @@ def main() -> None:
     recorded = recording.read(workdir)
     cli.check_output(output)
     made = twin.make(recorded)
-    print(twin_report.table(made))
+    print(twin.table(made))
     picture = output.with_suffix(".svg")
     try:
-        output.write_text(twin_report.to_json(made))
-        twin_report.write_picture(made, picture, f"{recorded.config.name}: steps and their twin")
+        output.write_text(twin.to_json(made))
+        twin.write_picture(made, picture, f"{recorded.config.name}: steps and their twin")
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

@@ -22,7 +22,6 @@ IMPORTS = """
 from libra_jax import protocols
 from libra_jax.coordinator import elasticity, instances, parts, saving
 from libra_jax.elastic import hybrid, transitions
-
 from libra_jax.engines import client as engines_client
 from libra_jax.trainer_control import client, handover, recovery, resize
 from libra_jax.weights import relay_client, relay_tree, sync

@@ -7,9 +7,10 @@ import fractions
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 
 TOOL = "calculator"
 SIMPLIFIER = "simplifier"
@@ -60,31 +61,23 @@ def evaluate(expression: str, max_characters: int = 120) -> fractions.Fraction:
 def _value(node: ast.expr, expression: str) -> fractions.Fraction:
     if isinstance(node, ast.Constant):
         # Reads the source text of a decimal, not its float, so that 0.1 stays exact.
-        return _bounded(fractions.Fraction(ast.get_source_segment(expression, node) or ""))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = fractions.Fraction(ast.get_source_segment(expression, node) or "")
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand, expression)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp):
+        value = -value if isinstance(node.op, ast.USub) else value
+    elif isinstance(node, ast.BinOp):
         left, right = _value(node.left, expression), _value(node.right, expression)
-        if isinstance(node.op, ast.Pow):
-            return _power(left, right)
-        if isinstance(node.op, ast.Div) and right == 0:
+        power = isinstance(node.op, ast.Pow)
+        # Checked before computing, because a power such as 9**9**9 would take forever.
+        if power and (right.denominator != 1 or abs(right) > _LARGEST_EXPONENT):
+            raise CalculationFailed("power too large")
+        if (left == 0 and right < 0) if power else (isinstance(node.op, ast.Div) and right == 0):
             raise CalculationFailed("division by zero")
-        if type(node.op) in _OPERATORS:
-            return _bounded(_OPERATORS[type(node.op)](left, right))
-    raise CalculationFailed("not an expression")
-
-
-def _power(base: fractions.Fraction, exponent: fractions.Fraction) -> fractions.Fraction:
-    # Checked before computing, because a power such as 9**9**9 would take forever.
-    if exponent.denominator != 1 or abs(exponent) > _LARGEST_EXPONENT:
-        raise CalculationFailed("power too large")
-    if base == 0 and exponent < 0:
-        raise CalculationFailed("division by zero")
-    return _bounded(fractions.Fraction(base ** int(exponent)))
-
-
-def _bounded(value: fractions.Fraction) -> fractions.Fraction:
+        if not power and type(node.op) not in _OPERATORS:
+            raise CalculationFailed("not an expression")
+        value = fractions.Fraction(left ** int(right)) if power else _OPERATORS[type(node.op)](left, right)
+    else:
+        raise CalculationFailed("not an expression")
     if abs(value.numerator) > _LARGEST or value.denominator > _LARGEST:
         raise CalculationFailed("number too large")
     return value
@@ -112,10 +105,14 @@ def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
     Raises:
       CalculationFailed: The expression has no value; see `evaluate`.
     """
+
+    def is_number(node: ast.expr) -> bool:
+        return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and is_number(node.operand))
+
     expression = expression.strip()
     value = evaluate(expression, max_characters)
     operations = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.BinOp)]
-    inner = [node for node in operations if _is_number(node.left) and _is_number(node.right)]
+    inner = [node for node in operations if is_number(node.left) and is_number(node.right)]
     if len(operations) < 2:
         return str(value), True
     first = min(inner, key=lambda node: node.col_offset)
@@ -128,10 +125,6 @@ def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
     while before.endswith("(") and after.startswith(")"):
         before, after = before[:-1].rstrip(), after[1:].lstrip()
     return before + (str(result) if result >= 0 else f"({result})") + after, False
-
-
-def _is_number(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and _is_number(node.operand))
 
 
 def carry_out(expression: str, max_characters: int, *, stepwise: bool) -> protocols.ToolReturn:
@@ -149,36 +142,58 @@ def carry_out(expression: str, max_characters: int, *, stepwise: bool) -> protoc
     return protocols.ToolReturn(TOOL, status, content)
 
 
-def read_call(output: str) -> str | None:
-    """Returns the expression that an output asks the calculator for. None if the output calls no tool.
+def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> protocols.ToolReturn | None:
+    """Runs the calculator for a model output, ignoring its thinking. Returns None if the output calls no tool.
 
     A call is `<tool_call>12*3</tool_call>`, or there a JSON object with `arguments.expression`, as chat models write
-    it.
+    it. An ill-formed call, or several calls, are a failure of the tool.
+    """
+    text = output.rpartition("</think>")[2]
+    if "<tool_call>" not in text and "</tool_call>" not in text:
+        return None
+    calls = _CALL.findall(text)
+    expression: Any = None
+    # The marks are counted too: a call inside a call, or an open one, is found once and still ill-formed.
+    if len(calls) == text.count("<tool_call>") == text.count("</tool_call>") == 1:
+        expression = calls[0].strip()
+        if expression.startswith("{"):
+            try:
+                expression = json.loads(expression)["arguments"]["expression"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                expression = None
+    if not isinstance(expression, str):
+        return protocols.ToolReturn(TOOL, "failure", f"{FAILED}: bad call")
+    return carry_out(expression, max_characters, stepwise=stepwise)
+
+
+class Calculator:
+    """The calculator as a tool of `config.tools`. Evaluates an expression exactly.
+
+    Args:
+      max_characters: Largest length of an expression. A longer expression fails.
 
     Raises:
-      CalculationFailed: The output holds an ill-formed call, or several calls.
+      ConfigError: The limit is not positive.
     """
-    if "<tool_call>" not in output and "</tool_call>" not in output:
-        return None
-    calls = _CALL.findall(output)
-    if len(calls) != 1 or output.count("<tool_call>") != 1 or output.count("</tool_call>") != 1:
-        raise CalculationFailed("bad call")
-    call: str = calls[0].strip()
-    if not call.startswith("{"):
-        return call
-    try:
-        expression = json.loads(call)["arguments"]["expression"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CalculationFailed("bad call") from error
-    if not isinstance(expression, str):
-        raise CalculationFailed("bad call")
-    return expression
 
+    name = TOOL
+    description = (
+        "Gives the exact value of an expression of numbers, + - * / ** and parentheses: a whole number, or a fraction "
+        "in its lowest terms."
+    )
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"expression": {"type": "string", "description": "For example 12*(345-6)."}},
+        "required": ["expression"],
+        "additionalProperties": False,
+    }
+    eager = True  # no side effects: a call may begin before the output that makes it has ended
 
-def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> protocols.ToolReturn | None:
-    """Runs the calculator for a model output, ignoring its thinking. Returns None if the output calls no tool."""
-    try:
-        expression = read_call(output.rpartition("</think>")[2])
-    except CalculationFailed as failure:
-        return protocols.ToolReturn(TOOL, "failure", f"{FAILED}: {failure}")
-    return None if expression is None else carry_out(expression, max_characters, stepwise=stepwise)
+    def __init__(self, max_characters: int = 120) -> None:
+        good = isinstance(max_characters, int) and max_characters > 0
+        config.check(good, "tools.arguments.calculator.max_characters", f"must be positive, not {max_characters!r}")
+        self._max_characters = max_characters
+
+    async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
+        """See `toolbox.Tool`."""
+        return carry_out(arguments["expression"], self._max_characters, stepwise=False)

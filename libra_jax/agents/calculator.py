@@ -20,7 +20,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.agents import arithmetic, question, splits
 
 _CYCLE = 16
@@ -55,94 +55,93 @@ def _draw(pattern: str, rng: random.Random) -> str:
     return "".join(pieces)
 
 
-class CalculatorTasks:
-    """Tasks by position. Training and evaluation never share an expression.
+def task_source(
+    path: str = "",
+    seed: int = 0,
+    levels: Sequence[str] = tuple(_PATTERNS),
+    max_characters: int = 16,
+    period: int = 0,
+    phases: Sequence[tuple[str, int]] = (),
+    phase_tasks: int = 0,
+) -> splits.Tasks:
+    """Returns procedurally generated arithmetic tasks. Training and evaluation never share an expression.
 
     Each 16 consecutive tasks have the same mix: 15 solvable patterns in turn, and one failure. The failures alternate
     between a division by zero and an overlong expression. With phases, training tasks drift: `phase_tasks` of one phase
     are followed by those of the next, in a cycle. Held-out tasks go through all phases in turn.
+
+    Args:
+      path: Must be empty, because nothing is read.
+      seed: Seed of the training stream. The held-out stream is the same for all seeds.
+      levels: Levels to draw from: "plain", "mixed" and "nested".
+      max_characters: Longest expression that the tool accepts (16 to 18).
+      period: Number of training tasks after which the same expressions repeat, under new prompt ids. 0: never.
+      phases: Pairs (level, characters before the expression) that training tasks cycle through. They form a curriculum
+        whose dialogues change their length. If given, `levels` is ignored.
+      phase_tasks: Number of training tasks per phase.
+
+    Raises:
+      ConfigError: A path is given, or an argument is out of range.
+    """
+    source, field = "set task.source to libra_jax.agents.datasets:task_source", "task.arguments"
+    config.check(not path, "task.path", f"the calculator reads no file; {source}")
+    drift = [(str(level), int(preamble)) for level, preamble in phases]
+    for name, named in (("levels", list(levels)), ("phases", [level for level, _ in drift] or list(levels))):
+        good = bool(named) and set(named) <= set(_PATTERNS)
+        config.check(good, f"{field}.{name}", f"{named!r} must name some of {', '.join(_PATTERNS)}")
+    good = not drift or phase_tasks > 0
+    config.check(good, f"{field}.phase_tasks", f"{phase_tasks} must be positive where there are phases")
+    config.check(
+        16 <= max_characters <= 18,
+        f"{field}.max_characters",
+        f"{max_characters} must lie in 16..18, so that the solvable expressions fit and the overlong ones do not",
+    )
+    config.check(period >= 0, f"{field}.period", f"{period} must be 0 (never) or more")
+    patterns = [pattern for level in levels for pattern in _PATTERNS[level]]
+
+    def make(split: str, seed: int, index: int) -> protocols.Task:
+        training = split == "train"
+        place = index % period if period and training else index
+        rng = splits.generator("calculator", seed, split, place)
+        preamble, solvable = 0, patterns
+        if drift:
+            level, preamble = drift[(place // phase_tasks if training else place) % len(drift)]
+            solvable = list(_PATTERNS[level])
+        cycle, slot = divmod(place, _CYCLE)
+        if slot == _CYCLE - 1:
+            pattern = rng.choice(_OVERLONG if cycle % 2 else _BY_ZERO)
+        else:
+            pattern = solvable[(cycle * (_CYCLE - 1) + slot) % len(solvable)]
+        # Redraws until the expression falls on the wanted side of the held-out split.
+        while splits.held_out(expression := _draw(pattern, rng)) == training:
+            pass
+        status, content = arithmetic.calculate(expression, max_characters)
+        answer = content if status == "success" else arithmetic.FAILED
+        payload = {"expression": expression, "answer": answer, "max_characters": max_characters}
+        return protocols.Task(f"calculator-{split}-{index}", {**payload, "preamble": preamble} if preamble else payload)
+
+    return splits.Tasks(seed, make)
+
+
+class CalculatorEnvironment:
+    """The environment of one rollout. Also demonstrates solved rollouts.
+
+    Args:
+      system: System message, for pretrained models that need instructions. Empty means none.
+      delay: Seconds that each tool call takes.
+      prompt_width: Characters to which prompts are padded with spaces. 0 suits pretrained models.
+      return_width: Characters to which tool returns are padded with spaces. 0 suits pretrained models.
+      stepwise: Do one operation per call. Set `return_width` to `prompt_width`, because expressions are returned.
     """
 
     def __init__(
         self,
-        seed: int,
-        levels: Sequence[str],
-        max_characters: int,
-        period: int,
-        phases: Sequence[tuple[str, int]],
-        phase_tasks: int,
+        system: str = "",
+        delay: float = 0.0,
+        prompt_width: int = 20,
+        return_width: int = 8,
+        stepwise: bool = False,
     ) -> None:
-        _check_levels(levels, "levels")
-        _check_levels([level for level, _ in phases] or levels, "phases")
-        if phases and phase_tasks <= 0:
-            raise protocols.ConfigError(
-                f"config.task.arguments.phase_tasks: {phase_tasks} must be positive where there are phases"
-            )
-        self._patterns = [pattern for level in levels for pattern in _PATTERNS[level]]
-        self._phases = list(phases)
-        self._phase_tasks = phase_tasks
-        if not 16 <= max_characters <= 18:
-            raise protocols.ConfigError(
-                f"config.task.arguments.max_characters: {max_characters} must lie in 16..18, so that the solvable "
-                "expressions fit and the overlong ones do not"
-            )
-        if period < 0:
-            raise protocols.ConfigError(f"config.task.arguments.period: {period} must be 0 (never) or more")
-        self._seed = seed
-        self._max_characters = max_characters
-        self._period = period
-
-    def task(self, index: int) -> protocols.Task:
-        """Returns the training task with this index."""
-        return self._make("train", index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the held-out task with this index. It is the same for every training seed."""
-        return self._make("evaluation", index)
-
-    def _make(self, split: str, index: int) -> protocols.Task:
-        held_out = split == "evaluation"
-        place = index % self._period if self._period and not held_out else index
-        rng = splits.generator("calculator", 0 if held_out else self._seed, split, place)
-        preamble, patterns = 0, self._patterns
-        if self._phases:
-            number = place if held_out else place // self._phase_tasks
-            level, preamble = self._phases[number % len(self._phases)]
-            patterns = list(_PATTERNS[level])
-        pattern = self._pattern(place, rng, patterns)
-        expression = _draw(pattern, rng)
-        # Redraws until the expression falls on the wanted side of the held-out split.
-        while splits.held_out(expression) != held_out:
-            expression = _draw(pattern, rng)
-        status, content = arithmetic.calculate(expression, self._max_characters)
-        payload = {
-            "expression": expression,
-            "answer": content if status == "success" else arithmetic.FAILED,
-            "max_characters": self._max_characters,
-        }
-        if preamble:
-            payload["preamble"] = preamble
-        return protocols.Task(f"calculator-{split}-{index}", payload)
-
-    def _pattern(self, index: int, rng: random.Random, patterns: Sequence[str]) -> str:
-        cycle, slot = divmod(index, _CYCLE)
-        if slot == _CYCLE - 1:
-            return rng.choice(_OVERLONG if cycle % 2 else _BY_ZERO)
-        return patterns[(cycle * (_CYCLE - 1) + slot) % len(patterns)]
-
-
-def _check_levels(levels: Sequence[str], name: str) -> None:
-    unknown = [level for level in levels if level not in _PATTERNS]
-    if unknown or not levels:
-        raise protocols.ConfigError(
-            f"config.task.arguments.{name}: {list(levels)!r} must name some of {', '.join(_PATTERNS)}"
-        )
-
-
-class CalculatorEnvironment:
-    """The environment of one rollout. Also demonstrates solved rollouts."""
-
-    def __init__(self, system: str, delay: float, prompt_width: int, return_width: int, stepwise: bool) -> None:
         self._system = system
         self._stepwise = stepwise
         self._delay = delay
@@ -188,51 +187,8 @@ class CalculatorEnvironment:
 
     def _opening(self, task: protocols.Task) -> list[protocols.Message]:
         preamble = self._system or " " * task.payload.get("preamble", 0)
-        system = [protocols.Message("system", preamble)] if preamble else []
-        return [*system, protocols.Message("user", task.payload["expression"].ljust(self._prompt_width))]
+        return question.opening(task.payload["expression"].ljust(self._prompt_width), preamble)
 
 
-def task_source(
-    path: str = "",
-    seed: int = 0,
-    levels: Sequence[str] = tuple(_PATTERNS),
-    max_characters: int = 16,
-    period: int = 0,
-    phases: Sequence[tuple[str, int]] = (),
-    phase_tasks: int = 0,
-) -> CalculatorTasks:
-    """Returns procedurally generated arithmetic tasks.
-
-    Args:
-      path: Must be empty, because nothing is read.
-      seed: Seed of the training stream. The held-out stream is the same for all seeds.
-      levels: Levels to draw from: "plain", "mixed" and "nested".
-      max_characters: Longest expression that the tool accepts (16 to 18).
-      period: Number of training tasks after which the same expressions repeat, under new prompt ids. 0: never.
-      phases: Pairs (level, characters before the expression) that training tasks cycle through. They form a curriculum
-        whose dialogues change their length. If given, `levels` is ignored.
-      phase_tasks: Number of training tasks per phase.
-
-    Raises:
-      ConfigError: A path is given, or an argument is out of range.
-    """
-    if path:
-        raise protocols.ConfigError(
-            "config.task.path: the calculator reads no file; set task.source to libra_jax.agents.datasets:task_source"
-        )
-    return CalculatorTasks(seed, levels, max_characters, period, [(str(a), int(b)) for a, b in phases], phase_tasks)
-
-
-def environment(
-    system: str = "", delay: float = 0.0, prompt_width: int = 20, return_width: int = 8, stepwise: bool = False
-) -> CalculatorEnvironment:
-    """Returns the environment for one rollout.
-
-    Args:
-      system: System message, for pretrained models that need instructions. Empty means none.
-      delay: Seconds that each tool call takes.
-      prompt_width: Characters to which prompts are padded with spaces. 0 suits pretrained models.
-      return_width: Characters to which tool returns are padded with spaces. 0 suits pretrained models.
-      stepwise: Do one operation per call. Set `return_width` to `prompt_width`, because expressions are returned.
-    """
-    return CalculatorEnvironment(system, delay, prompt_width, return_width, stepwise)
+environment = CalculatorEnvironment
+"""Factory that configs name."""

@@ -1,4 +1,4 @@
-"""Resolves `"package.module:factory"` of a config to the callable, and calls it."""
+"""Resolves `"package.module:factory"` of a config to the callable, calls it, and tells what went wrong in it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ GIVEN = "given"
 """Stands in for the module name of objects that a Python program passed to `libra_jax.train`."""
 
 _given: dict[str, Any] = {}
+
+MOST_TOLD = 10
+"""Largest number of sentences that one `FirstFew` passes on."""
+
+_LONGEST_TOLD = 300
+
+_REMOVED = {
+    "libra_jax.agents.environments.verifiers": "environments of verifiers cannot be run, because its release 0.4 "
+    "removed MultiTurnEnv; write an environment of your own and name it as 'package.module:factory'"
+}
+"""Modules that configs may still name, and why they are gone."""
 
 
 def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
@@ -95,6 +106,7 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
             "train from there again, or put the object into a module and name it here",
         )
         return cast("Callable[..., Any]", _given[attribute])
+    config.check(module_name not in _REMOVED, field, _REMOVED.get(module_name, ""))
     # A Python script has its own folder on the path instead of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -173,3 +185,26 @@ def named(name: str, field: str, call: str) -> Iterator[None]:
         raise
     except Exception as error:  # the user's own code ran
         raise protocols.ConfigError(f"config.{field}: {call} of {name} {raised(error)}") from error
+
+
+class FirstFew:
+    """Shows only the first `MOST_TOLD` of many similar faults. Broken code or a broken environment may cause thousands.
+
+    Args:
+      tell: Called with each sentence, including its full stop. The last one says that further ones are not shown.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._told = 0
+
+    def tell(self, sentence: str) -> None:
+        """Takes another sentence, without its full stop."""
+        self._told += 1
+        if self._told <= MOST_TOLD:
+            self._tell(f"{sentence}{'; further ones are not shown' if self._told == MOST_TOLD else ''}.")
+
+
+def loggable(text: str) -> str:
+    """Returns the beginning of a text that a policy may have written. No escape in it reaches the terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_TOLD])

@@ -25,33 +25,44 @@ def held_out(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Generated:
-    """Generated tasks by position. Half of all problems are held out, so training and evaluation never share one.
+class Tasks:
+    """Tasks by position. The held-out stream is the same for every training seed.
 
     Attributes:
+      seed: Seed of the training stream.
+      make: Makes the task of a split ("train" or "evaluation"), a seed and an index. Held-out tasks have seed 0.
+    """
+
+    seed: int
+    make: Callable[[str, int, int], protocols.Task]
+
+    def task(self, index: int) -> protocols.Task:
+        """Returns the training task with this index."""
+        return self.make("train", self.seed, index)
+
+    def evaluation_task(self, index: int) -> protocols.Task:
+        """Returns the held-out task with this index."""
+        return self.make("evaluation", 0, index)
+
+
+def generated(
+    name: str, seed: int, draw: Callable[[int, random.Random], tuple[str, Mapping[str, Any]]], stream: str = ""
+) -> Tasks:
+    """Returns generated tasks. Half of all problems are held out, so training and evaluation never share one.
+
+    Args:
       name: First part of the tasks' ids.
-      seed: Seed of the training stream. The held-out stream is the same for all seeds.
+      seed: Seed of the training stream.
       draw: Draws the problem at an index. Returns the text that decides the split, and the payload.
       stream: Name of the random stream. Empty means `name`.
     """
 
-    name: str
-    seed: int
-    draw: Callable[[int, random.Random], tuple[str, Mapping[str, Any]]]
-    stream: str = ""
-
-    def task(self, index: int) -> protocols.Task:
-        """Returns the training task with this index."""
-        return self._make("train", self.seed, index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the held-out task with this index."""
-        return self._make("evaluation", 0, index)
-
-    def _make(self, split: str, seed: int, index: int) -> protocols.Task:
-        rng = generator(self.stream or self.name, seed, split, index)
+    def make(split: str, seed: int, index: int) -> protocols.Task:
+        rng = generator(stream or name, seed, split, index)
         # Redraws until the problem falls on the wanted side of the split.
         while True:
-            text, payload = self.draw(index, rng)
+            text, payload = draw(index, rng)
             if held_out(text) == (split == "evaluation"):
-                return protocols.Task(f"{self.name}-{split}-{index}", payload)
+                return protocols.Task(f"{name}-{split}-{index}", payload)
+
+    return Tasks(seed, make)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import factories, resolving, telling
+from libra_jax.agents import factories, resolving
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import dispatch
@@ -57,7 +57,7 @@ class Rollouts:
         self._make_trajectory = make_trajectory
         self._note = note
         self._noted = False
-        self._crashes = telling.FirstFew(note)
+        self._crashes = resolving.FirstFew(note)
         self._voids: collections.Counter[str] = collections.Counter()
 
     def take_voids(self) -> collections.Counter[str]:

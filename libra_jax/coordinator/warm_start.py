@@ -8,7 +8,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import demonstrations, resolving
+from libra_jax.agents import resolving, tokenizers
 from libra_jax.coordinator import stopping
 
 FIRST_TASK = 1_000_000_000
@@ -85,4 +85,4 @@ class WarmStart:
         with resolving.named(self._names.source, "task.source", f"task({index})"):
             task = self._tasks.task(index)
         with resolving.named(self._names.environment, "task.environment", f"the demonstration of {task.prompt_id}"):
-            return demonstrations.demonstration_trajectory(task, self._demonstrator, self._tokenizer)
+            return tokenizers.demonstration_trajectory(task, self._demonstrator, self._tokenizer)

@@ -26,7 +26,7 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.models import hub
 from libra_jax.planning import search
 from libra_jax.runs import curve, planned, preflight, wiring, workdirs
-from libra_jax.simulator import comparison, lengths, settings
+from libra_jax.simulator import comparison, scripts, settings
 
 T = TypeVar("T")
 
@@ -418,14 +418,14 @@ def plan(
 ) -> search.Split:
     """Plans a split of accelerators: `libra_jax.plan`."""
     run = _batches() if config is None else config
-    generated: lengths.LogNormal | float | None
-    generated = lengths.LogNormal.fitted(*generated_tokens) if isinstance(generated_tokens, tuple) else generated_tokens
+    generated: scripts.LogNormal | float | None
+    generated = scripts.LogNormal.fitted(*generated_tokens) if isinstance(generated_tokens, tuple) else generated_tokens
     asked = planned.Asked(
         hardware=hardware,
         model=model,
         accelerators=accelerators,
         workload=workload,
-        wanted=lengths.Wanted(generated, turns, payload_tokens, prompt_tokens),
+        wanted=scripts.Wanted(generated, turns, payload_tokens, prompt_tokens),
     )
     case = planned.case(libra_config.to_dict(run), asked)
     return case.searched().best(case.devices)

@@ -15,7 +15,7 @@ from libra_jax.models import config as model_config
 from libra_jax.models import hub
 from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.runs import wiring
-from libra_jax.simulator import comparison, lengths, scripts, settings, traces, workloads
+from libra_jax.simulator import comparison, scripts, settings, traces, workloads
 
 SAMPLES = 8_192
 """Maximum number of trajectories in the sample of lengths."""
@@ -87,7 +87,7 @@ class Asked:
     accelerators: int | None = None
     trace: str | None = None
     workload: str | None = None
-    wanted: lengths.Wanted = dataclasses.field(default_factory=lengths.Wanted)
+    wanted: scripts.Wanted = dataclasses.field(default_factory=scripts.Wanted)
     given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -302,7 +302,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     # Every n-th task, so that the sample spans the whole workload and stays near SAMPLES.
     every = max(1, -(-groups * size // SAMPLES))
     drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
-    drawn = lengths.reshaped(drawn, asked.wanted)
+    drawn = scripts.reshaped(drawn, asked.wanted)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
     model, slots = run.simulation.cost_model(), run.simulation.slots
     if asked.lengths:
@@ -362,18 +362,18 @@ def _shape(run: libra_config.RunConfig) -> model_config.TransformerConfig:
 def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
     """Draws rollouts of a named workload, or plain rollouts, with the lengths that the flags set."""
     if asked.workload is None:
-        if not isinstance(asked.wanted.generated, lengths.LogNormal):
+        if not isinstance(asked.wanted.generated, scripts.LogNormal):
             raise protocols.ConfigError(
                 "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
                 "or --workload"
             )
-        return lengths.reshaped(list(PLAIN) * SAMPLES, asked.wanted)
+        return scripts.reshaped(list(PLAIN) * SAMPLES, asked.wanted)
     groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
     shape = workloads.WorkloadConfig(shape=asked.workload)
     made = workloads.create(shape, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
     every = max(1, -(-groups * size // SAMPLES))
     drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
-    return lengths.reshaped(drawn, asked.wanted)
+    return scripts.reshaped(drawn, asked.wanted)
 
 
 def _source(name: str, asked: Asked) -> str:

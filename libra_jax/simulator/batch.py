@@ -1,7 +1,7 @@
 """The batch of a simulated engine: decoding and prefilled requests, the cache, and the begin and end of steps.
 
 Every decoding request gets one token a step. Between two changes of the batch, the times of the steps have a closed
-form (`pace.py`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill or has
+form (`Pace`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill or has
 tokens to stream. Changes take effect at the next step boundary, as in a real engine. The result is therefore the same
 as simulating token by token.
 
@@ -17,12 +17,119 @@ from __future__ import annotations
 import asyncio
 import collections
 import heapq
-from collections.abc import Sequence
-from typing import Any, cast
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import pace, records, trajectory
+from libra_jax.simulator import trajectory
+
+
+@dataclass
+class Counters:
+    """Totals of an instance over all its lives.
+
+    Attributes:
+      generated: tokens sampled.
+      prefilled: tokens prefilled.
+      prefilled_again: prefilled tokens whose keys and values some instance had computed before.
+      preempted: requests that lost their place for lack of cache.
+      busy_seconds: seconds spent in steps.
+      alive_seconds: seconds from its starts to its ends, without sleep.
+    """
+
+    generated: int = 0
+    prefilled: int = 0
+    prefilled_again: int = 0
+    preempted: int = 0
+    busy_seconds: float = 0.0
+    alive_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request from its arrival to its departure; it has `length` tokens of context at step `since`."""
+
+    name: str
+    trajectory: trajectory.Trajectory
+    number: int
+    length: int
+    fresh: int
+    left: int
+    reason: protocols.FinishReason
+    spans: list[tuple[int, int]]
+    state: Literal["waiting", "prefilling", "decoding", "gone"] = "waiting"
+    since: int = 0
+    due: int = -1
+    deltas: collections.deque[protocols.TokenDelta] = field(default_factory=collections.deque)
+    wake: asyncio.Future[None] | None = None
+    error: BaseException | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.trajectory.trajectory_id, self.trajectory.life
+
+    @property
+    def unstreamed(self) -> int:
+        return sum(count for _, count in self.spans)
+
+    def rouse(self) -> None:
+        if self.wake is not None and not self.wake.done():
+            self.wake.set_result(None)
+
+
+@dataclass
+class Prefill:
+    """Requests prefilled together in `steps` more steps; each step takes `seconds` of attention on top."""
+
+    requests: list[Request]
+    steps: int
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The steps of a batch that does not change; a step's time is linear in the context.
+
+    With n decoding requests and C tokens of context at the start, the j-th step (from 0) takes
+    `fixed + per_context * (C + n * j)`. So k steps take
+    `T(k) = k * (fixed + per_context * C) + per_context * n * k * (k - 1) / 2`.
+
+    Attributes:
+      fixed: seconds of each step apart from contexts.
+      per_context: seconds that a token of context adds to a step.
+      context: tokens of context, over all decoding requests, at the start.
+      decoding: requests that get a token each step.
+    """
+
+    fixed: float
+    per_context: float
+    context: int
+    decoding: int
+
+    def seconds(self, steps: int) -> float:
+        """Returns the seconds of the first `steps` steps."""
+        growth = self.decoding * (steps * (steps - 1) // 2)
+        return steps * self.fixed + self.per_context * (steps * self.context + growth)
+
+    def steps(self, seconds: float) -> int:
+        """Returns the steps that are complete after `seconds`: the largest k with T(k) <= seconds."""
+        if seconds <= 0:
+            return 0
+        half = self.per_context * self.decoding / 2
+        first = self.fixed + self.per_context * self.context - half
+        # The root of half k^2 + first k = seconds, in the form that loses no digits if `half` is tiny.
+        root = 2 * seconds / (first + math.sqrt(first * first + 4 * half * seconds))
+        steps = int(root)
+        # Rounding may put the root one step off, and the boundary must be exact.
+        while self.seconds(steps + 1) <= seconds:
+            steps += 1
+        while steps and self.seconds(steps) > seconds:
+            steps -= 1
+        return steps
+
 
 WATERMARK = 0.01
 """Share of the cache that must stay free after an admission, so that no new request is pre-empted at once (vLLM's
@@ -36,6 +143,7 @@ class Batch:
     """Steps and cache of one instance; `engine.Engine` adds the methods that the coordinator calls.
 
     Attributes:
+      name: name of the instance.
       counters: totals of what the instance did.
       slowdown: factor on the time of each step begun from now on; 1 is healthy.
     """
@@ -51,7 +159,7 @@ class Batch:
         stream_interval: int,
         model: costs.Costs,
         kv_tokens: int,
-        counters: records.Counters,
+        counters: Counters,
     ) -> None:
         self.name = name
         self.counters = counters
@@ -64,30 +172,28 @@ class Batch:
         self._per_context = model.context_seconds(degree)
         self._fixed: dict[int, float] = {}
         self._steps = 0
-        self._waiting: collections.deque[records.Request] = collections.deque()
-        self._decoding: dict[records.Request, None] = {}
-        self._prefill: records.Prefill | None = None
-        self._leaving: list[records.Request] = []  # left or ended; they keep their place until the end of the step
-        self._due: list[tuple[int, int, int, records.Request]] = []  # step, arrival, push, request
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._decoding: dict[Request, None] = {}
+        self._prefill: Prefill | None = None
+        self._leaving: list[Request] = []  # left or ended; they keep their place until the end of the step
+        self._due: list[tuple[int, int, int, Request]] = []  # step, arrival, push, request
         self._pushes = 0
         self._held: collections.OrderedDict[tuple[str, int], int] = collections.OrderedDict()
         self._held_tokens = 0
         self._used = 0  # tokens of the cache that running requests occupy
         self._context = 0  # tokens of `_used` that belong to decoding requests
-        self._pace: pace.Pace | None = None  # None: no step is running
+        self._pace: Pace | None = None  # None: no step is running
         self._began = 0.0
         self._factor = 1.0
         self._planned = 0
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._paused = False
+        self._standing: asyncio.Future[None] | None = None  # resolved when the last step before a pause has ended
         self._version = protocols.NO_VERSION
         self._stale = False  # weights changed, so every key and value is outdated
         self._alive = False
 
-    def _requests(self) -> list[records.Request]:
-        return [*self._waiting, *self._running()]
-
-    def _running(self) -> list[records.Request]:
+    def _running(self) -> list[Request]:
         prefilling = self._prefill.requests if self._prefill is not None else []
         return [request for request in (*self._decoding, *prefilling) if request.state != "gone"]
 
@@ -99,19 +205,14 @@ class Batch:
             return 0
         return min(self._planned, self._pace.steps((self._loop.time() - self._began) / self._factor))
 
-    def _settle_now(self, requests: Sequence[records.Request]) -> None:
-        """Counts the tokens of these decoding requests for all steps that are complete now."""
-        done = self._done()
-        for request in requests:
-            self._settle(request, self._steps + done)
-
-    def _settle(self, request: records.Request, step: int) -> None:
+    def _settle(self, request: Request, step: int) -> None:
+        """Counts the tokens of a decoding request up to the end of a step."""
         count = step - request.since
         if count and request.state != "gone":
             self._sample(request, count)
         request.since = step
 
-    def _sample(self, request: records.Request, count: int) -> None:
+    def _sample(self, request: Request, count: int) -> None:
         # Spans of one version merge, so that thousands of tokens stay a few spans.
         if request.spans and request.spans[-1][0] == self._version:
             count_before = request.spans.pop()[1]
@@ -122,36 +223,36 @@ class Batch:
         request.length += count
         self.counters.generated += count
 
-    def _emit(self, request: records.Request) -> None:
-        """Streams the tokens sampled since the last delta; adds the finish reason to the last token."""
-        done = request.left <= 0
-        count, stops = request.unstreamed, done and request.reason == "stop"
-        # The stop token counts as a sampled one; it is the last.
-        runs = [(trajectory.SAMPLED, count - 1), (trajectory.STOP, 1)] if stops else [(trajectory.SAMPLED, count)]
-        delta = protocols.TokenDelta(
-            cast(Any, trajectory.Runs(runs)),
-            cast(Any, trajectory.Runs([(LOG_PROB, count)])),
-            cast(Any, trajectory.Runs(request.spans)),
-            request.reason if done else None,
-        )
-        request.spans = []
-        request.deltas.append(delta)
-        if done:
-            if request.state == "decoding":
-                self._leaving.append(request)
-            request.state = "gone"
-        request.rouse()
+    def _stream(self, request: Request) -> None:
+        """Streams the tokens sampled since the last delta, if they fill one or are the last; notes the next due step.
 
-    def _stood(self) -> None:
-        """Marks the end of the last step before a pause; `engine.Engine` overrides it."""
+        The last token of a request gets the finish reason.
+        """
+        count, done = request.unstreamed, request.left <= 0
+        if done or count >= self._interval:
+            # The stop token counts as a sampled one; it is the last.
+            stops = done and request.reason == "stop"
+            runs = [(trajectory.SAMPLED, count - 1), (trajectory.STOP, 1)] if stops else [(trajectory.SAMPLED, count)]
+            delta = protocols.TokenDelta(
+                cast(Any, trajectory.Runs(runs)),
+                cast(Any, trajectory.Runs([(LOG_PROB, count)])),
+                cast(Any, trajectory.Runs(request.spans)),
+                request.reason if done else None,
+            )
+            request.spans = []
+            request.deltas.append(delta)
+            if done:
+                if request.state == "decoding":
+                    self._leaving.append(request)
+                request.state = "gone"
+            request.rouse()
+        if request.state != "gone":
+            # At least one step: the boundary that has just passed cannot be due again.
+            request.due = self._steps + max(1, min(request.left, self._interval - request.unstreamed))
+            self._pushes += 1
+            heapq.heappush(self._due, (request.due, request.number, self._pushes, request))
 
     # Steps ------------------------------------------------------------------------------------------------------
-
-    def _admit_at_next_boundary(self) -> None:
-        if self._pace is None:
-            self._plan_soon()
-        elif self._prefill is None:
-            self._interrupt()
 
     def _plan_soon(self) -> None:
         """Begins a step at this instant, after everything that arrives at this instant."""
@@ -174,11 +275,6 @@ class Batch:
         self._planned = steps
         self._timer = self._loop.call_at(self._began + self._pace.seconds(steps) * self._factor, self._boundary)
 
-    def _rest(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._pace = None
-
     def _boundary(self) -> None:
         """Ends the planned steps: counts tokens, ends prefills, streams what is due, and removes leaving requests."""
         assert self._pace is not None
@@ -199,10 +295,10 @@ class Batch:
                 self._settle(request, self._steps)
                 self._stream(request)
         self._retire_leaving()
-        if self._paused:
-            self._stood()
-        else:
+        if not self._paused:
             self._begin()
+        elif self._standing is not None and not self._standing.done():
+            self._standing.set_result(None)
 
     def _begin(self) -> None:
         """Plans steps up to the next moment at which anything changes."""
@@ -222,28 +318,16 @@ class Batch:
             )
         else:
             fixed = self._model.fixed_seconds(self._degree, decoding, self._prefill.tokens) + self._prefill.seconds
-        self._pace = pace.Pace(fixed, self._per_context, self._context, decoding)
+        self._pace = Pace(fixed, self._per_context, self._context, decoding)
         self._began, self._factor = self._loop.time(), self.slowdown
         self._plan(steps)
-
-    def _stream(self, request: records.Request) -> None:
-        """Streams a decoding request's due tokens: its last ones, or the content of one delta."""
-        self._emit(request)
-        if request.state != "gone":
-            self._make_due(request)
-
-    def _make_due(self, request: records.Request) -> None:
-        # At least one step: the boundary that has just passed cannot be due again.
-        request.due = self._steps + max(1, min(request.left, self._interval - request.unstreamed))
-        self._pushes += 1
-        heapq.heappush(self._due, (request.due, request.number, self._pushes, request))
 
     # The cache --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill allow."""
         chunk, tokens, seconds = self._model.chunk_tokens, 0, 0.0
-        requests: list[records.Request] = []
+        requests: list[Request] = []
         while self._waiting and len(self._decoding) + len(requests) < self._slots:
             request = self._waiting[0]
             held = min(self._held.get(request.key, 0), request.length)
@@ -255,7 +339,7 @@ class Batch:
             if (requests and tokens + new > chunk) or self._used + request.length + spare > self._capacity:
                 break
             self._waiting.popleft()
-            self._release(request.key)
+            self._held_tokens -= self._held.pop(request.key, 0)
             self._used += request.length
             self._evict(self._capacity - self._used)
             self.counters.prefilled += new
@@ -268,9 +352,9 @@ class Batch:
         if requests:
             # Tokens and attention are spread evenly over the chunks.
             steps = -(-tokens // chunk)
-            self._prefill = records.Prefill(requests, steps, tokens / steps, seconds / steps)
+            self._prefill = Prefill(requests, steps, tokens / steps, seconds / steps)
 
-    def _end_prefill(self, prefill: records.Prefill) -> None:
+    def _end_prefill(self, prefill: Prefill) -> None:
         """Ends a prefill: the step of the last chunk samples each request's first token."""
         self._prefill = None
         for request in prefill.requests:
@@ -283,10 +367,7 @@ class Batch:
             self._context += request.length
             request.state, request.since = "decoding", self._steps
             self._decoding[request] = None
-            if request.left <= 0 or request.unstreamed >= self._interval:
-                self._emit(request)
-            if request.state != "gone":
-                self._make_due(request)
+            self._stream(request)
 
     def _retire_leaving(self) -> None:
         """Removes ended and departed requests from the batch; holds their prefixes in case they return."""
@@ -299,7 +380,7 @@ class Batch:
         self._leaving.clear()
 
     def _make_room(self) -> int:
-        """Makes room for at least one more step; returns the number of steps that the room allows.
+        """Makes room for at least one more step; returns the steps until the room ends or anything changes.
 
         Drops held prefixes first, then pre-empts the latest arrivals.
         """
@@ -310,44 +391,37 @@ class Batch:
             # A single request always continues: pre-empting it would free nothing for another one.
             if self._used + growth <= self._capacity or growth == 1:
                 break
-            self._preempt(max(self._running(), key=lambda request: request.number))
+            latest = max(self._running(), key=lambda request: request.number)
+            self.counters.preempted += 1
+            if latest.state == "decoding":
+                self._settle(latest, self._steps)
+                del self._decoding[latest]
+                self._context -= latest.length
+            elif self._prefill is not None:
+                self._prefill.requests.remove(latest)
+                if not self._prefill.requests:
+                    self._prefill = None
+            self._used -= latest.length
+            latest.state, latest.due = "waiting", -1
+            # To the front, because it arrived before all requests that wait.
+            self._waiting.appendleft(latest)
         decoding = len(self._decoding)
         room = self._capacity - self._used - (growth - decoding)  # a prefill that ends adds one token
-        steps = min(max(1, room // max(1, decoding)), self._next_change())
-        self._evict(room - steps * decoding)
-        return steps
-
-    def _next_change(self) -> int:
-        """Returns the steps until a prefill ends or a decoding request has tokens due."""
         # Entries of requests that left or were rescheduled are outdated.
         while self._due and (self._due[0][3].due != self._due[0][0] or self._due[0][3].state != "decoding"):
             heapq.heappop(self._due)
-        until = [self._due[0][0] - self._steps] if self._due else []
-        return min([*until, self._prefill.steps] if self._prefill is not None else until)
+        changes = [self._due[0][0] - self._steps] if self._due else []
+        if self._prefill is not None:
+            changes.append(self._prefill.steps)
+        steps = min(max(1, room // max(1, decoding)), *changes)
+        self._evict(room - steps * decoding)
+        return steps
 
-    def _preempt(self, request: records.Request) -> None:
-        self.counters.preempted += 1
-        if request.state == "decoding":
-            self._settle(request, self._steps)
-            del self._decoding[request]
-            self._context -= request.length
-        elif self._prefill is not None:
-            self._prefill.requests.remove(request)
-            if not self._prefill.requests:
-                self._prefill = None
-        self._used -= request.length
-        request.state, request.due = "waiting", -1
-        # To the front, because it arrived before all requests that wait.
-        self._waiting.appendleft(request)
-
-    def _hold(self, request: records.Request) -> None:
-        self._release(request.key)
+    def _hold(self, request: Request) -> None:
+        """Keeps a request's prefix while there is room, in case that its trajectory returns."""
+        self._held_tokens += request.length - self._held.pop(request.key, 0)
         self._held[request.key] = request.length
-        self._held_tokens += request.length
         self._evict(self._capacity - self._used)
-
-    def _release(self, key: tuple[str, int]) -> None:
-        self._held_tokens -= self._held.pop(key, 0)
 
     def _evict(self, room: int) -> None:
         """Drops held prefixes, least recently used first, until they fit into `room` tokens."""
@@ -356,11 +430,12 @@ class Batch:
 
     def _drop_cache(self) -> None:
         """Drops all keys and values after new weights; queues every running request for prefill, oldest first."""
-        for request in self._running():
+        running = self._running()
+        for request in running:
             if request.state == "decoding":
                 self._settle(request, self._steps)
             request.state = "waiting"
-        self._waiting = collections.deque(sorted(self._requests(), key=lambda request: request.number))
+        self._waiting = collections.deque(sorted([*self._waiting, *running], key=lambda request: request.number))
         self._decoding.clear()
         self._prefill = None
         self._due.clear()

@@ -1,4 +1,4 @@
-"""A simulated rollout engine: continuous batching on virtual time (`batch.py`), weight updates, death.
+"""A simulated rollout engine: continuous batching on virtual time (`batch.py`), weight updates, death; and their fleet.
 
 New weights drop every key and value, and every running request is prefilled again. This is the default of a real
 pause that keeps requests.
@@ -7,30 +7,74 @@ pause that keeps requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, cast
 
+from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import batch, records, trajectory
+from libra_jax.simulator import batch, replica, trajectory
 
-Counters = records.Counters
+REPLICA_BYTES = 6
+"""Bytes of each parameter on a hybrid worker's training side: its synced value, and a gradient sum in float32."""
 
 
 class Engine(batch.Batch, protocols.RolloutEngine):
-    """A rollout engine on virtual time; made by `create`. Lives on one event loop."""
+    """A rollout engine on virtual time. Lives on one event loop.
+
+    Args:
+      name: name of the instance.
+      degree: tensor-parallel degree.
+      slots: most requests that decode at once.
+      max_context: longest context, in tokens.
+      stream_interval: tokens between two deltas of a request.
+      model: costs of steps, prefill and weights.
+      counters: counters to continue, so that counts outlive a restart; None makes fresh ones.
+      kv_tokens: tokens that its key-value cache holds; None asks the cost model.
+      start_seconds: seconds until it serves.
+      wake_seconds: seconds until a sleeping engine can take weights.
+
+    Raises:
+      ConfigError: its memory does not hold one whole context beside the weights.
+    """
 
     def __init__(
-        self, name: str, *, max_context: int, start_seconds: float = 0.0, wake_seconds: float = 0.0, **settings: Any
+        self,
+        name: str,
+        *,
+        degree: int,
+        slots: int,
+        max_context: int,
+        stream_interval: int,
+        model: costs.Costs,
+        counters: batch.Counters | None = None,
+        kv_tokens: int | None = None,
+        start_seconds: float = 0.0,
+        wake_seconds: float = 0.0,
     ) -> None:
-        super().__init__(name, **settings)
+        capacity = model.kv_tokens(degree) if kv_tokens is None else kv_tokens
+        if capacity < max_context:
+            raise protocols.ConfigError(
+                f"config.rollout.max_context: {max_context} tokens do not fit into the key-value cache of {name}, "
+                f"which holds {max(0, capacity)} beside the weights; raise its degree in rollout.tensor_parallel or "
+                "lower the context"
+            )
+        super().__init__(
+            name,
+            degree=degree,
+            slots=slots,
+            stream_interval=stream_interval,
+            model=model,
+            kv_tokens=capacity,
+            counters=batch.Counters() if counters is None else counters,
+        )
         self._max_context = max_context
         self._start_seconds = start_seconds
         self._wake_seconds = wake_seconds
         self._started = 0.0
         self._asleep = False
         self._arrivals = 0
-        self._standing: asyncio.Future[None] | None = None
         self._updating: int | None = None
 
     # The engine's life ------------------------------------------------------------------------------------------
@@ -48,11 +92,15 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         if not self._alive:
             return
         # Counts the tokens of complete steps, from which the next engine continues.
-        self._settle_now(list(self._decoding))
+        done = self._done()
+        for request in self._decoding:
+            self._settle(request, self._steps + done)
         self._alive = False
         if not self._asleep:
             self.counters.alive_seconds += self._loop.time() - self._started
-        self._rest()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._pace = None
         for request in [*self._waiting, *self._running()]:
             request.error = self._gone()
             request.rouse()
@@ -66,7 +114,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
     async def health(self) -> Mapping[str, float]:
         """Returns the running and waiting requests, and the cache tokens used by running requests and held for
         others."""
-        self._check_alive()
+        self._check()
         return {
             "running": len(self._running()),
             "waiting": len(self._waiting),
@@ -77,9 +125,12 @@ class Engine(batch.Batch, protocols.RolloutEngine):
     def _gone(self) -> protocols.WorkerLost:
         return protocols.WorkerLost(f"engine {self.name} is gone: start it again or resume its requests elsewhere")
 
-    def _check_alive(self) -> None:
+    def _check(self, allowed: bool = True, problem: str = "") -> None:
+        """Raises WorkerLost if the engine is dead, and LibraError about `problem` if the call is not allowed."""
         if not self._alive:
             raise self._gone()
+        if not allowed:
+            raise protocols.LibraError(f"engine {self.name}: {problem}")
 
     # Weights ----------------------------------------------------------------------------------------------------
 
@@ -89,18 +140,18 @@ class Engine(batch.Batch, protocols.RolloutEngine):
 
     async def pause(self) -> None:
         """Freezes decoding at the end of the running step; keeps the requests."""
-        self._check_alive()
+        self._check()
         self._paused = True
         if self._pace is not None:
             self._standing = self._loop.create_future()
             self._interrupt()
             await self._standing
         # The engine may have died while the step ended.
-        self._check_alive()
+        self._check()
 
     async def resume(self) -> None:
         """Continues decoding; after new weights, prefills every request again first."""
-        self._check_alive()
+        self._check()
         self._paused = False
         if self._stale:
             self._drop_cache()
@@ -114,52 +165,41 @@ class Engine(batch.Batch, protocols.RolloutEngine):
 
     async def wake(self) -> None:
         """Takes its devices back; the cache is empty."""
-        self._check_alive()
+        self._check()
         await asyncio.sleep(self._wake_seconds)
-        self._check_alive()
+        self._check()
         self._asleep, self._started = False, self._loop.time()
         self._stale = True
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
         """Does nothing: the first weight verb."""
-        self._check_alive()
+        self._check()
 
     async def start_weight_update(self, policy_version: int) -> None:
         """Announces a version: the second weight verb."""
-        self._check_alive()
-        self._require(self._updating is None, f"version {self._updating} is still being loaded")
-        self._require(self._paused, "start_weight_update came before pause")
+        self._check(self._updating is None, f"version {self._updating} is still being loaded")
+        self._check(self._paused, "start_weight_update came before pause")
         self._updating = policy_version
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         """Takes as long as the chunk's share of the snapshot: the third weight verb."""
-        self._check_alive()
-        self._require(chunk.policy_version == self._updating, f"version {chunk.policy_version} was not announced")
+        self._check(chunk.policy_version == self._updating, f"version {chunk.policy_version} was not announced")
         await asyncio.sleep(self._model.load_seconds(self._degree) / chunk.count * self.slowdown)
-        self._check_alive()
+        self._check()
 
     async def finish_weight_update(self, policy_version: int) -> None:
         """Ends the update: the fourth weight verb. Tokens sampled from now on belong to the new version."""
-        self._check_alive()
-        self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
+        self._check(policy_version == self._updating, f"version {policy_version} was not being loaded")
         # Tokens sampled so far must be counted for the old version.
         for request in self._decoding:
             self._settle(request, self._steps)
         self._version, self._updating, self._stale = policy_version, None, True
 
-    def _require(self, condition: bool, problem: str) -> None:
-        if not condition:
-            raise protocols.LibraError(f"engine {self.name}: {problem}")
-
-    def _stood(self) -> None:
-        if self._standing is not None and not self._standing.done():
-            self._standing.set_result(None)
-
     # Requests ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
         """Streams the script's continuation; see `protocols.RolloutEngine`."""
-        self._check_alive()
+        self._check()
         mine = self._arrive(request)
         try:
             while True:
@@ -175,21 +215,22 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         finally:
             self._leave(mine)
 
-    def _arrive(self, request: protocols.GenerationRequest) -> records.Request:
+    def _arrive(self, request: protocols.GenerationRequest) -> batch.Request:
+        """Queues a request for the rest of its script's turn, within its limits."""
         context = request.token_ids
         if not isinstance(context, trajectory.Context):
             raise protocols.LibraError(f"engine {self.name}: {request.request_id} is no simulated trajectory")
-        attempt = context.trajectory
-        turns, at = attempt.script.turns, context.turn
+        rollout = context.trajectory
+        turns, at = rollout.script.turns, context.turn
         # A turn beyond the script is one stop token: a tool that timed out took the place of the script's end.
         scripted = (max(1, turns[at].generated_tokens) if at < len(turns) else 1) - context.sampled
         limit = min(request.sampling.max_tokens, self._max_context - len(context))
         # Tokens that the last engine sampled and did not stream belong to this request now.
-        spans, attempt.unstreamed = attempt.unstreamed, []
+        spans, rollout.unstreamed = rollout.unstreamed, []
         already = sum(count for _, count in spans)
-        made = records.Request(
+        made = batch.Request(
             name=request.request_id,
-            trajectory=attempt,
+            trajectory=rollout,
             number=self._arrivals,
             length=len(context) + already,
             fresh=0 if already else context.fresh,
@@ -199,21 +240,25 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         )
         self._arrivals += 1
         if made.left <= 0:
-            self._emit(made)
-        else:
-            self._waiting.append(made)
-            self._admit_at_next_boundary()
+            self._stream(made)
+            return made
+        self._waiting.append(made)
+        if self._pace is None:
+            self._plan_soon()
+        elif self._prefill is None:  # a prefill under way ends before the next admission anyway
+            self._interrupt()
         return made
 
-    def _leave(self, request: records.Request) -> None:
+    def _leave(self, request: batch.Request) -> None:
         """Ends the stream: undelivered tokens stay with the trajectory, and its cache stays with the instance."""
-        if request.state == "gone":
-            self._give_back(request)
-            return
-        if self._alive and request.state == "decoding":
-            self._settle_now([request])
-        self._give_back(request)
-        before, request.state, request.due = request.state, "gone", -1
+        before = request.state
+        if self._alive and before == "decoding":
+            self._settle(request, self._steps + self._done())
+        undelivered = [run for delta in request.deltas for run in cast(trajectory.Runs, delta.policy_versions).runs()]
+        request.trajectory.unstreamed = undelivered + request.spans
+        request.deltas.clear()
+        request.spans = []
+        request.state, request.due = "gone", -1
         if before == "waiting":
             self._waiting.remove(request)
         elif before == "decoding" and self._alive:
@@ -223,59 +268,95 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             else:
                 self._retire_leaving()
 
-    def _give_back(self, request: records.Request) -> None:
-        undelivered = [run for delta in request.deltas for run in cast(trajectory.Runs, delta.policy_versions).runs()]
-        request.trajectory.unstreamed = undelivered + request.spans
-        request.deltas.clear()
-        request.spans = []
 
+class Fleet:
+    """All instances that a run has had, those that plans add included, and their counters.
 
-def create(
-    name: str,
-    *,
-    degree: int,
-    slots: int,
-    max_context: int,
-    stream_interval: int,
-    model: costs.Costs,
-    counters: Counters | None = None,
-    kv_tokens: int | None = None,
-    start_seconds: float = 0.0,
-    wake_seconds: float = 0.0,
-) -> Engine:
-    """Makes a simulated engine.
-
-    Args:
-      name: name of the instance.
-      degree: tensor-parallel degree.
-      slots: most requests that decode at once.
-      max_context: longest context, in tokens.
-      stream_interval: tokens between two deltas of a request.
-      model: costs of steps, prefill and weights.
-      counters: counters to continue, so that counts outlive a restart; None makes fresh ones.
-      kv_tokens: tokens that its key-value cache holds; None asks the cost model.
-      start_seconds: seconds until it serves.
-      wake_seconds: seconds until a sleeping engine can take weights.
-
-    Raises:
-      ConfigError: its memory does not hold one whole context beside the weights.
+    Attributes:
+      counters: counters of each instance. They are kept here, because an engine's restarts make new engines.
+      degrees: tensor-parallel degree of each instance.
     """
-    capacity = model.kv_tokens(degree) if kv_tokens is None else kv_tokens
-    if capacity < max_context:
-        raise protocols.ConfigError(
-            f"config.rollout.max_context: {max_context} tokens do not fit into the key-value cache of {name}, which "
-            f"holds {max(0, capacity)} beside the weights; raise its degree in rollout.tensor_parallel or lower the "
-            "context"
+
+    def __init__(
+        self, config: configuration.RunConfig, slots: Sequence[int], model: costs.Costs, warm_seconds: float = 0.0
+    ) -> None:
+        self._warm_seconds = warm_seconds
+        self._config = config
+        self._model = model
+        self._slots = slots or config.rollout.instance_slots
+        self._by_degree = configuration.slots_by_degree(config.rollout.tensor_parallel, self._slots)
+        self.counters: list[batch.Counters] = []
+        self.degrees: list[int] = []
+
+    def spec(
+        self, number: int, degree: int, others: Sequence[protocols.ActorSpec] | None = None
+    ) -> protocols.ActorSpec:
+        """Returns the spec of an instance; its slots are those of the config's instance, or of its degree.
+
+        Args:
+          number: number of the instance.
+          degree: its tensor-parallel degree.
+          others: the instances beside which a plan adds this one, whose start then takes time; None if the layout has
+            it from the beginning.
+        """
+        rollout, at_first = self._config.rollout, number < len(self._slots)
+        self.counters.append(batch.Counters())
+        self.degrees.append(degree)
+        arguments = {
+            "name": f"engine-{number}",
+            "degree": degree,
+            "slots": self._slots[number] if at_first else self._by_degree.get(degree, rollout.slots),
+            "max_context": rollout.max_context,
+            "stream_interval": rollout.stream_interval,
+            "model": self._model,
+            "counters": self.counters[-1],
+            "start_seconds": 0.0 if others is None else self._config.planner.start_seconds,
+            "wake_seconds": self._config.planner.start_seconds,
+        }
+        return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:Engine", arguments)
+
+    def replica(
+        self,
+        engine_spec: protocols.ActorSpec,
+        channels: replica.Channels,
+        train_seconds: Callable[[int, Sequence[int]], float],
+    ) -> protocols.ActorSpec:
+        """Returns the spec of a hybrid worker's training side.
+
+        Args:
+          engine_spec: spec of its rollout side.
+          channels: gradient channels to the trainer.
+          train_seconds: (devices, sequence lengths) to training seconds.
+
+        Raises:
+          ConfigError: its devices do not hold the parameters and gradient sums.
+        """
+        degree, member = engine_spec.arguments["degree"], engine_spec.name
+        if isinstance(self._model, costs.CostModel):  # costs fitted to a recording know no memory
+            need = REPLICA_BYTES * self._model.parameters / degree
+            room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
+            if need > room:
+                raise protocols.ConfigError(
+                    f"config.elastic.hybrid: a replica on {degree} {self._model.sheet.name} needs {need / 1e9:.0f} GB "
+                    f"a device for parameters and gradient sums, and has {room / 1e9:.0f}; make wider instances hybrid"
+                )
+        arguments = {
+            "member": member,
+            "devices": degree,
+            "model": self._model,
+            "channels": channels,
+            "train_seconds": functools.partial(train_seconds, degree),
+            "warm_seconds": self._warm_seconds,
+            "masks": self._config.task.masks,
+        }
+        return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.replica:Replica", arguments)
+
+    def busy_share(self, seconds: float) -> float:
+        """Returns the share of the device-seconds in which instances ran steps."""
+        busy = sum(degree * count.busy_seconds for degree, count in zip(self.degrees, self.counters, strict=True))
+        # A fixed layout counts all devices for the whole run; a changing layout counts each instance while it lives.
+        if not self._config.planner.period and not self._config.elastic.hybrid:
+            return busy / (sum(self.degrees) * seconds)
+        return busy / sum(
+            degree * count.alive_seconds for degree, count in zip(self.degrees, self.counters, strict=True)
         )
-    return Engine(
-        name,
-        degree=degree,
-        slots=slots,
-        max_context=max_context,
-        start_seconds=start_seconds,
-        wake_seconds=wake_seconds,
-        stream_interval=stream_interval,
-        model=model,
-        kv_tokens=capacity,
-        counters=Counters() if counters is None else counters,
-    )

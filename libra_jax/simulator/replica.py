@@ -71,15 +71,15 @@ Masks = Callable[[str | None], bool]
 """Tells whether rollouts with this finish are left out of the loss (`TaskConfig.masks`)."""
 
 
-def masks_none(_: str | None) -> bool:
-    """Returns False: all rollouts are trained."""
-    return False
+def trained(batch: protocols.TrainBatch, masks: Masks | None) -> list[protocols.Trajectory]:
+    """Returns the trajectories of a batch that the trainer packs; masked ones take none of its time.
 
-
-def trained(batch: protocols.TrainBatch, masks: Masks) -> list[protocols.Trajectory]:
-    """Returns the trajectories of a batch that the trainer packs; masked ones take none of its time."""
+    Args:
+      batch: the batch.
+      masks: tells which rollouts are not trained; None trains all.
+    """
     every = (trajectory for group in batch.groups for trajectory in group.trajectories)
-    return [trajectory for trajectory in every if not masks(trajectory.finish)]
+    return [trajectory for trajectory in every if masks is None or not masks(trajectory.finish)]
 
 
 def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[list[int], dict[str, list[int]]]:
@@ -110,7 +110,17 @@ def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
 
 
 class Replica(protocols.Replica):
-    """The training side of a hybrid worker on virtual time; made by `create`.
+    """The training side of a hybrid worker on virtual time.
+
+    Args:
+      member: name of the hybrid worker.
+      devices: number of the worker's devices.
+      model: costs of training and loading.
+      channels: gradient channels to the trainer.
+      train_seconds: sequence lengths to seconds of computing their gradients.
+      start_seconds: seconds until its process is up.
+      warm_seconds: seconds of its first compilation.
+      masks: tells which rollouts are not trained; None trains all.
 
     Attributes:
       slowdown: factor on the time of its shares.
@@ -119,17 +129,18 @@ class Replica(protocols.Replica):
     def __init__(
         self,
         member: str,
+        *,
         devices: int,
         model: costs.Costs,
         channels: Channels,
         train_seconds: Callable[[Sequence[int]], float],
-        start_seconds: float,
-        warm_seconds: float,
-        masks: Masks = masks_none,
+        start_seconds: float = 0.0,
+        warm_seconds: float = 0.0,
+        masks: Masks | None = None,
     ) -> None:
         self.member = member
-        self._masks = masks
         self.slowdown = 1.0
+        self._masks = masks
         self._train_seconds = train_seconds
         # Gradient sums have twice the bytes of a synced snapshot: float32 against two bytes a value.
         self._send_seconds = 2.0 * model.load_seconds(devices)
@@ -216,29 +227,3 @@ class Replica(protocols.Replica):
     async def shutdown(self) -> None:
         """Ends. Idempotent."""
         self.kill()
-
-
-def create(
-    member: str,
-    *,
-    devices: int,
-    model: costs.Costs,
-    channels: Channels,
-    train_seconds: Callable[[Sequence[int]], float],
-    start_seconds: float = 0.0,
-    warm_seconds: float = 0.0,
-    masks: Masks = masks_none,
-) -> Replica:
-    """Makes a simulated training side.
-
-    Args:
-      member: name of the hybrid worker.
-      devices: number of the worker's devices.
-      model: costs of training and loading.
-      channels: gradient channels to the trainer.
-      train_seconds: sequence lengths to seconds of computing their gradients.
-      start_seconds: seconds until its process is up.
-      warm_seconds: seconds of its first compilation.
-      masks: tells which rollouts are not trained.
-    """
-    return Replica(member, devices, model, channels, train_seconds, start_seconds, warm_seconds, masks)

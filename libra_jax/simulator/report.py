@@ -5,13 +5,107 @@ An entry is one policy under one seed. Every value but `wall_seconds` repeats ex
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_jax.simulator import pictures
+from libra_jax.scheduling import prediction_quality
+from libra_jax.telemetry import figures, tool_report, trace
+
+WIDTH = 4.6
+"""Width of a picture, in inches. On a phone of 360 CSS pixels the letters are then about as large as in print."""
+
+LETTERS = 11
+"""Size of every text, in points; a phone shows it about 12 pixels high."""
+
+LABEL = 20
+"""Most characters of a line of a bar's name."""
+
+COLUMNS = 48
+"""Most characters of a title's line."""
+
+
+BAR = 0.36
+"""Inches of a bar whose name takes one line, with the gap to the next."""
+
+
+def bars_height(names: Sequence[str]) -> float:
+    """Returns the inches that bars of these names take, their axis included."""
+    lines = max(name.count("\n") + 1 for name in short(names))
+    return 0.9 + BAR * len(names) * (1.0 + 0.4 * (lines - 1))
+
+
+@contextlib.contextmanager
+def drawn(path: Path, height: float, title: Sequence[str], rows: Sequence[float] = (1.0,)) -> Iterator[Any]:
+    """Yields the axes of a picture (one below the other if there are several), and writes the file at the end.
+
+    Args:
+      path: file to write, .svg or .png.
+      height: inches of the axes; title and legend come on top.
+      title: lines of the title; long lines are broken.
+      rows: relative height of each axes.
+    """
+    from matplotlib import figure, rc_context  # imported only here: nothing else needs it
+
+    lines = [part for line in title for part in textwrap.wrap(line, COLUMNS)]
+    # A fixed salt and no date: the same data gives the same file.
+    with rc_context({"svg.hashsalt": "libra-jax", "font.size": LETTERS}):
+        picture = figure.Figure(figsize=(WIDTH, height + 0.19 * len(lines)), layout="constrained")
+        axes = picture.subplots(len(rows), squeeze=False, height_ratios=rows)[:, 0]
+        for one in axes:
+            one.spines[["top", "right"]].set_visible(False)
+        picture.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=LETTERS)
+        yield axes if len(rows) > 1 else axes[0]
+        labelled = [pair for one in axes[:1] for pair in zip(*one.get_legend_handles_labels(), strict=True)]
+        if labelled:
+            handles = [handle for handle, _ in labelled]
+            labels = [textwrap.fill(label, COLUMNS - 6) for _, label in labelled]
+            columns = 2 if max(map(len, labels)) < 22 else 1
+            rows_of_legend = -(-sum(label.count("\n") + 1 for label in labels) // columns)
+            picture.set_figheight(picture.get_figheight() + 0.22 * rows_of_legend)
+            picture.legend(handles, labels, loc="outside lower left", frameon=False, ncols=columns, fontsize=LETTERS)
+        picture.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def short(names: Sequence[str]) -> list[str]:
+    """Returns the names without the words that all of them begin with, broken into lines of `LABEL` characters."""
+    words = [name.split() for name in names]
+    shared = 0
+    # At least one word of each name must stay.
+    while len(names) > 1 and all(len(each) > shared + 1 and each[shared] == words[0][shared] for each in words):
+        shared += 1
+    plain = [" ".join(each[shared:]) for each in words]
+    return ["\n".join(textwrap.wrap(name, LABEL)) for name in plain]
+
+
+def bars(axes: Any, names: Sequence[str], means: Sequence[float], spreads: Sequence[float], format_: str) -> None:
+    """Draws a bar for each name, its spread if it has one, and the mean in figures to the right of both.
+
+    Args:
+      axes: axes to draw on.
+      names: names of the bars, from the top.
+      means: mean of each bar.
+      spreads: standard deviation of each bar; 0 for none.
+      format_: format of the means, as "{:.1f}".
+    """
+    places = range(len(names))
+    errors = list(spreads) if any(spreads) else None
+    axes.barh(places, list(means), xerr=errors, color="#4c78a8", ecolor="#333333", capsize=3, height=0.6)
+    axes.set_yticks(list(places), short(names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    ends = [mean + sign * spread for mean, spread in zip(means, spreads, strict=True) for sign in (-1, 1)]
+    least, most = min(0.0, *ends), max(0.0, *ends)
+    for place, mean, spread in zip(places, means, spreads, strict=True):
+        axes.annotate(format_.format(mean), (mean + spread, place), (5, 0), textcoords="offset points", va="center")
+    room = 0.25 * (most - least) or 1.0  # for the figures to the right of the longest bar
+    axes.set_xlim(least, most + room)
+
 
 Entry = Mapping[str, Any]
 
@@ -169,10 +263,43 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     """
     names = policies(entries)
     seeds = len({entry["seed"] for entry in entries})
-    with pictures.drawn(path, 0.2 + pictures.bars_height(names), title) as axes:
+    with drawn(path, 0.2 + bars_height(names), title) as axes:
         means = [mean_step_seconds(entries, name) for name in names]
-        pictures.bars(axes, names, means, [spread(step_seconds(entries, name)) for name in names], "{:.0f}")
+        bars(axes, names, means, [spread(step_seconds(entries, name)) for name in names], "{:.0f}")
         label = f"bound: no policy takes less than {bound_seconds:.0f} s"
         axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=label)
         of_seeds = f"\nmean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
         axes.set_xlabel(f"seconds a training step{of_seeds}")
+
+
+MOST_ROWS = 16
+"""Most causal states in the quality_table; the most frequent are shown."""
+
+
+def read_quality(path: Path) -> prediction_quality.PredictionQuality | None:
+    """Measures the prediction quality of a trace; None if no tool returned in it.
+
+    Raises:
+      DataError: the trace cannot be used; the message names file and line.
+    """
+    return prediction_quality.measure([prediction_quality.attempt(record) for record in trace.read(path)])
+
+
+def quality_table(found: prediction_quality.PredictionQuality) -> str:
+    """Returns the causal states, and how well the remaining length was predicted."""
+    rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
+    further = len(found.states) - MOST_ROWS
+    more = [f"({further} more causal states)"] if further > 0 else []
+    return "\n".join([*aligned(rows, left=3), *more, *tool_report.verdicts(found)])
+
+
+def quality_json(found: prediction_quality.PredictionQuality) -> str:
+    """Returns all measurements as a JSON object; unknown values are null."""
+    values = dataclasses.asdict(found)
+    plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+    return json.dumps(plain, indent=2) + "\n"
+
+
+def write_quality_picture(found: prediction_quality.PredictionQuality, path: Path) -> None:
+    """Draws the tokens left after each of the most frequent causal states, as .svg."""
+    path.write_text(figures.standalone(tool_report.draw_left(found.states)))

@@ -9,8 +9,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax.coordinator import run as coordinator
-from libra_jax.simulator import fleet as fleets
-from libra_jax.simulator import trainer, trajectory
+from libra_jax.simulator import engine, trainer, trajectory
 from libra_jax.telemetry import timeline
 
 
@@ -132,7 +131,7 @@ def of_run(
     recorder: StepRecorder,
     book: trajectory.Book,
     log: trainer.TrainingLog,
-    fleet: fleets.Fleet,
+    fleet: engine.Fleet,
     wall: float,
 ) -> Result:
     """Returns the results of a run.

@@ -1,10 +1,15 @@
-"""Scripts of simulated rollouts: the contract between workloads and the simulated machines.
+"""Scripts of simulated rollouts: the contract between workloads and the simulated machines; and requested lengths.
 
 A script is fixed before the rollout begins, so that every scheduling policy is measured on the same work.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,3 +49,179 @@ class Workload(Protocol):
     def script(self, task_index: int, sample: int) -> Script:
         """Returns the script of one sample of the `task_index`-th task; any index >= 0 is valid."""
         ...
+
+
+MOST_TOKENS = 10_000_000
+"""Most tokens of any requested length: hundreds of times the longest context that models have."""
+
+MOST_TURNS = 1_000
+"""Most turns of a made-up rollout: each turn of thousands of rollouts is an object."""
+
+CALL_SECONDS = 1.0
+"""Seconds of a tool call, if the reshaped rollouts have none."""
+
+_NORMAL = statistics.NormalDist()
+_Z90 = _NORMAL.inv_cdf(0.9)
+STEEPEST = math.exp(_Z90**2 / 2.0)
+"""Largest ratio of P90 to mean that a log-normal has: 2.27."""
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Lengths whose logarithm is normal.
+
+    Attributes:
+      mean: mean length, in tokens.
+      spread: standard deviation of the logarithm.
+    """
+
+    mean: float
+    spread: float
+
+    @classmethod
+    def fitted(cls, mean: float, p90: float) -> LogNormal:
+        """Returns the log-normal with this mean and this P90.
+
+        With spread s, ln(p90 / mean) = z s - s^2 / 2, where z = 1.28 is the normal P90. Of the two roots the smaller is
+        taken. The larger root exceeds z: its mean lies beyond its P90, or depends on a handful of rollouts.
+
+        Args:
+          mean: mean length, in tokens.
+          p90: tokens that nine rollouts in ten stay below.
+
+        Raises:
+          ConfigError: a number is no length, or no log-normal has both; the message gives the possible range.
+        """
+        for name, value in (("mean", mean), ("P90", p90)):
+            if not 1 <= value <= MOST_TOKENS:  # NaN fails this check, too
+                raise protocols.ConfigError(
+                    f"--generated_tokens: {value:g} is no {name} of a length; give 1 to {MOST_TOKENS:,} tokens"
+                )
+        if not 1.0 <= p90 / mean <= STEEPEST:
+            raise protocols.ConfigError(
+                f"--generated_tokens: no log-normal that a sample shows has mean {mean:g} and P90 {p90:g}; with this "
+                f"mean the P90 lies between {math.ceil(mean):,} and {math.floor(STEEPEST * mean):,}. Give such a pair, "
+                "or recorded attempts with --trace"
+            )
+        # Rounding may make the discriminant slightly negative at the steepest ratio.
+        inside = max(0.0, _Z90**2 - 2.0 * math.log(p90 / mean))
+        return cls(mean, _Z90 - math.sqrt(inside))
+
+    def sample(self, count: int) -> list[int]:
+        """Returns `count` ascending lengths: the mean of each of `count` equally likely ranges, so that the mean of
+        all is the distribution's."""
+        if self.spread == 0.0:
+            return [round(self.mean)] * count
+        edges = [-math.inf, *(_NORMAL.inv_cdf(index / count) for index in range(1, count)), math.inf]
+        # The partial expectation of a log-normal, in closed form.
+        below = [_NORMAL.cdf(edge - self.spread) if math.isfinite(edge) else float(edge > 0) for edge in edges]
+        return [max(1, round(self.mean * count * (high - low))) for low, high in itertools.pairwise(below)]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Requested lengths of rollouts; None leaves a property unchanged.
+
+    Attributes:
+      generated: generated tokens; a plain number is the mean to which all are scaled.
+      turns: model outputs of every rollout, all of one length.
+      payload_tokens: tokens of every tool return.
+      prompt_tokens: tokens of every prompt.
+    """
+
+    generated: LogNormal | float | None = None
+    turns: int | None = None
+    payload_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("generated_tokens", self.generated, 1, MOST_TOKENS),
+            ("turns", self.turns, 1, MOST_TURNS),
+            ("payload_tokens", self.payload_tokens, 0, MOST_TOKENS),
+            ("prompt_tokens", self.prompt_tokens, 1, MOST_TOKENS),
+        ):
+            number = value if isinstance(value, int | float) else least
+            if not least <= number <= most:
+                raise protocols.ConfigError(f"--{name}: {number:g} is out of range; give {least} to {most:,}")
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, item.name) is not None for item in dataclasses.fields(self))
+
+
+def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
+    """Returns the rollouts, in the same order, with the lengths of `wanted`; the longest stays the longest.
+
+    Raises:
+      ConfigError: a payload is requested but no tool is called, or turns are requested and the payload is unknown.
+    """
+    calls = [turn for script in drawn for turn in script.turns[:-1]]
+    if wanted.payload_tokens is not None and wanted.turns in (None, 1) and (wanted.turns or not calls):
+        raise protocols.ConfigError(
+            "--payload_tokens: the attempts have one turn, and a tool returns only between two; give --turns=2 or more"
+        )
+    if (wanted.turns or 1) > 1 and wanted.payload_tokens is None and not calls:
+        raise protocols.ConfigError(
+            "--turns: what a tool returns between them is not known, as no attempt calls one; give --payload_tokens"
+        )
+    shaped = list(drawn)
+    if wanted.turns is not None:
+        call = _mean_call(calls)
+        shaped = [dataclasses.replace(one, turns=_turns(one.generated_tokens, wanted.turns, call)) for one in shaped]
+    if wanted.payload_tokens is not None:
+        shaped = [dataclasses.replace(one, turns=_returning(one.turns, wanted.payload_tokens)) for one in shaped]
+    if wanted.prompt_tokens is not None:
+        shaped = [dataclasses.replace(one, prompt_tokens=wanted.prompt_tokens) for one in shaped]
+    # Last, because `_turns` keeps each rollout's total and this step sets it.
+    if wanted.generated is not None:
+        lengths = list(_lengths(shaped, wanted.generated))
+        shaped = [
+            dataclasses.replace(one, turns=_long(one.turns, tokens))
+            for one, tokens in zip(shaped, lengths, strict=True)
+        ]
+    return shaped
+
+
+def _lengths(drawn: Sequence[Script], generated: LogNormal | float) -> Iterator[int]:
+    """Yields the generated tokens that each rollout shall have."""
+    if not isinstance(generated, LogNormal):
+        factor = generated / statistics.fmean(script.generated_tokens for script in drawn)
+        yield from (max(1, round(factor * script.generated_tokens)) for script in drawn)
+        return
+    ascending = sorted(range(len(drawn)), key=lambda index: drawn[index].generated_tokens)
+    wanted = dict(zip(ascending, generated.sample(len(drawn)), strict=True))
+    yield from (wanted[index] for index in range(len(drawn)))
+
+
+def _mean_call(calls: Sequence[protocols.Turn]) -> protocols.Turn:
+    """Returns the mean tool call of `calls`."""
+    seconds = statistics.fmean(turn.tool_seconds for turn in calls) if calls else CALL_SECONDS
+    payload = round(statistics.fmean(turn.payload_tokens for turn in calls)) if calls else 0
+    return protocols.Turn(1, "tool", "success", payload, seconds)
+
+
+def _turns(tokens: int, count: int, call: protocols.Turn) -> tuple[protocols.Turn, ...]:
+    """Returns equal turns with the same tool call between them."""
+    each = max(1, tokens // count)
+    turn = dataclasses.replace(call, generated_tokens=each)
+    return (*[turn] * (count - 1), protocols.Turn(max(1, tokens - (count - 1) * each)))
+
+
+def _returning(turns: Sequence[protocols.Turn], payload: int) -> tuple[protocols.Turn, ...]:
+    """Returns the same turns, whose tools return `payload` tokens."""
+    return (*(dataclasses.replace(turn, payload_tokens=payload) for turn in turns[:-1]), turns[-1])
+
+
+def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn, ...]:
+    """Returns the same turns with `tokens` generated tokens; if there are more turns than tokens, drops the first
+    turns."""
+    kept, before = turns[-tokens:], 0
+    total = sum(max(1, turn.generated_tokens) for turn in kept)
+    made, seen = [], 0
+    for number, turn in enumerate(kept, start=1):
+        seen += max(1, turn.generated_tokens)
+        # Rounds the running total, so that the parts add up, and leaves a token for each later turn.
+        until = min(max(before + 1, round(tokens * seen / total)), tokens - (len(kept) - number))
+        made.append(dataclasses.replace(turn, generated_tokens=until - before))
+        before = until
+    return tuple(made)

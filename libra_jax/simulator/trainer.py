@@ -78,7 +78,7 @@ class Trainer:
       channels: gradient channels to hybrid workers; None if there are none.
       late: as `elastic.late_factor`.
       late_seconds: as `elastic.late_min_seconds`.
-      masks: tells which rollouts are not trained.
+      masks: tells which rollouts are not trained; None trains all.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Trainer:
         channels: replica.Channels | None = None,
         late: float = 2.0,
         late_seconds: float = 1.0,
-        masks: replica.Masks = replica.masks_none,
+        masks: replica.Masks | None = None,
     ) -> None:
         self._masks = masks
         self._channels = channels or replica.Channels()

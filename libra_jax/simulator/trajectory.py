@@ -5,6 +5,7 @@ They behave like `protocols.Trajectory` in every use of the agent loop and the c
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -315,3 +316,54 @@ class CountedText:
 
 def _tokens(content: str) -> int:
     return int(content) if content.isdigit() else -(-len(content) // 4)
+
+
+class ScriptedEnvironment:
+    """A `protocols.Environment` of one rollout. Its reward alternates by sample, which has no effect on time."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._turn = 0
+        self.running_tool = ""
+
+    async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        """Shows a prompt of the scripted length."""
+        self._turn = 0
+        return [protocols.Message("user", str(self._book.prompt_tokens(task.prompt_id)))]
+
+    async def step(self, output: str) -> protocols.StepResult:
+        """Runs the tool that the script's turn calls; `output` is the rollout's name, as `CountedText` decodes it."""
+        turns = self._book.script(output).turns
+        at, self._turn = self._turn, self._turn + 1
+        if at >= len(turns):  # a tool that timed out took the place of the script's end
+            return _end(output)
+        turn = turns[at]
+        self.running_tool = turn.tool or ""
+        if turn.tool_seconds > 0:
+            await asyncio.sleep(turn.tool_seconds)
+        if self._turn == len(turns):
+            return _end(output)
+        payload = str(turn.payload_tokens)
+        if turn.tool is None:
+            return protocols.StepResult(messages=[protocols.Message("user", payload)])
+        return protocols.StepResult(
+            tool_returns=[protocols.ToolReturn(turn.tool, turn.status or "success", payload, turn.tool_seconds)]
+        )
+
+    async def close(self) -> None:
+        """Does nothing: the environment holds nothing."""
+
+
+def _end(name: str) -> protocols.StepResult:
+    return protocols.StepResult(done=True, reward=float(int(name.rpartition("/")[2]) % 2))
+
+
+class NumberedTasks:
+    """A `protocols.TaskSource`: the task at position n is called "n"."""
+
+    def task(self, index: int) -> protocols.Task:
+        return protocols.Task(str(index), {})
+
+    def evaluation_task(self, index: int) -> protocols.Task:
+        """Returns a held-out task, which a task source must have; the simulator evaluates nothing."""
+        return protocols.Task(f"held-out-{index}", {})

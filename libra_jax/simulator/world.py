@@ -23,8 +23,7 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
 from libra_jax.scheduling import baselines
-from libra_jax.simulator import clock, engine, environment, replica, results, scripts, trainer, trajectory
-from libra_jax.simulator import fleet as fleets
+from libra_jax.simulator import clock, engine, replica, results, scripts, trainer, trajectory
 
 MakeScheduler = Callable[[costs.SchedulingCosts, baselines.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
@@ -83,20 +82,21 @@ class SimulationConfig:
 
 @dataclass(frozen=True)
 class Parts:
-    """Wrappers between the coordinator and the simulated machines: fault injection replaces some of them.
+    """How the simulated machines are made: fault injection makes some of them another way.
 
     Attributes:
-      engine: wraps a new engine, given the number of its life from 0.
-      environment: wraps a rollout's new environment.
-      trainer: wraps a new trainer.
-      replica: wraps a new training side of a hybrid worker, given the number of its life.
+      engine: makes an engine, given the number of its life from 0 and the arguments of `engine.Engine`.
+      environment: makes a rollout's environment.
+      trainer: makes a trainer, given the number of its life and the arguments of `trainer.Trainer`.
+      replica: makes the training side of a hybrid worker, given the number of its life and the arguments of
+        `replica.Replica`.
       handle: makes the handle of an actor, given its name and the actor.
     """
 
-    engine: Callable[[engine.Engine, int], Any] = lambda made, life: made
-    environment: Callable[[environment.ScriptedEnvironment], protocols.Environment] = lambda made: made
-    trainer: Callable[[trainer.Trainer], protocols.Trainer] = lambda made: made
-    replica: Callable[[replica.Replica, int], Any] = lambda made, life: made
+    engine: Callable[..., engine.Engine] = lambda life, **arguments: engine.Engine(**arguments)
+    environment: Callable[[trajectory.Book], protocols.Environment] = trajectory.ScriptedEnvironment
+    trainer: Callable[..., trainer.Trainer] = lambda life, **arguments: trainer.Trainer(**arguments)
+    replica: Callable[..., replica.Replica] = lambda life, **arguments: replica.Replica(**arguments)
     handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 
 
@@ -105,21 +105,23 @@ class Cluster:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._makers = {
+            "libra_jax.simulator.engine:Engine": parts.engine,
+            "libra_jax.simulator.trainer:Trainer": parts.trainer,
+            "libra_jax.simulator.replica:Replica": parts.replica,
+        }
         self._actors: dict[str, Any] = {}
         self._lives: dict[str, int] = {}
 
     async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
-        """Makes the actor in place."""
-        module, _, name = spec.factory.partition(":")
-        made = getattr(importlib.import_module(module), name)(**spec.arguments)
+        """Makes the actor in place. Factories other than the simulated machines' are called as they are."""
         # A restarted actor begins another life, with faults of its own.
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
-        if isinstance(made, engine.Engine):
-            made = self._parts.engine(made, life)
-        elif isinstance(made, replica.Replica):
-            made = self._parts.replica(made, life)
+        if spec.factory in self._makers:
+            made = self._makers[spec.factory](life, **spec.arguments)
         else:
-            made = self._parts.trainer(made)
+            module, _, name = spec.factory.partition(":")
+            made = getattr(importlib.import_module(module), name)(**spec.arguments)
         self._actors[spec.name] = made
         return self._parts.handle(spec.name, made)
 
@@ -166,8 +168,8 @@ def run(
     """
     _check(config, simulation)
     model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or results.StepRecorder()
-    book, log = trajectory.Book(workload), trainer.TrainingLog()
-    fleet = fleets.Fleet(config, simulation.slots, model, simulation.warm_seconds)
+    book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
+    fleet = engine.Fleet(config, simulation.slots, model, simulation.warm_seconds)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh(config, simulation, model), None
     if config.planner.period:
@@ -185,7 +187,6 @@ def run(
         if elastic.hybrid
         else []
     )
-    makers = parts.environment
     spec = protocols.ActorSpec(
         "trainer",
         "libra_jax.simulator.trainer:Trainer",
@@ -202,10 +203,10 @@ def run(
     )
     made = coordinator.Coordinator(
         context.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),  # where nothing is saved
-        context.WorkerSpecs(spec, specs, replicas, make_engine=fleet.add),
+        context.WorkerSpecs(spec, specs, replicas, make_engine=fleet.spec),
         context.Agent(
-            environment.NumberedTasks(),
-            lambda: makers(environment.ScriptedEnvironment(book)),
+            trajectory.NumberedTasks(),
+            lambda: environment(book),
             trajectory.CountedText(),
             make_trajectory=book.make,
         ),

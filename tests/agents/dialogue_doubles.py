@@ -44,6 +44,9 @@ class Tools:
         self.tools, self.format, self.describe, self.parallel = tools, formats.named(format), False, parallel
         self.call_seconds = call_seconds
 
+    def system_message(self, system):
+        return system
+
     async def toolbox(self, *, session=False):
         return toolbox.Toolbox(self.tools)
 

@@ -126,10 +126,11 @@ def test_simplifying_keeps_the_value_and_ends_there(expression):
 
 
 def test_a_call_may_be_plain_or_json_and_may_follow_text():
-    assert arithmetic.read_call("42") is None
-    assert arithmetic.read_call("let me see <tool_call> 1+2 </tool_call>") == "1+2"
+    assert arithmetic.answer_call("42", 60) is None
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
-    assert arithmetic.read_call(call) == "1+2"
+    for output in ("let me see <tool_call> 1+2 </tool_call>", call):
+        answer = arithmetic.answer_call(output, 60)
+        assert (answer.tool, answer.status, answer.content) == ("calculator", "success", "3")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import calculator, demonstrations, loop
+from libra_jax.agents import calculator, loop, tokenizers
 from libra_jax.agents.rewards import scoring
 
 
@@ -220,7 +220,7 @@ def test_a_scorer_that_raises_or_gives_nonsense_is_a_crash_that_names_the_task()
 def test_a_demonstration_is_token_for_token_a_perfect_policys_attempt(index):
     task = calculator.task_source(seed=3).task(index)
     environment = calculator.environment()
-    shown = demonstrations.demonstration_trajectory(task, environment, doubles.TOKENIZER)
+    shown = tokenizers.demonstration_trajectory(task, environment, doubles.TOKENIZER)
     outputs = [message.content for message in environment.demonstration(task) if message.role == "assistant"]
     live, _ = doubles.attempt(outputs, task=task, environment=environment)
     assert (shown.token_ids, shown.sources, shown.loss_mask) == (live.token_ids, live.sources, live.loss_mask)
@@ -234,4 +234,4 @@ def test_a_demonstration_that_does_not_end_with_an_answer_is_refused():
             return [protocols.Message("user", "q"), protocols.Message("assistant", "c"), protocols.Message("tool", "r")]
 
     with pytest.raises(protocols.EnvironmentCrashed, match="task t: its demonstration must"):
-        demonstrations.demonstration_trajectory(doubles.task_of(), Mute(), doubles.TOKENIZER)
+        tokenizers.demonstration_trajectory(doubles.task_of(), Mute(), doubles.TOKENIZER)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents import calculator, demonstrations, tokenizers
+from libra_jax.agents import calculator, tokenizers
 
 CHARACTER = tokenizers.CharacterTokenizer()
 MARKS = ("<tool_call>", "</tool_call>")
@@ -153,7 +153,7 @@ def test_two_tool_returns_in_a_row_are_one_increment(qwen):
 
 def test_a_demonstration_under_a_hugging_face_template_trains_on_the_assistants_tokens_only(qwen):
     task = calculator.task_source(seed=1).task(0)
-    shown = demonstrations.demonstration_trajectory(task, calculator.environment(), qwen)
+    shown = tokenizers.demonstration_trajectory(task, calculator.environment(), qwen)
     trained = [token for token, mask in zip(shown.token_ids, shown.loss_mask, strict=True) if mask]
     expression, answer = task.payload["expression"], task.payload["answer"]
     assert qwen.decode(trained) == f"<tool_call>{expression}</tool_call><|im_end|>{answer}<|im_end|>"

@@ -8,7 +8,7 @@ import loop_doubles
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.agents import demonstrations, factories, loop
+from libra_jax.agents import factories, loop, tokenizers
 from libra_jax.agents.environments import episodes, gym_text
 
 LAKE = {
@@ -86,7 +86,7 @@ def test_a_seed_is_an_episode_and_no_held_out_one_is_trained_on():
 def test_random_episodes_demonstrate_how_moves_are_written():
     environment = gym_text.environment(**GAME)
     task = protocols.Task("t", {"seed": 4})
-    trajectory = demonstrations.demonstration_trajectory(task, environment, loop_doubles.TOKENIZER)
+    trajectory = tokenizers.demonstration_trajectory(task, environment, loop_doubles.TOKENIZER)
     outputs = [message.content for message in environment.demonstration(task) if message.role == "assistant"]
     assert set(outputs) <= {"0", "1", "2"}
     assert trajectory.token_ids == attempt(outputs, **GAME).token_ids

@@ -7,7 +7,7 @@ import sandboxes
 
 from configs import python_cpu
 from libra_jax import config, protocols
-from libra_jax.agents import demonstrations, factories, tokenizers
+from libra_jax.agents import factories, tokenizers
 from libra_jax.agents.environments import integers, math
 from libra_jax.agents.tools import toolkit
 
@@ -87,7 +87,7 @@ def test_dialogues_fit_the_shipped_config():
     source = factories.task_source(run.task, run.seed)
     tokenizer = tokenizers.CharacterTokenizer()
     trajectories = [
-        demonstrations.demonstration_trajectory(source.task(index), environment, tokenizer) for index in range(64)
+        tokenizers.demonstration_trajectory(source.task(index), environment, tokenizer) for index in range(64)
     ]
     assert max(len(trajectory.token_ids) for trajectory in trajectories) < run.rollout.max_context
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]

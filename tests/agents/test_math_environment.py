@@ -184,7 +184,7 @@ from libra_jax.agents.environments import verifier
 async def body():
     checker = verifier.Verifier()
     await checker.open()
-    print(*(process._process.pid for process in checker._live), flush=True)
+    print(*(process.process.pid for process in checker._live), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(body())

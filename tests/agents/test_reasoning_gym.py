@@ -44,11 +44,11 @@ def test_what_reasoning_gym_says_as_it_is_compiled_is_not_shown(tmp_path, monkey
     (tmp_path / "reasoning_gym.py").write_text('KIND = "is"\nif KIND is "literal":\n    pass\n')
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
-    gym._package.cache_clear()
+    gym.package.cache_clear()
     try:
-        assert gym._package().KIND == "is"
+        assert gym.package().KIND == "is"
     finally:
-        gym._package.cache_clear()
+        gym.package.cache_clear()
         sys.modules.pop("reasoning_gym")
     assert not [warning for warning in recwarn if issubclass(warning.category, SyntaxWarning)]
 

@@ -10,7 +10,7 @@ import repairs
 import sandboxes
 
 from libra_jax import config, protocols
-from libra_jax.agents import published
+from libra_jax.agents import published, resolving
 from libra_jax.agents.environments import repo_repair
 from libra_jax.agents.repair import outcomes, snapshots, suites
 from libra_jax.agents.sandbox import pool
@@ -491,7 +491,7 @@ def test_a_repository_that_is_none_is_refused(tmp_path):
 
 
 def test_a_reason_in_the_log_has_no_escapes_and_an_end():
-    assert repo_repair._plain("a\x1b[2Jb\n\u202e" + "c" * 999) == "a\\x1b[2Jb\\n\\u202e" + "c" * 292
+    assert resolving.loggable("a\x1b[2Jb\n\u202e" + "c" * 999) == "a\\x1b[2Jb\\n\\u202e" + "c" * 292
 
 
 def test_lines_of_a_large_file_are_counted_only(monkeypatch):

@@ -12,7 +12,7 @@ import sandboxes
 from sandboxes import with_session
 
 from libra_jax import protocols
-from libra_jax.agents import telling
+from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import pool
 
 
@@ -205,7 +205,7 @@ def test_a_sandbox_that_is_killed_the_moment_before_it_is_given_back_is_not_kept
 
 
 def test_sandboxes_that_end_again_and_again_are_told_of_so_often_and_no_more(bubblewrap, caplog, monkeypatch):
-    monkeypatch.setattr(telling, "MOST", 2)
+    monkeypatch.setattr(resolving, "MOST_TOLD", 2)
 
     async def work(_, session):
         for _ in range(3):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from configs import search_cpu
 from libra_jax import config, protocols
-from libra_jax.agents import datasets, demonstrations, factories, splits, tokenizers
+from libra_jax.agents import datasets, factories, splits, tokenizers
 from libra_jax.agents.environments import acquaintances, search_qa
 from libra_jax.agents.tools import toolkit
 
@@ -146,7 +146,7 @@ def check_demonstrations(run, source):
                 assert live == shown
                 assert result.reward == 1.0
                 tokenizer = tokenizers.CharacterTokenizer()
-                whole = demonstrations.demonstration_trajectory(source.task(index), demonstrator, tokenizer)
+                whole = tokenizers.demonstration_trajectory(source.task(index), demonstrator, tokenizer)
                 assert len(whole.turns) <= run.task.max_turns
                 assert len(whole.token_ids) < run.rollout.max_context
                 assert max(turn.generated_tokens for turn in whole.turns) <= run.rollout.max_tokens

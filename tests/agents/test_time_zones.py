@@ -9,7 +9,7 @@ import loop_doubles
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.agents import demonstrations, loop
+from libra_jax.agents import loop, tokenizers
 from libra_jax.agents.environments import time_zones
 from libra_jax.agents.tools import toolkit
 
@@ -43,7 +43,7 @@ def test_a_demonstration_is_what_the_server_and_the_loop_make_of_its_outputs():
             return [
                 (
                     await live(task, kit),
-                    demonstrations.demonstration_trajectory(task, time_zones.environment(kit), loop_doubles.TOKENIZER),
+                    tokenizers.demonstration_trajectory(task, time_zones.environment(kit), loop_doubles.TOKENIZER),
                 )
                 for task in tasks
             ]

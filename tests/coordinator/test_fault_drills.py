@@ -21,7 +21,7 @@ import tool_doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import telling
+from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import backends
 from libra_jax.agents.tools import toolkit
 
@@ -103,7 +103,7 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
         assert not replaced, "nobody crashed three times in a row"
         assert max(Crashing.crashes.values()) >= 1
         told = [note for note in bench.recorder.notes if "begins again" in note]
-        assert len(told) == telling.MOST
+        assert len(told) == resolving.MOST_TOLD
         assert all("step raised OSError: injected" in note for note in told)
         assert [note.endswith("; further ones are not shown.") for note in told] == [*[False] * 9, True]
 

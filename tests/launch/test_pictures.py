@@ -12,7 +12,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import meshes, search
 from libra_jax.runs import planned
-from libra_jax.simulator import lengths, pictures, report
+from libra_jax.simulator import report, scripts
 
 PHONE = 360
 """CSS pixels of a phone's width."""
@@ -69,7 +69,7 @@ def test_a_comparison_of_policies_covers_nothing(shown, tmp_path, policies, seed
 def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
     config = configuration.to_dict(simulate.get_config("search"))
     config["steps"] = 1
-    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=lengths.Wanted(2000.0))
+    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=scripts.Wanted(2000.0))
     wider = [meshes.Mesh(2 + each, 4, 1, 9.0 - each, 1e9) for each in range(others)]
     splits = [BEST, *(search.Split(mesh, BEST.rollout, 40.0, 40.0) for mesh in wider)]
     plan_picture.draw(tmp_path / "a.svg", BEST, splits, planned.case(config, asked))
@@ -83,8 +83,8 @@ def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
 
 
 def test_bars_below_zero_are_seen(shown, tmp_path):
-    with pictures.drawn(tmp_path / "a.svg", 2.0, ["Rewards"]) as axes:
-        pictures.bars(axes, ["x a=1", "x a=2"], [-0.5, 0.25], [0.1, 0.0], "{:.2f}")
+    with report.drawn(tmp_path / "a.svg", 2.0, ["Rewards"]) as axes:
+        report.bars(axes, ["x a=1", "x a=2"], [-0.5, 0.25], [0.1, 0.0], "{:.2f}")
     low, high = axes.get_xlim()
     assert low <= -0.6
     assert high > 0.25
@@ -92,6 +92,6 @@ def test_bars_below_zero_are_seen(shown, tmp_path):
 
 
 def test_names_lose_the_words_that_all_begin_with():
-    assert pictures.short(["c.py a=1, b=2", "c.py a=1, b=3"]) == ["b=2", "b=3"]
-    assert pictures.short(["cmlfq"]) == ["cmlfq"]
-    assert pictures.short(["static", "elastic"]) == ["static", "elastic"]
+    assert report.short(["c.py a=1, b=2", "c.py a=1, b=3"]) == ["b=2", "b=3"]
+    assert report.short(["cmlfq"]) == ["cmlfq"]
+    assert report.short(["static", "elastic"]) == ["static", "elastic"]

@@ -7,9 +7,9 @@ from configs import simulate
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.runs import planned
-from libra_jax.simulator import lengths, settings
+from libra_jax.simulator import scripts, settings
 
-PAIR = lengths.LogNormal.fitted(4000, 7000)
+PAIR = scripts.LogNormal.fitted(4000, 7000)
 
 
 def values(**changes):
@@ -19,7 +19,7 @@ def values(**changes):
 
 
 def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
-    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=lengths.Wanted(PAIR))
+    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=scripts.Wanted(PAIR))
     case = planned.case(values(), asked)
     assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-8B", "h100", 16)
     assert case.lengths.generated_mean == pytest.approx(4000, rel=0.01)
@@ -36,12 +36,12 @@ def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
 def test_flags_name_machine_model_and_lengths_of_a_real_run():
     config = libra_config.to_dict(libra_config.RunConfig())
     config["rollout"]["max_context"] = config["trainer"]["row_tokens"] = 65_536
-    asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=lengths.Wanted(PAIR))
+    asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=scripts.Wanted(PAIR))
     case = planned.case(config, asked)
     assert (case.name, case.model.sheet.name) == ("Qwen3-4B", "h200")
     assert "1 turn" in str(case.lengths)
     with pytest.raises(protocols.ConfigError, match="--generated_tokens: a mean alone scales"):
-        planned.case(config, planned.Asked(wanted=lengths.Wanted(4000.0)))
+        planned.case(config, planned.Asked(wanted=scripts.Wanted(4000.0)))
     with pytest.raises(protocols.ConfigError, match="--trace: the config of a real run has no workload"):
         planned.case(config, planned.Asked())
 
@@ -52,7 +52,7 @@ def test_flags_name_machine_model_and_lengths_of_a_real_run():
         ({"accelerators": 1}, "--accelerators: 1 cannot both train and roll out"),
         ({"accelerators": 10**12}, "--accelerators: 1,000,000,000,000 are more .* at most 1,000,000"),
         ({"trace": "a", "workload": "swe"}, "--workload: --trace says what attempts are like"),
-        ({"trace": "a", "wanted": lengths.Wanted(turns=3)}, "--trace: has lengths of its own"),
+        ({"trace": "a", "wanted": scripts.Wanted(turns=3)}, "--trace: has lengths of its own"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(arguments, message):
@@ -110,4 +110,4 @@ def test_a_step_of_more_trajectories_than_any_has_is_refused_at_once():
     huge = values()
     huge["coordinator"]["group_size"] = 10**12
     with pytest.raises(protocols.ConfigError, match=r"config\.coordinator\.group_size: .* at most 1,000,000"):
-        planned.case(huge, planned.Asked(wanted=lengths.Wanted(PAIR)))
+        planned.case(huge, planned.Asked(wanted=scripts.Wanted(PAIR)))

@@ -16,7 +16,7 @@ from libra_jax import config, protocols
 from libra_jax.agents import tables
 from libra_jax.models import hub
 from libra_jax.runs import planned
-from libra_jax.simulator import lengths
+from libra_jax.simulator import scripts as rollouts
 
 SHAPE = (scripts.ROOT / "libra_jax/models/presets/libra-tiny.json").read_text()
 WHOLE = {"config.json": SHAPE, "model.safetensors": "", "tokenizer.json": "{}"}
@@ -190,7 +190,7 @@ def test_a_launcher_checks_the_shape_of_an_id(cache, capsys):
 
 
 def test_a_plan_is_for_the_model_of_the_config_or_for_none(cache):
-    asked = planned.Asked(wanted=lengths.Wanted(lengths.LogNormal.fitted(100, 200)))
+    asked = planned.Asked(wanted=rollouts.Wanted(rollouts.LogNormal.fitted(100, 200)))
     for path in ("acme/tiny", str(cache / "none")):
         values = config.to_dict(run_of(path))
         with pytest.raises(protocols.DataError, match=rf"^config\.model\.path: .*{path}.* with --model$"):

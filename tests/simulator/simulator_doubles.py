@@ -11,7 +11,7 @@ from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
 from libra_jax.scheduling import registry
-from libra_jax.simulator import engine, results, scripts, trajectory, world
+from libra_jax.simulator import batch, engine, results, scripts, trajectory, world
 
 SAMPLING = protocols.SamplingParams(1.0, 100_000, (trajectory.STOP,))
 
@@ -39,7 +39,7 @@ def make_engine(name: str = "engine-0", kind: type[engine.Engine] = engine.Engin
         "stream_interval": 1000,
         "model": model(),
         "kv_tokens": 1_000_000,
-        "counters": engine.Counters(),
+        "counters": batch.Counters(),
     }
     return kind(name, **{**values, **changes})
 

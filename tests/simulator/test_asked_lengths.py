@@ -5,18 +5,18 @@ import statistics
 import pytest
 
 from libra_jax import protocols
-from libra_jax.simulator import lengths, scripts, synthetic
+from libra_jax.simulator import scripts, workloads
 
 
 def drawn(shape: str, count: int = 400) -> list[scripts.Script]:
-    workload = synthetic.Synthetic(shape, 0, count)
+    workload = workloads.Synthetic(shape, 0, count)
     return [workload.script(task, 0) for task in range(count)]
 
 
 @pytest.mark.parametrize("pair", [(4000, 9000), (4000, 7000), (300, 310), (50_000, 50_000)])
 def test_a_log_normal_has_the_mean_and_p90_that_are_asked_for(pair):
     mean, p90 = pair
-    sample = lengths.LogNormal.fitted(mean, p90).sample(8192)
+    sample = scripts.LogNormal.fitted(mean, p90).sample(8192)
     assert statistics.fmean(sample) == pytest.approx(mean, rel=1e-3)
     assert sample == sorted(sample)
     assert sample[int(0.9 * len(sample))] == pytest.approx(p90, rel=5e-3)
@@ -25,7 +25,7 @@ def test_a_log_normal_has_the_mean_and_p90_that_are_asked_for(pair):
 @pytest.mark.parametrize("pair", [(4000, 9200), (4000, 3999), (4000, float("nan")), (float("inf"), 9), (-1, 5), (0, 0)])
 def test_a_pair_that_no_log_normal_has_is_refused(pair):
     with pytest.raises(protocols.ConfigError, match="--generated_tokens: "):
-        lengths.LogNormal.fitted(*pair)
+        scripts.LogNormal.fitted(*pair)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def test_a_pair_that_no_log_normal_has_is_refused(pair):
 )
 def test_a_length_that_is_none_is_refused_by_its_flag(wanted, name):
     with pytest.raises(protocols.ConfigError, match=f"--{name}: .* out of range"):
-        lengths.Wanted(**wanted)
+        scripts.Wanted(**wanted)
 
 
 @pytest.mark.parametrize("shape", ["swe", "search", "math"])
 def test_attempts_get_the_lengths_and_keep_their_order_and_turns(shape):
     before = drawn(shape)
-    after = lengths.reshaped(before, lengths.Wanted(lengths.LogNormal.fitted(4000, 7000)))
+    after = scripts.reshaped(before, scripts.Wanted(scripts.LogNormal.fitted(4000, 7000)))
     assert statistics.fmean(script.generated_tokens for script in after) == pytest.approx(4000, rel=2e-3)
     order = sorted(range(len(before)), key=lambda index: before[index].generated_tokens)
     sizes = [after[index].generated_tokens for index in order]
@@ -57,8 +57,8 @@ def test_attempts_get_the_lengths_and_keep_their_order_and_turns(shape):
 
 
 def test_turns_returns_and_prompts_are_those_asked_for():
-    wanted = lengths.Wanted(600.0, turns=4, payload_tokens=250, prompt_tokens=77)
-    after = lengths.reshaped(drawn("search"), wanted)
+    wanted = scripts.Wanted(600.0, turns=4, payload_tokens=250, prompt_tokens=77)
+    after = scripts.reshaped(drawn("search"), wanted)
     assert statistics.fmean(script.generated_tokens for script in after) == pytest.approx(600, rel=0.01)
     for script in after:
         assert (len(script.turns), script.prompt_tokens) == (4, 77)
@@ -68,7 +68,7 @@ def test_turns_returns_and_prompts_are_those_asked_for():
 
 
 def test_fewer_tokens_than_turns_leave_turns_out():
-    after = lengths.reshaped(drawn("swe"), lengths.Wanted(3.0))
+    after = scripts.reshaped(drawn("swe"), scripts.Wanted(3.0))
     assert all(len(script.turns) <= script.generated_tokens for script in after)
 
 
@@ -78,4 +78,4 @@ def test_fewer_tokens_than_turns_leave_turns_out():
 )
 def test_what_one_turn_cannot_have_is_refused(wanted):
     with pytest.raises(protocols.ConfigError, match=r"--(payload_tokens|turns): "):
-        lengths.reshaped(drawn("math"), lengths.Wanted(**wanted))
+        scripts.reshaped(drawn("math"), scripts.Wanted(**wanted))

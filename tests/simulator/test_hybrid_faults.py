@@ -109,7 +109,7 @@ def simulate(
         workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
         parts = replace(
             faults.parts(made.faults, seed),
-            trainer=lambda inner: Checked(inner, made.faults, random.Random(f"{seed}/trainer")),
+            trainer=lambda life, **arguments: Checked(made.faults, random.Random(f"{seed}/trainer"), **arguments),
             handle=make_handle,
         )
         result = world.run(made.config, simulation, workload, scheduler, parts=parts, recorder=recorder)
@@ -122,8 +122,8 @@ class Checked(faults.Trainer):
     async def train_step(
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
-        metrics = await self._inner.train_step(batch, shares)
-        parts = self._inner._log.parts[-1]
+        metrics = await super().train_step(batch, shares)
+        parts = self._log.parts[-1]
         wanted = [trajectory.trajectory_id for group in batch.groups for trajectory in group.trajectories]
         assert sorted(name for part in parts.values() for name in part) == sorted(wanted)
         assert set(parts) <= {"", *(share.member for share in shares)}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.simulator import clock, engine, pace, trajectory
+from libra_jax.simulator import batch, clock, engine, trajectory
 
 CHUNK = 256
 
@@ -121,11 +121,11 @@ def test_a_fluid_ends_each_turn_when_the_token_by_token_reference_does(jobs, slo
 
 @given(st.floats(1e-4, 1.0), st.floats(0, 1e-6), st.integers(0, 10**6), st.integers(0, 300), st.floats(0, 500.0))
 def test_the_closed_form_of_steps_inverts_their_time(fixed, per_context, context, decoding, seconds):
-    batch = pace.Pace(fixed, per_context, context, decoding)
-    steps = batch.steps(seconds)
-    assert batch.seconds(steps) <= seconds < batch.seconds(steps + 1)
+    pace = batch.Pace(fixed, per_context, context, decoding)
+    steps = pace.steps(seconds)
+    assert pace.seconds(steps) <= seconds < pace.seconds(steps + 1)
     singly = sum(fixed + per_context * (context + decoding * step) for step in range(min(steps, 200)))
-    assert batch.seconds(min(steps, 200)) == pytest.approx(singly)
+    assert pace.seconds(min(steps, 200)) == pytest.approx(singly)
 
 
 # The cache ----------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_an_output_longer_than_its_limit_ends_for_length():
 
 def test_a_cache_smaller_than_one_context_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"rollout\.max_context: 10000 tokens do not fit"):
-        engine.create(
+        engine.Engine(
             "engine-0",
             degree=1,
             slots=4,

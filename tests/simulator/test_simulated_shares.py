@@ -79,7 +79,12 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
         channels.listening["a"] = 1
         made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS, masks=masks)
         member = replica.Replica(
-            "a", 1, types.SimpleNamespace(load_seconds=lambda _: 0.0, weight_bytes=0), channels, sum, 0, 0, masks
+            "a",
+            devices=1,
+            model=types.SimpleNamespace(load_seconds=lambda _: 0.0, weight_bytes=0),
+            channels=channels,
+            train_seconds=sum,
+            masks=masks,
         )
         await member.join(1, {})
         await member.finish_weight_update(0)

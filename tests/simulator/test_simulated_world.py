@@ -11,7 +11,7 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import engine, environment, results, world
+from libra_jax.simulator import engine, results, trajectory, world
 
 
 def comparable(result: results.Result) -> dict[str, Any]:
@@ -56,7 +56,8 @@ def test_engines_that_die_in_the_middle_lose_nothing():
     config = doubles.run_config(rollout={"restarts": 20})
     lives: list[int] = []
 
-    def mortal(made: engine.Engine, life: int) -> engine.Engine:
+    def mortal(life: int, **arguments: Any) -> engine.Engine:
+        made = engine.Engine(**arguments)
         lives.append(life)
         if made.name != "engine-2":
             asyncio.get_running_loop().call_later(3.0 + life, made.kill)
@@ -71,24 +72,21 @@ def test_engines_that_die_in_the_middle_lose_nothing():
 def test_an_environment_that_crashes_is_tried_afresh():
     crashes: list[str] = []
 
-    class Crashing(environment.ScriptedEnvironment):
+    class Crashing(trajectory.ScriptedEnvironment):
         async def step(self, output: str) -> protocols.StepResult:
             if output == "1/2" and self._turn == 1 and len(crashes) < 2:
                 crashes.append(output)
                 raise RuntimeError("the sandbox is gone")
             return await super().step(output)
 
-    def fragile(made: environment.ScriptedEnvironment) -> protocols.Environment:
-        return Crashing(made._book)
-
     config = doubles.run_config()
-    result = doubles.simulate(config, parts=world.Parts(environment=fragile))
+    result = doubles.simulate(config, parts=world.Parts(environment=Crashing))
     assert len(crashes) == 2
     doubles.check_whole(result, config)
 
 
 def test_a_hung_tool_becomes_a_timeout_that_the_policy_sees():
-    class Hanging(environment.ScriptedEnvironment):
+    class Hanging(trajectory.ScriptedEnvironment):
         async def step(self, output: str) -> protocols.StepResult:
             if output == "0/0" and self._turn == 0:
                 self._turn = 1
@@ -96,7 +94,7 @@ def test_a_hung_tool_becomes_a_timeout_that_the_policy_sees():
             return await super().step(output)
 
     config = doubles.run_config(task={"tool_seconds": 50.0})
-    result = doubles.simulate(config, parts=world.Parts(environment=lambda made: Hanging(made._book)))
+    result = doubles.simulate(config, parts=world.Parts(environment=Hanging))
     doubles.check_whole(result, config)
     assert result.seconds < 1e5
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import synthetic, traces, workloads, world
+from libra_jax.simulator import traces, workloads, world
 
 TASKS = 320
 EARLY, LATE = range(200), range(1_000_000, 1_000_200)
@@ -19,7 +19,7 @@ EARLY, LATE = range(200), range(1_000_000, 1_000_200)
 
 
 def scripts_of(shape, tasks, *, seed=0, variation=1.0, planned=TASKS, samples=16):
-    workload = synthetic.Synthetic(shape, seed, planned, variation)
+    workload = workloads.Synthetic(shape, seed, planned, variation)
     return [[workload.script(task, sample) for sample in range(samples)] for task in tasks]
 
 
@@ -37,16 +37,16 @@ def late_swe():
 
 
 @given(
-    shape=st.sampled_from(list(synthetic.SHAPES)),
+    shape=st.sampled_from(list(workloads.SHAPES)),
     seed=st.integers(0, 5),
     task=st.integers(0, 10_000),
     sample=st.integers(0, 31),
     variation=st.floats(0.0, 3.0),
 )
 def test_a_synthetic_script_is_pure_well_formed_and_within_its_context(shape, seed, task, sample, variation):
-    workload = synthetic.Synthetic(shape, seed, TASKS, variation)
+    workload = workloads.Synthetic(shape, seed, TASKS, variation)
     script = workload.script(task, sample)
-    assert script == synthetic.Synthetic(shape, seed, TASKS, variation).script(task, sample)
+    assert script == workloads.Synthetic(shape, seed, TASKS, variation).script(task, sample)
     assert script.prompt_tokens == workload.script(task, sample + 1).prompt_tokens
     assert all(turn.generated_tokens >= 1 and turn.payload_tokens >= 0 for turn in script.turns)
     assert all((turn.tool is None) == (turn.status is None) for turn in script.turns)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.simulator import recording, scripts, traces, twin, twin_report
+from libra_jax.simulator import recording, scripts, traces, twin
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +195,15 @@ def test_the_target_is_a_tenth_or_the_spread_of_the_machine():
     assert hand_made(0.1, 11.1).met
     assert hand_made(0.1, 11.1).error() == pytest.approx(0.11)
     assert hand_made(0.1, 11.1).constant_error == pytest.approx(0.0)
-    assert "10.0%: NOT met with 11.0%" in twin_report.table(hand_made(0.01, 11.1))
-    assert "no two of the predicted steps did" in twin_report.table(hand_made(None, 10.0))
+    assert "10.0%: NOT met with 11.0%" in twin.table(hand_made(0.01, 11.1))
+    assert "no two of the predicted steps did" in twin.table(hand_made(None, 10.0))
 
 
 def test_a_mean_of_few_steps_is_called_one():
     made = hand_made(None, 10.0)
     longer = dataclasses.replace(made, measured=5 * made.measured, predicted=5 * made.predicted, calibrated=10)
-    assert "This is the mean of 2 steps" in twin_report.table(made)
-    assert "This is the mean of" not in twin_report.table(longer)
+    assert "This is the mean of 2 steps" in twin.table(made)
+    assert "This is the mean of" not in twin.table(longer)
 
 
 # What cannot be replayed ------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _LAST_VOWELS = "aou"
 """Last letters of names. No rule of the Porter stemmer removes them, so the search never takes two names for one."""
 
+_NAMES = (len(_CONSONANTS) * len(_VOWELS)) ** 2 * len(_CONSONANTS) * len(_LAST_VOWELS)
+"""Number of names: two syllables, and a third that ends in one of the last vowels."""
+
 _JOBS = ("baker", "clerk", "coach", "diver", "guard", "judge", "mason", "miner", "nurse", "pilot", "tutor", "valet")
 _ASKED = ("City", "Job")
 
@@ -62,18 +65,13 @@ def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
     rng = splits.generator("acquaintances", "world", world)
     cities = people // PEOPLE_PER_CITY
     # One sample without repetition for both, so that no city has the name of a person.
-    numbers = rng.sample(range(_names()), people + cities)
+    numbers = rng.sample(range(_NAMES), people + cities)
     names, towns = [_name(number) for number in numbers[:people]], [_name(number) for number in numbers[people:]]
     order = list(range(people))
     rng.shuffle(order)
     # One ring: every person is the friend of exactly one other.
     friends = dict(zip(order, [*order[1:], order[0]], strict=True))
     return tuple(Person(name, rng.choice(_JOBS), rng.choice(towns), friends[place]) for place, name in enumerate(names))
-
-
-def _names() -> int:
-    syllables = len(_CONSONANTS) * len(_VOWELS)
-    return syllables**2 * len(_CONSONANTS) * len(_LAST_VOWELS)
 
 
 def _name(number: int) -> str:
@@ -128,7 +126,7 @@ def task_source(
     world: int = 0,
     asked: Sequence[str] = _ASKED,
     searches: Sequence[int] = (1, 2),
-) -> splits.Generated:
+) -> splits.Tasks:
     """Returns a source of generated questions for `environments.search_qa`. The kinds of questions take turns.
 
     Args:
@@ -155,7 +153,7 @@ def task_source(
         payload = question(everybody, rng.randrange(people), *kinds[index % len(kinds)])
         return str(payload["prompt"]), payload
 
-    return splits.Generated("acquaintances", seed, draw)
+    return splits.generated("acquaintances", seed, draw)
 
 
 def write(folder: str | Path, people: int = 2000, world: int = 0) -> None:
@@ -174,13 +172,9 @@ def write(folder: str | Path, people: int = 2000, world: int = 0) -> None:
     """
     everybody, folder = society(people, world), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "corpus.jsonl", corpus(people, world))
     kinds = [(thing, steps) for thing in _ASKED for steps in (1, 2)]
-    rows = [question(everybody, place, *kind) for place in range(people) for kind in kinds]
-    splits.generator("acquaintances", "file", world).shuffle(rows)
-    _write(folder / "questions.jsonl", iter(rows))
-
-
-def _write(path: Path, rows: Iterator[Mapping[str, object]]) -> None:
-    with path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    questions = [question(everybody, place, *kind) for place in range(people) for kind in kinds]
+    splits.generator("acquaintances", "file", world).shuffle(questions)
+    for name, rows in (("corpus", corpus(people, world)), ("questions", questions)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,14 @@ NO_CALL = "call"
 """Name of the tool in a return if the policy's text is not a valid call."""
 
 
+def solved(
+    opening: Sequence[protocols.Message], calls: Sequence[tuple[str, str]], answer: str
+) -> list[protocols.Message]:
+    """Returns a solved dialogue to demonstrate: the opening, pairs of a call and its return, and the answer."""
+    pairs = [(protocols.Message("assistant", call), protocols.Message("tool", returned)) for call, returned in calls]
+    return [*opening, *itertools.chain.from_iterable(pairs), protocols.Message("assistant", answer)]
+
+
 class EarlyCalls:
     """Starts calls of one output while the output is still generated, if their tools change nothing.
 
@@ -54,7 +63,7 @@ class EarlyCalls:
       most: Number of calls of the output that are run at all.
     """
 
-    def __init__(self, box: toolbox.Toolbox, parser: formats.Parser, most: int) -> None:
+    def __init__(self, box: toolbox.Toolbox, parser: formats.Scanner, most: int) -> None:
         self._box, self._parser, self._most = box, parser, most
         self._heard = 0
         self._begun: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = {}
@@ -72,11 +81,9 @@ class EarlyCalls:
 
         The caller awaits or cancels the returned task.
         """
-        begun = self._begun.get(place)
         # The parse of the whole output decides: an early call that differs from it is cancelled by `close`.
-        if begun is None or begun[0] != call:
-            return None
-        return self._begun.pop(place)[1]
+        begun = self._begun.get(place)
+        return self._begun.pop(place)[1] if begun is not None and begun[0] == call else None
 
     async def close(self) -> None:
         """Cancels the calls that were not taken, and waits for their end."""
@@ -130,14 +137,11 @@ class Dialogue:
         await self.close()
         self._task = task
         self._toolbox = await self._tools.toolbox(session=self._sandbox)
-        schemas = self._toolbox.schemas()
-        told = self._tools.format.instructions(schemas) if schemas and self._tools.describe else ""
-        system = "\n\n".join(part for part in (self._system, told) if part)
-        opening = [protocols.Message("system", system)] if system else []
         posed = await deadlines.call(self._pose, task, self._toolbox)
         if problem := guarded.messages_problem(posed):
             raise protocols.EnvironmentCrashed(f"{_name(self._pose)}, task {task.prompt_id}: returned {problem}")
-        return [*opening, *posed]
+        system = self._tools.system_message(self._system)
+        return [*([protocols.Message("system", system)] if system else []), *posed]
 
     @property
     def hear(self) -> Callable[[str], None] | None:
@@ -150,13 +154,14 @@ class Dialogue:
     def _hear(self, text: str) -> None:
         assert self._toolbox is not None
         if self._ahead is None:
-            self._ahead = EarlyCalls(self._toolbox, self._parser(), self._tools.parallel)
+            parser = self._tools.format.parser(self._toolbox.schemas())
+            self._ahead = EarlyCalls(self._toolbox, parser, self._tools.parallel)
         self._ahead.hear(text)
 
     async def ready(self, output: str) -> None:
         """Waits for the rollout's sandbox, if the output calls a tool that needs it. See `protocols.Queued`."""
         if self._toolbox is not None:
-            calls = self._calls(output)[: self._tools.parallel]
+            calls = self._calls(self._toolbox, output)[: self._tools.parallel]
             await self._toolbox.ready([call.name for call in calls if not call.problem])
 
     async def step(self, output: str) -> protocols.StepResult:
@@ -165,10 +170,14 @@ class Dialogue:
             raise RuntimeError("step before reset")
         self._running.clear()
         early, self._ahead = self._ahead, None
+        metrics: dict[str, float] = {}
         try:
-            if calls := self._calls(output):
-                returns = await self._side_by_side(calls, early)
-                return protocols.StepResult(tool_returns=returns, metrics=self._metrics())
+            calls = self._calls(self._toolbox, output)
+            returns = await self._side_by_side(self._toolbox, calls, early) if calls else []
+            if self._toolbox.any_eager:
+                metrics["early_calls"] = float(self._early)
+            if calls:
+                return protocols.StepResult(tool_returns=returns, metrics=metrics)
         finally:
             if early is not None:
                 await early.close()
@@ -180,35 +189,30 @@ class Dialogue:
                 f"{_name(self._score)}, task {self._task.prompt_id}: returned {verdict!r}; return "
                 "dialogue.Verdict(reward), or a finite number"
             )
-        return protocols.StepResult(done=True, reward=verdict.reward, metrics={**self._metrics(), **verdict.metrics})
+        return protocols.StepResult(done=True, reward=verdict.reward, metrics={**metrics, **verdict.metrics})
 
-    def _metrics(self) -> Mapping[str, float]:
-        return {"early_calls": float(self._early)} if self._toolbox is not None and self._toolbox.any_eager else {}
-
-    def _parser(self) -> formats.Parser:
-        assert self._toolbox is not None
-        return self._tools.format.parser(self._toolbox.schemas())
-
-    def _calls(self, output: str) -> list[formats.Call]:
-        assert self._toolbox is not None
-        if not self._toolbox.schemas():  # without tools, every output is an answer
+    def _calls(self, box: toolbox.Toolbox, output: str) -> list[formats.Call]:
+        schemas = box.schemas()
+        if not schemas:  # without tools, every output is an answer
             return []
-        parser = self._parser()
+        parser = self._tools.format.parser(schemas)
         return [*parser.feed(output), *parser.finish()]
 
     async def _side_by_side(
-        self, calls: Sequence[formats.Call], early: EarlyCalls | None
+        self, box: toolbox.Toolbox, calls: Sequence[formats.Call], early: EarlyCalls | None
     ) -> list[protocols.ToolReturn]:
         """Returns the results of the calls. Calls that are too slow are cut off before the whole step's deadline.
 
         If a call raises or the wait is cancelled, the other calls are cancelled too.
         """
-        loop, most = asyncio.get_running_loop(), self._tools.call_seconds
+        loop = asyncio.get_running_loop()
         began = loop.time()
-        running = [loop.create_task(self._run(place, call, early)) for place, call in enumerate(calls)]
+        running = [loop.create_task(self._run(box, place, call, early)) for place, call in enumerate(calls)]
         try:
             with contextlib.suppress(deadlines.Overdue):
-                await deadlines.within(most, _settled(running))
+                # Ends at the first error, so that a lost sandbox is not waited for until the deadline.
+                ended = asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+                await deadlines.within(self._tools.call_seconds, ended)
             # Re-raises an infrastructure failure of one call, which would otherwise hide in its task.
             if raised := [call for call in running if call.done() and call.exception() is not None]:
                 await raised[0]
@@ -222,17 +226,17 @@ class Dialogue:
                 run.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _run(self, place: int, call: formats.Call, early: EarlyCalls | None) -> protocols.ToolReturn:
-        assert self._toolbox is not None
-        if call.problem:
-            return protocols.ToolReturn(NO_CALL, "failure", f"error: {call.problem}")
-        if place >= self._tools.parallel:
-            most = self._tools.parallel
-            return protocols.ToolReturn(NO_CALL, "failure", f"error: no more than {most} calls run at once")
+    async def _run(
+        self, box: toolbox.Toolbox, place: int, call: formats.Call, early: EarlyCalls | None
+    ) -> protocols.ToolReturn:
+        most = self._tools.parallel
+        problem = call.problem or (f"no more than {most} calls run at once" if place >= most else "")
+        if problem:
+            return protocols.ToolReturn(NO_CALL, "failure", f"error: {problem}")
         self._running[place] = str(call.name)
         begun = early.take(place, call) if early is not None else None
         if begun is None:
-            answer = await self._toolbox.call(call.name, call.arguments)
+            answer = await box.call(call.name, call.arguments)
         else:
             loop = asyncio.get_running_loop()
             began = loop.time()
@@ -270,7 +274,3 @@ class Dialogue:
 def _name(function: Callable[..., Any]) -> str:
     named = inspect.unwrap(function)
     return f"{named.__module__}:{getattr(named, '__qualname__', type(named).__qualname__)}"
-
-
-async def _settled(running: Sequence[asyncio.Task[Any]]) -> None:
-    await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)

@@ -28,6 +28,7 @@ from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, question, resolving, splits
+from libra_jax.agents.environments import episodes
 
 _FIELD = "task.environment_arguments"
 _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
@@ -42,15 +43,18 @@ class Settings:
     name: str
     arguments: Mapping[str, Any]
     make: str
-    actions: tuple[str, ...]
+    actions: Sequence[str]
     answer: str
     observe: str
     reward: str
     max_steps: int
 
 
-class Episode:
-    """One episode. It makes the environment's own calls, which may block.
+class Game:
+    """One episode. Its methods make the environment's own calls, which may block.
+
+    Attributes:
+      names: Names of the choices, in their order. Empty if moves are texts.
 
     Raises:
       ConfigError: The game cannot be made, or its observations or actions cannot be written as text.
@@ -67,20 +71,19 @@ class Episode:
                 f"{dict(settings.arguments)} ({error})"
             ) from error
         space = getattr(self._game, "action_space", None)
-        self.choices = int(getattr(space, "n", 0))
-        self._first = int(getattr(space, "start", 0))
-        texts = space is None or type(space).__name__ == "Text"
-        self._space = None if self.choices else space
+        choices, self._first = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
         config.check(
-            bool(self.choices) or texts,
+            bool(choices) or space is None or type(space).__name__ == "Text",
             f"{_FIELD}.name",
             f"{settings.name} takes moves of {space}; only choices (Discrete) and texts (Text) can be written",
         )
         config.check(
-            len(settings.actions) in (0, self.choices),
+            len(settings.actions) in (0, choices),
             f"{_FIELD}.actions",
-            f"has {len(settings.actions)} names, and {settings.name} has {self.choices} choices",
+            f"has {len(settings.actions)} names, and {settings.name} has {choices} choices",
         )
+        self._texts = space
+        self.names = list(settings.actions) or [str(self._first + place) for place in range(choices)]
 
     def reset(self, seed: int) -> str:
         """Starts the episode and returns the first observation as text."""
@@ -94,31 +97,26 @@ class Episode:
         """
         observation, reward, terminated, truncated, _ = self._game.step(action)
         over = bool(terminated or truncated)
+        # The last observation is not shown: nothing follows it, and some games cannot draw it.
         return "" if over else self._seen(observation), float(reward), over, bool(truncated and not terminated)
 
-    def action(self, output: str) -> tuple[object, str]:
+    def move(self, output: str) -> tuple[object, str]:
         """Returns the move in an output, and why it is not a valid move. The second is empty if the move is valid."""
-        whole = self._settings.answer == "whole"
-        text = output.rpartition("</think>")[2].strip() if whole else question.final_answer(output)
-        if not self.choices:
-            good = self._space is None or self._space.contains(text)
+        text = episodes.move(output, self._settings.answer)
+        if not self.names:
+            good = self._texts is None or self._texts.contains(text)
             return text, "" if good else f"error: {text!r} is no move here"
-        names = self.names()
-        if text.lower() in (name.lower() for name in names):
-            return self._first + [name.lower() for name in names].index(text.lower()), ""
-        if re.fullmatch(r"-?\d{1,9}", text) and 0 <= int(text) - self._first < self.choices:
+        lowered = [name.lower() for name in self.names]
+        if text.lower() in lowered:
+            return self._first + lowered.index(text.lower()), ""
+        if re.fullmatch(r"-?\d{1,9}", text) and 0 <= int(text) - self._first < len(self.names):
             return int(text), ""
-        shown = ", ".join(names) if self.choices <= 20 else f"{names[0]} to {names[-1]}"
+        shown = ", ".join(self.names) if len(self.names) <= 20 else f"{self.names[0]} to {self.names[-1]}"
         return None, f"error: {text[:40]!r} is no move; answer with one of {shown}"
-
-    def names(self) -> Sequence[str]:
-        """Returns the names of the choices, in their order."""
-        numbers = range(self._first, self._first + self.choices)
-        return self._settings.actions or [str(number) for number in numbers]
 
     def close(self) -> None:
         """Releases the resources of the game."""
-        self._game.close() if hasattr(self._game, "close") else None
+        getattr(self._game, "close", lambda: None)()
 
     def _seen(self, observation: object) -> str:
         if self._settings.observe:
@@ -165,111 +163,75 @@ class GymTextEnvironment:
 
     def __init__(self, settings: Settings, system: str, choices: bool) -> None:
         self._settings, self._system = settings, system
-        self._episode: Episode | None = None
-        self._rewards: list[float] = []
-        self._steps = self._mistakes = 0
+        self._game: Game | None = None
+        self._tally = episodes.Tally(settings.reward, settings.max_steps)
         if choices:
             self.demonstration: Callable[[protocols.Task], Sequence[protocols.Message]] = self._random_episode
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message, if any, and the first observation."""
         await self.close()
-        self._rewards, self._steps, self._mistakes = [], 0, 0
-        self._episode = await _made(self._settings)
-        return self._opening(await deadlines.off_loop(self._episode.reset, task.payload["seed"]))
+        self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
+        making = asyncio.ensure_future(deadlines.off_loop(Game, self._settings))
+        try:
+            self._game = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_discard)  # the thread cannot be stopped, and will make the game all the same
+            raise
+        return question.opening(await deadlines.off_loop(self._game.reset, task.payload["seed"]), self._system)
 
     async def step(self, output: str) -> protocols.StepResult:
         """Makes the move in the output."""
-        if self._episode is None:
+        if self._game is None:
             raise RuntimeError("step before reset")
-        began = asyncio.get_running_loop().time()
-        self._steps += 1
-        action, problem = self._episode.action(output)
-        over = cut = False
+        loop, name = asyncio.get_running_loop(), self._settings.name
+        began = loop.time()
+        action, problem = self._game.move(output)
         if problem:
-            self._mistakes += 1
-            answer = protocols.ToolReturn(self._settings.name, "failure", problem)
-        else:
-            seen, reward, over, cut = await deadlines.off_loop(self._episode.step, action)
-            self._rewards.append(reward)
-            answer = protocols.ToolReturn(
-                self._settings.name, "success", seen, asyncio.get_running_loop().time() - began
-            )
-        # An episode that reaches `max_steps` keeps the reward it has so far.
-        cut = cut or (not over and self._steps == self._settings.max_steps)
-        if not (over or cut):
-            return protocols.StepResult(tool_returns=[answer])
-        return self._finished(answer, cut)
-
-    def _finished(self, last: protocols.ToolReturn, cut: bool) -> protocols.StepResult:
-        earned = sum(self._rewards)
-        last_reward = self._rewards[-1] if self._rewards else 0.0
-        metrics = {
-            "episode_return": earned,
-            "episode_steps": float(self._steps),
-            "episode_cut": float(cut),
-            "no_moves": float(self._mistakes),
-        }
-        reward = earned if self._settings.reward == "return" else last_reward
-        return protocols.StepResult(tool_returns=[last], done=True, reward=reward, metrics=metrics)
+            return self._tally.result(protocols.ToolReturn(name, "failure", problem), None)
+        seen, reward, over, cut = await deadlines.off_loop(self._game.step, action)
+        answer = protocols.ToolReturn(name, "success", seen, loop.time() - began)
+        return self._tally.result(answer, reward, over=over, cut=cut)
 
     async def close(self) -> None:
         """Closes the episode."""
-        held, self._episode = self._episode, None
+        held, self._game = self._game, None
         if held is not None:
             await deadlines.off_loop(held.close)
 
-    def _opening(self, seen: str) -> list[protocols.Message]:
-        system = [protocols.Message("system", self._system)] if self._system else []
-        return [*system, protocols.Message("user", seen)]
-
     def _random_episode(self, task: protocols.Task) -> list[protocols.Message]:
-        episode = Episode(self._settings)
+        game = Game(self._settings)
         rng = splits.generator("gymnasium-demonstration", task.payload["seed"])
         try:
-            messages = self._opening(episode.reset(task.payload["seed"]))
+            messages = question.opening(game.reset(task.payload["seed"]), self._system)
             while True:
-                messages.append(protocols.Message("assistant", rng.choice(episode.names())))
-                seen, _, over, _ = episode.step(episode.action(messages[-1].content)[0])
+                messages.append(protocols.Message("assistant", rng.choice(game.names)))
+                seen, _, over, _ = game.step(game.move(messages[-1].content)[0])
                 if over or len(messages) >= 2 * _DEMONSTRATED_STEPS:
                     return messages
                 messages.append(protocols.Message("tool", seen))
         finally:
-            episode.close()
+            game.close()
 
 
-async def _made(settings: Settings) -> Episode:
-    """Makes an episode on a thread.
-
-    If the caller is cancelled, the thread still finishes, and then closes the episode.
-    """
-    making = asyncio.ensure_future(deadlines.off_loop(Episode, settings))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_discard)
-        raise
-
-
-def _discard(making: asyncio.Future[Episode]) -> None:
+def _discard(making: asyncio.Future[Game]) -> None:
     if not making.cancelled() and making.exception() is None:
         # close may block, and this callback runs on the event loop.
         threading.Thread(target=making.result().close, name="libra-gym-close", daemon=True).start()
 
 
 @functools.lru_cache(maxsize=8)
-def _try(key: str) -> bool:
-    """Makes and closes one episode, so that an unusable game fails before the run.
+def _takes_choices(settings: str) -> bool:
+    """Makes and closes one episode, so that an unusable game fails before the run. Returns whether moves are choices.
 
-    Returns whether moves are choices.
+    `settings` is JSON, which makes it a key for the cache.
     """
-    values = json.loads(key)
-    episode = Episode(Settings(**{**values, "actions": tuple(values["actions"])}))
+    game = Game(Settings(**json.loads(settings)))
     try:
-        episode.reset(0)
+        game.reset(0)
     finally:
-        episode.close()
-    return bool(episode.choices)
+        game.close()
+    return bool(game.names)
 
 
 def environment(
@@ -302,7 +264,6 @@ def environment(
       ConfigError: An argument is invalid, the environment is unknown, or it is not a text environment.
     """
     config.check_choice(answer, ("final", "whole"), f"{_FIELD}.answer")
-    config.check_choice(reward, ("return", "last"), f"{_FIELD}.reward")
-    config.check(max_steps >= 0, f"{_FIELD}.max_steps", f"must be 0 (no limit) or more, not {max_steps}")
-    settings = Settings(name, dict(arguments or {}), make, tuple(actions), answer, observe, reward, max_steps)
-    return GymTextEnvironment(settings, system, _try(json.dumps({**vars(settings), "actions": list(actions)})))
+    episodes.check_reward(reward, max_steps)
+    settings = Settings(name, dict(arguments or {}), make, list(actions), answer, observe, reward, max_steps)
+    return GymTextEnvironment(settings, system, _takes_choices(json.dumps(vars(settings))))

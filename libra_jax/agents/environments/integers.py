@@ -39,15 +39,6 @@ _OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 _LONGEST_WORD = max(map(len, _OPERATIONS))
 
 
-def _no_result(code: str) -> str:
-    """Returns the error text that Python 3.11 prints in a sandbox. Other versions draw other marks below the code."""
-    marks = " " + "~" * code.index("%") + "^" + "~" * len(code.partition("%")[2])
-    return (
-        f'Traceback (most recent call last):\n  File "<python 1>", line 1, in <module>\n    {code}\n    {marks}\n'
-        "ZeroDivisionError: integer modulo by zero\n"
-    )
-
-
 def _step(value: int, rng: random.Random) -> tuple[str, int, int]:
     """Draws an operation on a value.
 
@@ -61,32 +52,35 @@ def _step(value: int, rng: random.Random) -> tuple[str, int, int]:
             return word, other, result
 
 
-def _called(code: str, returned: str) -> dict[str, object]:
-    return {"tool": TOOL, "arguments": {"code": code}, "returned": returned}
-
-
 def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> tuple[str, Mapping[str, object]]:
     """Draws a problem. Returns its text, and a payload with the calls that solve it."""
     value = rng.randint(_LEAST, _MOST)
     words = [str(value)]
+    worked: list[tuple[str, str]] = []
     if index % _CYCLE == _CYCLE - 1:
         words += [_REMAINDER.ljust(_LONGEST_WORD), "000"]
-        code = f"{value}%000"
-        worked = [_called(code, _no_result(code))]
-        answer = FAILED
+        code, answer = f"{value}%000", FAILED
+        # What Python 3.11 prints in a sandbox. Other versions draw other marks below the code.
+        marks = " " + "~" * code.index("%") + "^" + "~" * len(code.partition("%")[2])
+        printed = (
+            f'Traceback (most recent call last):\n  File "<python 1>", line 1, in <module>\n    {code}\n    {marks}\n'
+            "ZeroDivisionError: integer modulo by zero\n"
+        )
+        worked.append((code, printed))
     else:
-        worked, before = [], str(value)
+        before = str(value)
         for _ in range(steps[index % len(steps)]):
             word, other, value = _step(value, rng)
             words += [word.ljust(_LONGEST_WORD), str(other)]
-            worked.append(_called(f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))
-            before = "_"
+            worked.append((f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))
+            before = "_"  # the interpreter's name for the last value
         answer = str(value)
     prompt = " ".join(words)
-    return prompt.strip(), {"prompt": prompt.ljust(width), "answer": answer, "worked": worked}
+    calls = [{"tool": TOOL, "arguments": {"code": code}, "returned": returned} for code, returned in worked]
+    return prompt.strip(), {"prompt": prompt.ljust(width), "answer": answer, "worked": calls}
 
 
-def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), width: int = WIDTH) -> splits.Generated:
+def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), width: int = WIDTH) -> splits.Tasks:
     """Returns generated problems for the environment `math`.
 
     Args:
@@ -106,4 +100,4 @@ def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), wi
     good = bool(steps) and all(isinstance(count, int) and 1 <= count <= 4 for count in steps)
     config.check(good, "task.arguments.steps", f"{steps!r} must hold whole numbers from 1 to 4")
     config.check(isinstance(width, int) and width >= 0, "task.arguments.width", f"must not be negative, not {width!r}")
-    return splits.Generated("integers", seed, lambda index, rng: _draw(index, rng, tuple(steps), width))
+    return splits.generated("integers", seed, lambda index, rng: _draw(index, rng, tuple(steps), width))

@@ -7,11 +7,10 @@ are the same.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.agents import question
 from libra_jax.agents.environments import dialogue, verifier
 from libra_jax.agents.tools import toolbox, toolkit
@@ -19,13 +18,11 @@ from libra_jax.agents.tools import toolbox, toolkit
 LONGEST = 2000
 """Number of characters at the end of an output in which an answer is searched."""
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
 
 def given_answer(output: str) -> str:
     """Returns the part of an output that holds its answer, in the form that `math-verify` reads best."""
     text = output.rpartition("</think>")[2]
-    marked = _TAGGED.findall(text)
+    marked = question.TAGGED.findall(text)
     return _marked(marked[-1]) if marked else text[-LONGEST:]
 
 
@@ -36,16 +33,10 @@ def _marked(text: str) -> str:
 
 
 class _Judge:
-    """Compares the answers of one run's rollouts.
+    """Poses the problems of one run, and compares the answers."""
 
-    Args:
-      tools: Tools of the run. They keep the verifier.
-      processes: See `verifier.Verifier`.
-      seconds: See `verifier.Verifier`.
-    """
-
-    def __init__(self, tools: toolkit.Toolkit, processes: int, seconds: float) -> None:
-        self._tools, self._processes, self._seconds = tools, processes, seconds
+    def __init__(self, tools: toolkit.Toolkit, system: str, processes: int, seconds: float) -> None:
+        self._tools, self._system, self._processes, self._seconds = tools, system, processes, seconds
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Returns the problem.
@@ -54,12 +45,12 @@ class _Judge:
         """
         del box
         await self._checker()
-        return _messages(task)
+        return question.opening(task.payload["prompt"])
 
     async def verdict(self, task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
         """Returns reward 1 for a right answer, otherwise 0."""
         del box
-        accepted = _accepted(task)
+        accepted = [text.strip() for text in question.accepted_answers(task)]
         if question.final_answer(output) in accepted:  # equal texts are equal answers
             return dialogue.Verdict(1.0, {"answer_read": 1.0, "answer_overran": 0.0})
         checker = await self._checker()
@@ -73,45 +64,22 @@ class _Judge:
         key = (verifier.Verifier, self._processes, self._seconds)
         return await self._tools.kept(key, lambda: verifier.Verifier(self._processes, self._seconds, wall_seconds))
 
+    def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        """Turns a task's `worked` calls into a solved dialogue.
 
-def _accepted(task: protocols.Task) -> Sequence[str]:
-    answer = task.payload["answer"]
-    return [answer.strip()] if isinstance(answer, str) else [text.strip() for text in answer]
-
-
-def _messages(task: protocols.Task) -> list[protocols.Message]:
-    prompt = task.payload["prompt"]
-    if isinstance(prompt, str):
-        return [protocols.Message("user", prompt)]
-    return [protocols.Message(item["role"], item["content"]) for item in prompt]
-
-
-class _Demonstrator:
-    """Turns a task's `worked` calls into a solved dialogue.
-
-    Each call is {"tool": name, "arguments": {...}, "returned": text}.
-    """
-
-    def __init__(self, tools: toolkit.Toolkit, system: str) -> None:
-        self._tools, self._system = tools, system
-
-    def __call__(self, task: protocols.Task) -> Sequence[protocols.Message]:
+        Each call is {"tool": name, "arguments": {...}, "returned": text}.
+        """
         worked: Sequence[Mapping[str, Any]] | None = task.payload.get("worked")
         if worked is None:
             raise protocols.DataError(
                 f"task {task.prompt_id}: has no worked solution (`worked` in its payload) to demonstrate; set "
                 "warm_start.steps to 0"
             )
-        told = self._tools.format.instructions(self._tools.schemas) if self._described() else ""
-        system = "\n\n".join(part for part in (self._system, told) if part)
-        messages = [*([protocols.Message("system", system)] if system else []), *_messages(task)]
-        for call in worked:
-            written = self._tools.format.write(call["tool"], call["arguments"])
-            messages += [protocols.Message("assistant", written), protocols.Message("tool", call["returned"])]
-        return [*messages, protocols.Message("assistant", _accepted(task)[0])]
-
-    def _described(self) -> bool:
-        return self._tools.describe and bool(self._tools.schemas)
+        return dialogue.solved(
+            question.opening(task.payload["prompt"], self._tools.system_message(self._system)),
+            [(self._tools.format.write(call["tool"], call["arguments"]), call["returned"]) for call in worked],
+            question.accepted_answers(task)[0].strip(),
+        )
 
 
 def environment(
@@ -133,6 +101,11 @@ def environment(
       ConfigError: `math-verify` is not installed, or an argument is out of range.
     """
     verifier.check_installed()
-    verifier.check_limits(processes, seconds)
-    judge = _Judge(tools, processes, seconds)
-    return dialogue.Dialogue(tools, judge.pose, judge.verdict, system=system, demonstrate=_Demonstrator(tools, system))
+    field = "task.environment_arguments"
+    whole = isinstance(processes, int) and not isinstance(processes, bool) and processes > 0
+    config.check(whole, f"{field}.processes", f"must be a positive whole number, not {processes!r}")
+    most = verifier.WALL_SECONDS / 2
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= most
+    config.check(number, f"{field}.seconds", f"must lie above 0 and at most at {most:g}, not {seconds!r}")
+    judge = _Judge(tools, system, processes, seconds)
+    return dialogue.Dialogue(tools, judge.pose, judge.verdict, system=system, demonstrate=judge.demonstration)

@@ -29,6 +29,7 @@ from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import question
+from libra_jax.agents.environments import episodes
 
 TOOL = "openenv"
 """Name of the tool in returns."""
@@ -72,13 +73,7 @@ class _Refused(Exception):
 _places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _place(settings: Settings) -> asyncio.Semaphore:
-    """Returns the semaphore that counts this server's free sessions. The config sets their number, `sessions`."""
-    # Per event loop, because a semaphore belongs to one loop; weak keys let ended loops go.
-    places = _places.setdefault(asyncio.get_running_loop(), {})
-    return places.setdefault(settings.address, asyncio.Semaphore(settings.sessions))
+"""Semaphores that count the free sessions of each server. Each event loop has its own; weak keys let ended loops go."""
 
 
 class _Session:
@@ -91,29 +86,27 @@ class _Session:
 
     async def reset(self, seed: int) -> Mapping[str, Any]:
         """Starts an episode. Waits if the server has no free session."""
-        await self._held.enter_async_context(_place(self._settings))
-        due = asyncio.get_running_loop().time() + CAPACITY_SECONDS
-        while True:
-            try:
-                await self._connect()
-                return await self.ask({"type": "reset", "data": {**self._settings.arguments, "seed": seed}})
-            except _Refused as error:
-                # The server may not have released a session that was closed a moment ago.
-                if error.code != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > due:
-                    raise protocols.EnvironmentCrashed(self._told(str(error))) from error
-                await self._disconnect()
-                await asyncio.sleep(0.2)
-
-    async def _connect(self) -> None:
         from websockets import exceptions
         from websockets.asyncio import client
 
-        try:
-            self._socket = await client.connect(
-                self._settings.address, open_timeout=CONNECT_SECONDS, close_timeout=CLOSE_SECONDS, max_size=_LONGEST
-            )
-        except (OSError, exceptions.WebSocketException) as error:
-            raise protocols.EnvironmentCrashed(self._told(f"cannot be reached ({error or 'no answer'})")) from error
+        loop, settings = asyncio.get_running_loop(), self._settings
+        places = _places.setdefault(loop, {})
+        await self._held.enter_async_context(places.setdefault(settings.address, asyncio.Semaphore(settings.sessions)))
+        due = loop.time() + CAPACITY_SECONDS
+        while True:
+            try:
+                self._socket = await client.connect(
+                    settings.address, open_timeout=CONNECT_SECONDS, close_timeout=CLOSE_SECONDS, max_size=_LONGEST
+                )
+                return await self.ask({"type": "reset", "data": {**settings.arguments, "seed": seed}})
+            except (OSError, exceptions.WebSocketException) as error:
+                raise self.crash(f"cannot be reached ({error or 'no answer'})") from error
+            except _Refused as error:
+                # The server may not have released a session that was closed a moment ago.
+                if error.code != "CAPACITY_REACHED" or loop.time() > due:
+                    raise self.crash(str(error)) from error
+                await self._disconnect()
+                await asyncio.sleep(0.2)
 
     async def ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Sends a message and returns the server's answer.
@@ -130,22 +123,24 @@ class _Session:
                 await self._socket.send(json.dumps(message))
             answer = json.loads(await self._socket.recv())
         except (OSError, exceptions.WebSocketException) as error:
-            raise protocols.EnvironmentCrashed(self._told(f"was lost ({error})")) from error
+            raise self.crash(f"was lost ({error})") from error
         except ValueError as error:
-            raise protocols.EnvironmentCrashed(self._told(f"answered what is no JSON ({error})")) from error
+            raise self.crash(f"answered what is no JSON ({error})") from error
         data = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(data, dict) or answer.get("type") not in ("observation", "error"):
-            raise protocols.EnvironmentCrashed(self._told(f"answered {str(answer)[:80]!r}, which is no observation"))
+            raise self.crash(f"answered {str(answer)[:80]!r}, which is no observation")
         if answer["type"] == "error":
             raise _Refused(data)
         return data
 
-    def _told(self, what: str) -> str:
-        return f"OpenEnv server {self._settings.address}: {what}"
+    def crash(self, what: str) -> protocols.EnvironmentCrashed:
+        """Returns the error that says what the server did."""
+        return protocols.EnvironmentCrashed(f"OpenEnv server {self._settings.address}: {what}")
 
     async def _disconnect(self) -> None:
         held, self._socket = self._socket, None
         if held is not None:
+            # Each on its own: a connection that cannot send any more still has to be closed.
             with contextlib.suppress(Exception):
                 await held.send(json.dumps({"type": "close"}))
             with contextlib.suppress(Exception):
@@ -165,24 +160,22 @@ class OpenEnvEnvironment:
     def __init__(self, settings: Settings, system: str) -> None:
         self._settings, self._system = settings, system
         self._session: _Session | None = None
-        self._rewards: list[float] = []
-        self._steps = self._mistakes = 0
+        self._tally = episodes.Tally(settings.reward, settings.max_steps)
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message, if any, and the first observation."""
         await self.close()
-        self._rewards, self._steps, self._mistakes = [], 0, 0
+        self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
         self._session = _Session(self._settings)
         data = await self._session.reset(task.payload["seed"])
-        system = [protocols.Message("system", self._system)] if self._system else []
-        return [*system, protocols.Message("user", self._seen(data))]
+        return question.opening(self._seen(data), self._system)
 
     async def step(self, output: str) -> protocols.StepResult:
         """Takes the action in the output."""
         if self._session is None:
             raise RuntimeError("step before reset")
-        began = asyncio.get_running_loop().time()
-        self._steps += 1
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         action, problem = self._action(output)
         data: Mapping[str, Any] = {}
         if not problem:
@@ -191,41 +184,20 @@ class OpenEnvEnvironment:
             except _Refused as error:
                 # Every other error is a failure of the server, not a mistake of the policy.
                 if error.code not in _OF_POLICY:
-                    raise protocols.EnvironmentCrashed(
-                        f"OpenEnv server {self._settings.address}: {error.code}: {error}"
-                    ) from error
+                    raise self._session.crash(f"{error.code}: {error}") from error
                 problem = f"error: {error}"
-        seconds = asyncio.get_running_loop().time() - began
+        seconds = loop.time() - began
         if problem:
-            self._mistakes += 1
-            answer = protocols.ToolReturn(TOOL, "failure", problem, seconds)
-        else:
-            self._rewards.append(float(data.get("reward") or 0.0))
-            answer = protocols.ToolReturn(TOOL, "success", self._seen(data), seconds)
-        over = bool(data.get("done"))
-        cut = not over and self._steps == self._settings.max_steps
-        if not (over or cut):
-            return protocols.StepResult(tool_returns=[answer])
-        return self._finished(answer, cut)
-
-    def _finished(self, last: protocols.ToolReturn, cut: bool) -> protocols.StepResult:
-        earned = sum(self._rewards)
-        metrics = {
-            "episode_return": earned,
-            "episode_steps": float(self._steps),
-            "episode_cut": float(cut),
-            "no_moves": float(self._mistakes),
-        }
-        reward = earned if self._settings.reward == "return" else (self._rewards or [0.0])[-1]
-        return protocols.StepResult(tool_returns=[last], done=True, reward=reward, metrics=metrics)
+            return self._tally.result(protocols.ToolReturn(TOOL, "failure", problem, seconds), None)
+        answer = protocols.ToolReturn(TOOL, "success", self._seen(data), seconds)
+        return self._tally.result(answer, float(data.get("reward") or 0.0), over=bool(data.get("done")))
 
     def _action(self, output: str) -> tuple[Mapping[str, Any], str]:
         """Returns the action in an output, and why it is not a valid action.
 
         The second is empty if the action is valid.
         """
-        whole = output.rpartition("</think>")[2].strip()
-        text = whole if self._settings.answer == "whole" else question.final_answer(output)
+        text = episodes.move(output, self._settings.answer)
         if self._settings.answer != "json":
             return {**self._settings.constants, self._settings.field: text}, ""
         try:
@@ -237,17 +209,15 @@ class OpenEnvEnvironment:
         return {**self._settings.constants, **action}, ""
 
     def _seen(self, data: Mapping[str, Any]) -> str:
-        observation = data.get("observation")
-        wanted = self._settings.observe
+        observation, wanted = data.get("observation"), self._settings.observe
         if wanted:
-            known = ", ".join(observation) if isinstance(observation, Mapping) else "no fields"
+            fields = observation if isinstance(observation, Mapping) else {}
             config.check(
-                isinstance(observation, Mapping) and wanted in observation,
+                wanted in fields,
                 f"{_FIELD}.observe",
-                f"the server's observations have no {wanted!r}; they have {known}",
+                f"the server's observations have no {wanted!r}; they have {', '.join(fields) or 'no fields'}",
             )
-            assert isinstance(observation, Mapping)
-            observation = observation[wanted]
+            observation = fields[wanted]
         return observation if isinstance(observation, str) else json.dumps(observation)
 
     async def close(self) -> None:
@@ -302,8 +272,7 @@ def environment(
         parts.scheme in schemes and bool(parts.netloc), f"{_FIELD}.url", f"{url!r} must be of the form http://HOST:PORT"
     )
     config.check_choice(answer, ("final", "whole", "json"), f"{_FIELD}.answer")
-    config.check_choice(reward, ("return", "last"), f"{_FIELD}.reward")
-    config.check(max_steps >= 0, f"{_FIELD}.max_steps", f"must be 0 (no limit) or more, not {max_steps}")
+    episodes.check_reward(reward, max_steps)
     config.check(sessions > 0, f"{_FIELD}.sessions", f"must be positive, not {sessions}")
     address = f"{schemes[parts.scheme]}://{parts.netloc}{parts.path.rstrip('/')}/ws"
     settings = Settings(

@@ -6,10 +6,10 @@ import difflib
 import functools
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.agents import deadlines, question, splits
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.tools import toolbox, toolkit
@@ -20,24 +20,13 @@ _CHUNK = 10_000
 _REDRAWS = 64
 
 
-@functools.lru_cache(maxsize=32)
-def _dataset(name: str, arguments: str, seed: int) -> Any:
-    """Returns the package's dataset. `arguments` is JSON, which makes it a key for the cache."""
-    package = _package()
-    if name not in package.factory.DATASETS:
-        near = difflib.get_close_matches(name, package.factory.DATASETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise protocols.ConfigError(f"config.task.arguments.name: reasoning-gym has no task {name!r}{hint}")
-    try:
-        return package.create_dataset(name, seed=seed, size=_CHUNK, **json.loads(arguments))
-    except (TypeError, ValueError, AssertionError) as error:
-        raise protocols.ConfigError(
-            f"config.task.arguments: reasoning-gym refuses these for {name!r} ({error})"
-        ) from error
-
-
 @functools.cache
-def _package() -> Any:
+def package() -> Any:
+    """Returns the package `reasoning_gym`.
+
+    Raises:
+      ConfigError: The package is not installed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies compares literals with "is"
@@ -49,67 +38,24 @@ def _package() -> Any:
     return reasoning_gym
 
 
-class GymTasks:
-    """A procedural dataset, read by position. Half of all questions, chosen by hash, are held out for evaluation."""
-
-    def __init__(self, name: str, seed: int, arguments: Mapping[str, Any]) -> None:
-        self._name = name
-        self._seed = seed
-        self._arguments = json.dumps(dict(arguments), sort_keys=True)
-        # Makes the dataset once now, so that a bad name or argument fails before the run.
-        _dataset(name, self._arguments, 0)
-
-    def task(self, index: int) -> protocols.Task:
-        """Returns the training task with this index."""
-        return self._make("train", self._seed, index)
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the held-out task with this index. It is the same for every training seed."""
-        return self._make("evaluation", 0, index)
-
-    def _make(self, split: str, seed: int, index: int) -> protocols.Task:
-        chunk, offset = divmod(index, _CHUNK)
-        # Redraws until the question falls on the wanted side of the held-out split.
-        for redraw in range(_REDRAWS):
-            dataset_seed = splits.generator("reasoning-gym", seed, split, chunk, redraw).randrange(2**31)
-            text = _dataset(self._name, self._arguments, dataset_seed)[offset]["question"]
-            if splits.held_out(text) == (split == "evaluation"):
-                payload = {
-                    "name": self._name,
-                    "arguments": self._arguments,
-                    "seed": dataset_seed,
-                    "offset": offset,
-                    "question": text,
-                }
-                return protocols.Task(f"{self._name}-{split}-{index}", payload)
-        raise protocols.DataError(
-            f"reasoning-gym task {self._name!r}: its questions repeat so much that none could be kept for {split}; "
-            f"widen its ranges, as --config.task.arguments=\"{{'name': {self._name!r}, ...}}\""
-        )
+@functools.lru_cache(maxsize=32)
+def _dataset(name: str, arguments: str, seed: int) -> Any:
+    """Returns the package's dataset. `arguments` is JSON, which makes it a key for the cache."""
+    known = package().factory.DATASETS
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise protocols.ConfigError(f"config.task.arguments.name: reasoning-gym has no task {name!r}{hint}")
+    try:
+        return package().create_dataset(name, seed=seed, size=_CHUNK, **json.loads(arguments))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise protocols.ConfigError(
+            f"config.task.arguments: reasoning-gym refuses these for {name!r} ({error})"
+        ) from error
 
 
-async def _pose(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-    del box
-    return [protocols.Message("user", task.payload["question"])]
-
-
-async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
-    """Scores the answer on a thread, because some scorers compute for a while."""
-    del box
-    return dialogue.Verdict(await deadlines.off_loop(_score, task.payload, question.final_answer(output)))
-
-
-def _score(payload: Mapping[str, Any], answer: str) -> float:
-    dataset = _dataset(payload["name"], payload["arguments"], payload["seed"])
-    entry = dataset[payload["offset"]]
-    # The scorer uses the regenerated entry, so it has to be the one that the policy saw.
-    if entry["question"] != payload["question"]:
-        raise RuntimeError(f"reasoning-gym generated another question for {payload['name']!r} than before")
-    return float(dataset.score_answer(answer, entry))
-
-
-def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any) -> GymTasks:
-    """Returns tasks of the package, chosen by task name.
+def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any) -> splits.Tasks:
+    """Returns tasks of the package. Half of all questions, chosen by hash, are held out for evaluation.
 
     Args:
       path: Must be empty, because nothing is read.
@@ -120,12 +66,48 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
     Raises:
       ConfigError: A path is given, the package is missing, or it refuses the name or the arguments.
     """
-    if path:
-        raise protocols.ConfigError(
-            "config.task.path: reasoning-gym reads no file; name a task as "
-            "--config.task.arguments=\"{'name': 'chain_sum'}\""
+    told = "reasoning-gym reads no file; name a task as --config.task.arguments=\"{'name': 'chain_sum'}\""
+    config.check(not path, "task.path", told)
+    key = json.dumps(arguments, sort_keys=True)
+    # Makes the dataset once now, so that a bad name or argument fails before the run.
+    _dataset(name, key, 0)
+
+    def make(split: str, seed: int, index: int) -> protocols.Task:
+        chunk, offset = divmod(index, _CHUNK)
+        # Redraws until the question falls on the wanted side of the held-out split.
+        for redraw in range(_REDRAWS):
+            drawn = splits.generator("reasoning-gym", seed, split, chunk, redraw).randrange(2**31)
+            text = _dataset(name, key, drawn)[offset]["question"]
+            if splits.held_out(text) == (split == "evaluation"):
+                payload = {"name": name, "arguments": key, "seed": drawn, "offset": offset, "question": text}
+                return protocols.Task(f"{name}-{split}-{index}", payload)
+        raise protocols.DataError(
+            f"reasoning-gym task {name!r}: its questions repeat so much that none could be kept for {split}; "
+            f"widen its ranges, as --config.task.arguments=\"{{'name': {name!r}, ...}}\""
         )
-    return GymTasks(name, seed, arguments)
+
+    return splits.Tasks(seed, make)
+
+
+async def _pose(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
+    del box
+    return question.opening(task.payload["question"])
+
+
+async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
+    del box
+    payload = task.payload
+
+    def score() -> float:
+        dataset = _dataset(payload["name"], payload["arguments"], payload["seed"])
+        entry = dataset[payload["offset"]]
+        # The scorer uses the regenerated entry, so it has to be the one that the policy saw.
+        if entry["question"] != payload["question"]:
+            raise RuntimeError(f"reasoning-gym generated another question for {payload['name']!r} than before")
+        return float(dataset.score_answer(question.final_answer(output), entry))
+
+    # On a thread, because some scorers compute for a while.
+    return dialogue.Verdict(await deadlines.off_loop(score))
 
 
 def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:

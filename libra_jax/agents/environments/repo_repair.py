@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import datasets, deadlines, telling
+from libra_jax.agents import datasets, deadlines, resolving
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.tools import toolbox, toolkit
@@ -33,7 +33,6 @@ PROMPT = (
 )
 
 _VERDICTS = 4096
-_LONGEST_REASON = 300
 _log = logging.getLogger(__name__)
 
 MORE_FILES = 2000
@@ -51,20 +50,25 @@ class Repair:
         self._seconds, self._most_bytes = seconds, most_mib * 2**20
         self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
         self._unchanged: suites.Known = {}
-        self._reasons = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
+        self._reasons = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the rollout's sandbox and returns the issue."""
         assert box.session is not None
-        snapshot = await self._snapshot(task.payload)
+        snapshot = await deadlines.off_loop(_repository, task.payload, self._most_bytes)
         await box.session.begin(snapshot.pack())
-        return [protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"]))]
+        return [self._issue(task)]
+
+    def _issue(self, task: protocols.Task) -> protocols.Message:
+        return protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"]))
 
     async def score(self, task: protocols.Task, answer: str, box: toolbox.Toolbox) -> dialogue.Verdict:
         """Returns the hidden tests' verdict on the sandbox's current files."""
         del answer
         assert box.session is not None
-        snapshot = await self._snapshot(task.payload)
+        payload, refused, lines = task.payload, False, 0
+        must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
+        snapshot = await deadlines.off_loop(_repository, payload, self._most_bytes)
         saved = await box.session.save(self._most_bytes)
         if saved.broken:
             raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
@@ -76,19 +80,15 @@ class Repair:
             workspace = await deadlines.off_loop(snapshots.taken_over, saved.archive, self._most_bytes, most)
         # Too large, or made unreadable: the policy did it, so this is a reward of 0 and not a crash.
         except snapshots.Hostile as error:
-            verdict = suites.Verdict(0, len(_must_pass(task.payload)), f"left files that were refused: {error}")
-            return self._told(task, verdict, 0.0, 0, refused=True)
-        verdict = await self._judge(snapshot, workspace, await self._suite(task.payload))
-        reward = verdict.share if self._partial else float(verdict.solved)
-        lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
-        return self._told(task, verdict, reward, lines)
-
-    def _told(
-        self, task: protocols.Task, verdict: suites.Verdict, reward: float, lines: int, *, refused: bool = False
-    ) -> dialogue.Verdict:
-        """Returns the verdict with its metrics. Logs the reason for the first rollouts that were worth nothing."""
+            refused = True
+            verdict = suites.Verdict(0, len(must_pass), f"left files that were refused: {error}")
+        else:
+            tests = await deadlines.off_loop(_tests, payload, self._most_bytes)
+            suite = suites.Suite(tests, must_pass, payload.get("test_command", ""), self._seconds)
+            verdict = await self._judge(snapshot, workspace, suite)
+            lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
         if refused or verdict.deceit or verdict.broke:
-            self._reasons.tell(f"An attempt at {task.prompt_id} is worth 0: {_plain(verdict.problem)}")
+            self._reasons.tell(f"An attempt at {task.prompt_id} is worth 0: {resolving.loggable(verdict.problem)}")
         metrics = {
             "tests_passed": float(verdict.passed),
             "tests_total": float(verdict.total),
@@ -98,6 +98,7 @@ class Repair:
             "files_refused": float(refused),
             "patch_lines": float(lines),
         }
+        reward = 0.0 if refused else verdict.share if self._partial else float(verdict.solved)
         return dialogue.Verdict(reward, metrics)
 
     async def _judge(
@@ -116,15 +117,6 @@ class Repair:
         while len(self._unchanged) > _VERDICTS:
             del self._unchanged[next(iter(self._unchanged))]
         return verdict
-
-    async def _snapshot(self, payload: Mapping[str, Any]) -> snapshots.Snapshot:
-        if "files" in payload:
-            return snapshots.Snapshot.of_texts(payload["files"])
-        return await deadlines.off_loop(_read, payload["repository"], self._most_bytes)
-
-    async def _suite(self, payload: Mapping[str, Any]) -> suites.Suite:
-        tests = await deadlines.off_loop(_tests, payload, self._most_bytes)
-        return suites.Suite(tests, _must_pass(payload), payload.get("test_command", ""), self._seconds)
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the solved dialogue of a planted bug: viewing the file, changing it, and a final word."""
@@ -146,26 +138,15 @@ class Repair:
             look = write("edit", {"command": "view", "path": path})
             text = "".join(f"{number}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
         change = {"old": fix["old"], "new": fix["new"], "command": "replace", "path": path}
-        return [
-            protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"])),
-            protocols.Message("assistant", look),
-            protocols.Message("tool", text),
-            protocols.Message("assistant", write("edit", change)),
-            protocols.Message("tool", f"changed {path}"),
-            protocols.Message("assistant", "done"),
-        ]
+        calls = [(look, text), (write("edit", change), f"changed {path}")]
+        return dialogue.solved([self._issue(task)], calls, "done")
 
 
-def _plain(text: str) -> str:
-    """Returns the beginning of a text that a policy may have written.
-
-    It is safe to log: no escape reaches the terminal.
-    """
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_REASON])
-
-
-def _must_pass(payload: Mapping[str, Any]) -> tuple[str, ...]:
-    return (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
+def _repository(payload: Mapping[str, Any], most_bytes: int) -> snapshots.Snapshot:
+    """Returns what the policy gets, from the path or the texts in the task."""
+    if "files" in payload:
+        return snapshots.Snapshot.of_texts(payload["files"])
+    return _read(payload["repository"], most_bytes)
 
 
 def _tests(payload: Mapping[str, Any], most_bytes: int) -> Mapping[str, snapshots.File]:
@@ -223,16 +204,20 @@ def environment(
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _shared(tools: toolkit.Toolkit, prompt: str, partial: bool, seconds: float, most_mib: int) -> Repair:
-    return Repair(tools, prompt, partial, seconds, most_mib)
+_shared = functools.lru_cache(maxsize=4)(Repair)
+"""The same arguments share one object, so that the rollouts of a run see each other's verdicts."""
 
 
 class FileRepairs:
-    """Tasks from a file that names repositories. The rows are checked when the file is read."""
+    """Tasks from a file that names repositories.
 
-    def __init__(self, source: datasets.FileTasks, names: Mapping[str, str], path: str) -> None:
-        self._source, self._names, self._path = source, names, path
+    Args:
+      source: Tasks of the file, with the columns as the payload.
+      folder: Folder that paths in the file start from.
+    """
+
+    def __init__(self, source: datasets.FileTasks, folder: pathlib.Path) -> None:
+        self._source, self._folder = source, folder
 
     def __len__(self) -> int:
         """Returns the number of training tasks in an epoch."""
@@ -250,39 +235,13 @@ class FileRepairs:
         """
         return self._made(self._source.evaluation_task(index))
 
-    def check(self) -> None:
-        """Checks every training task.
-
-        Raises:
-          DataError: A row is malformed, or names a path that does not exist. The message has the file and the row.
-        """
-        for index in range(len(self)):
-            row = self._source.task(index)
-            where = f"{self._path}, row {row.prompt_id.rpartition('-')[2]}"
-            if isinstance(row.payload["tests"], list):
-                _check_listed(row.payload["tests"], f"{where}: column {self._names['tests']!r}")
-            payload = self._made(row).payload
-            for name in ("repository", "tests"):
-                place = payload[name]
-                if isinstance(place, str) and not pathlib.Path(place).exists():
-                    column = self._names[name]
-                    raise protocols.DataError(f"{where}: column {column!r}: {place} is no directory and no tar")
-            for name in ("fail_to_pass", "pass_to_pass"):
-                listed = payload[name]
-                if not (isinstance(listed, list) and all(isinstance(test, str) for test in listed)):
-                    column = self._names[name]
-                    raise protocols.DataError(f"{where}: column {column!r} must be a list of tests' names")
-            _check_command(payload, where)
-            _check_data(payload, f"{where}: column {self._names['tests']!r}")
-
     def _made(self, row: protocols.Task) -> protocols.Task:
-        folder = pathlib.Path(self._path).parent
         values, tests = row.payload, row.payload["tests"]
-        listed = isinstance(tests, list)
+        listed = {file["path"]: file["text"] for file in tests} if isinstance(tests, list) else None
         payload = {
             "issue": values["prompt"],
-            "repository": str(folder / str(values["repository"])),
-            "tests": {file["path"]: file["text"] for file in tests} if listed else str(folder / str(tests)),
+            "repository": str(self._folder / str(values["repository"])),
+            "tests": str(self._folder / str(tests)) if listed is None else listed,
             "fail_to_pass": values.get("fail_to_pass", []),
             "pass_to_pass": values.get("pass_to_pass", []),
             "test_command": values.get("test_command", ""),
@@ -290,10 +249,10 @@ class FileRepairs:
         return protocols.Task(row.prompt_id, payload)
 
 
-_SAYS_NAMES = ("-v", "--verbose")
-
-
-def _check_listed(tests: Sequence[Any], where: str) -> None:
+def _check_listed(tests: object, where: str) -> None:
+    """Checks tests that a row gives as a list of files. Raises DataError if one is malformed, or there is none."""
+    if not isinstance(tests, list):
+        return
     for file in tests:
         good = isinstance(file, Mapping) and all(isinstance(file.get(name), str) for name in ("path", "text"))
         if not (good and snapshots.is_inside(file["path"]) and posixpath.normpath(file["path"]) == file["path"]):
@@ -305,28 +264,40 @@ def _check_listed(tests: Sequence[Any], where: str) -> None:
         raise protocols.DataError(f"{where} must hold one file at least")
 
 
-def _check_data(payload: Mapping[str, Any], where: str) -> None:
-    if payload["test_command"]:
+def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
+    """Checks a task of a file.
+
+    Args:
+      payload: Payload of the task.
+      names: Columns by their name in the payload.
+      where: File and row, for errors.
+
+    Raises:
+      DataError: A path does not exist, a list is malformed, or the tests cannot be judged.
+    """
+    for name in ("repository", "tests"):
+        place = payload[name]
+        if isinstance(place, str) and not pathlib.Path(place).exists():
+            raise protocols.DataError(f"{where}: column {names[name]!r}: {place} is no directory and no tar")
+    for name in ("fail_to_pass", "pass_to_pass"):
+        listed = payload[name]
+        if not (isinstance(listed, list) and all(isinstance(test, str) for test in listed)):
+            raise protocols.DataError(f"{where}: column {names[name]!r} must be a list of tests' names")
+    if command := payload["test_command"]:
+        if not payload["fail_to_pass"]:
+            raise protocols.DataError(
+                f"{where}: a test command needs the names of tests that have to pass; name their column as "
+                "--config.task.arguments=\"{'fail_to_pass_column': 'FAIL_TO_PASS'}\""
+            )
+        verbose = any(word.startswith(("-v", "--verbose")) for word in str(command).split())
+        if "unittest" in command and not verbose:
+            raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v")
         return
     tests = _tests(payload, sys.maxsize)
     if suites.telling_data(snapshots.Snapshot({}), tests):  # if the tests name no data, the repository need not be read
         snapshot = snapshots.Snapshot.read(pathlib.Path(payload["repository"]), sys.maxsize)
         if data := suites.telling_data(snapshot, tests):
-            raise protocols.DataError(f"{where}: {suites.DATA.format(data)}")
-
-
-def _check_command(payload: Mapping[str, Any], where: str) -> None:
-    command = payload["test_command"]
-    if not command:
-        return
-    if not payload["fail_to_pass"]:
-        raise protocols.DataError(
-            f"{where}: a test command needs the names of tests that have to pass; name their column as "
-            "--config.task.arguments=\"{'fail_to_pass_column': 'FAIL_TO_PASS'}\""
-        )
-    silent = not any(word.startswith(_SAYS_NAMES) for word in str(command).split())
-    if silent and "unittest" in command:
-        raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v")
+            raise protocols.DataError(f"{where}: column {names['tests']!r}: {suites.DATA.format(data)}")
 
 
 def task_source(
@@ -370,11 +341,16 @@ def task_source(
     }
     columns = {name: column for name, column in names.items() if column}
 
-    def made(share: float) -> FileRepairs:
-        source = datasets.task_source(
+    def read(share: float) -> datasets.FileTasks:
+        return datasets.task_source(
             path, seed, prompt_column=issue_column, answer_column="", holdout=share, columns=columns
         )
-        return FileRepairs(source, names, path)
 
-    made(0.0).check()  # with nothing held out, the check sees every row
-    return made(holdout)
+    folder, every = pathlib.Path(path).parent, read(0.0)  # with nothing held out, the check sees every row
+    repairs = FileRepairs(every, folder)
+    for index in range(len(every)):
+        row = every.task(index)
+        where = f"{path}, row {row.prompt_id.rpartition('-')[2]}"
+        _check_listed(row.payload["tests"], f"{where}: column {tests_column!r}")
+        _check(repairs.task(index).payload, names, where)
+    return FileRepairs(read(holdout), folder)

@@ -40,21 +40,13 @@ def f1(given: str, accepted: Sequence[str]) -> float:
 
     Two texts without words agree.
     """
-    return max((_f1(normalised(given).split(), normalised(answer).split()) for answer in accepted), default=0.0)
-
-
-def _f1(given: Sequence[str], expected: Sequence[str]) -> float:
-    if not given or not expected:
-        return float(given == expected)
-    shared = sum((collections.Counter(given) & collections.Counter(expected)).values())
-    # The harmonic mean of shared / len(given) and shared / len(expected), simplified.
-    return 2.0 * shared / (len(given) + len(expected))
-
-
-def accepted_answers(task: protocols.Task) -> Sequence[str]:
-    """Returns all accepted answers."""
-    answer = task.payload["answer"]
-    return [answer] if isinstance(answer, str) else list(answer)
+    words, best = normalised(given).split(), 0.0
+    for expected in (normalised(answer).split() for answer in accepted):
+        shared = sum((collections.Counter(words) & collections.Counter(expected)).values())
+        # The harmonic mean of shared / len(words) and shared / len(expected), simplified.
+        score = 2.0 * shared / (len(words) + len(expected)) if words and expected else float(words == expected)
+        best = max(best, score)
+    return best
 
 
 def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> dialogue.Dialogue:
@@ -73,43 +65,26 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
     config.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
 
     async def pose(task: protocols.Task, _: toolbox.Toolbox) -> Sequence[protocols.Message]:
-        return _posed(task)
+        return question.opening(task.payload["prompt"])
 
     async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
-        given, accepted = question.final_answer(output), accepted_answers(task)
+        given, accepted = question.final_answer(output), question.accepted_answers(task)
         metrics = {"em": exact_match(given, accepted), "f1": f1(given, accepted)}
         return dialogue.Verdict(metrics[match], metrics)
 
     def demonstrate(task: protocols.Task) -> Sequence[protocols.Message]:
-        return _demonstrated(task, tools, system)
+        lookups = task.payload.get("lookups")
+        if lookups is None:
+            raise protocols.ConfigError(
+                f"config.warm_start.steps: task {task.prompt_id} has no lookups to demonstrate; set it to 0, or take "
+                "tasks that do, such as those of libra_jax.agents.environments.acquaintances"
+            )
+        told = "must be False for a warm start: demonstrations describe none"
+        config.check(not tools.describe, "tools.describe", told)
+        return dialogue.solved(
+            question.opening(task.payload["prompt"], system),
+            [(tools.format.write(TOOL, {"query": query}), passage) for query, passage in lookups],
+            question.accepted_answers(task)[0],
+        )
 
     return dialogue.Dialogue(tools, pose, score, system=system, demonstrate=demonstrate)
-
-
-def _posed(task: protocols.Task) -> list[protocols.Message]:
-    prompt = task.payload["prompt"]
-    if isinstance(prompt, str):
-        return [protocols.Message("user", prompt)]
-    return [protocols.Message(item["role"], item["content"]) for item in prompt]
-
-
-def _demonstrated(task: protocols.Task, tools: toolkit.Toolkit, system: str) -> list[protocols.Message]:
-    """Returns a dialogue of the lookups and the answer.
-
-    Raises:
-      ConfigError: The tasks have no lookups, or the system message describes the tools.
-    """
-    lookups = task.payload.get("lookups")
-    config.check(
-        lookups is not None,
-        "warm_start.steps",
-        f"task {task.prompt_id} has no lookups to demonstrate; set it to 0, or take tasks that do, such as those of "
-        "libra_jax.agents.environments.acquaintances",
-    )
-    config.check(not tools.describe, "tools.describe", "must be False for a warm start: demonstrations describe none")
-    messages = [protocols.Message("system", system)] if system else []
-    messages += _posed(task)
-    for query, passage in lookups or ():
-        messages.append(protocols.Message("assistant", tools.format.write(TOOL, {"query": query})))
-        messages.append(protocols.Message("tool", passage))
-    return [*messages, protocols.Message("assistant", accepted_answers(task)[0])]

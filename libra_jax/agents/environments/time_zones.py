@@ -33,46 +33,14 @@ _ZONES = (
 _WIDTH = 30
 
 
-def _draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:
-    del index
-    time, zone = f"{rng.randrange(24):02}:{rng.randrange(60):02}", rng.choice(_ZONES)
-    return f"{time} {zone}", {"time": time, "zone": zone, "answer": _there(time, zone).strftime("%H:%M")}
-
-
-def _here(time: str) -> datetime.datetime:
-    today = datetime.datetime.now(datetime.UTC)
+def _moments(time: str, zone: str) -> tuple[datetime.datetime, datetime.datetime]:
+    """Returns a time of today in UTC, and the same moment in a zone."""
     hour, minute = map(int, time.split(":"))
-    return today.replace(hour=hour, minute=minute, second=0, microsecond=0)
+    here = datetime.datetime.now(datetime.UTC).replace(hour=hour, minute=minute, second=0, microsecond=0)
+    return here, here.astimezone(zoneinfo.ZoneInfo(zone))
 
 
-def _there(time: str, zone: str) -> datetime.datetime:
-    return _here(time).astimezone(zoneinfo.ZoneInfo(zone))
-
-
-async def _pose(task: protocols.Task, tools: toolbox.Toolbox) -> Sequence[protocols.Message]:
-    del tools
-    return [_question(task)]
-
-
-def _question(task: protocols.Task) -> protocols.Message:
-    return protocols.Message("user", f"{task.payload['time']} UTC in {task.payload['zone']}".ljust(_WIDTH))
-
-
-async def _score(task: protocols.Task, output: str, tools: toolbox.Toolbox) -> dialogue.Verdict:
-    del tools
-    return dialogue.Verdict(float(question.final_answer(output) == task.payload["answer"]))
-
-
-def _told(moment: datetime.datetime, zone: str) -> dict[str, object]:
-    return {
-        "timezone": zone,
-        "datetime": moment.isoformat(timespec="seconds"),
-        "day_of_week": moment.strftime("%A"),
-        "is_dst": bool(moment.dst()),
-    }
-
-
-def task_source(path: str = "", seed: int = 0) -> splits.Generated:
+def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
     """Returns generated questions.
 
     Args:
@@ -83,7 +51,14 @@ def task_source(path: str = "", seed: int = 0) -> splits.Generated:
       ConfigError: A path is given.
     """
     config.check(not path, "task.path", "questions of time zones are generated; no file is read")
-    return splits.Generated("time", seed, _draw, stream="time-zones")
+
+    def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:
+        del index
+        time, zone = f"{rng.randrange(24):02}:{rng.randrange(60):02}", rng.choice(_ZONES)
+        answer = _moments(time, zone)[1].strftime("%H:%M")
+        return f"{time} {zone}", {"time": time, "zone": zone, "answer": answer}
+
+    return splits.generated("time", seed, draw, stream="time-zones")
 
 
 def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
@@ -94,20 +69,31 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
       system: System message. Empty means none.
     """
 
+    def asked(task: protocols.Task) -> str:
+        return f"{task.payload['time']} UTC in {task.payload['zone']}".ljust(_WIDTH)
+
+    async def pose(task: protocols.Task, _: toolbox.Toolbox) -> Sequence[protocols.Message]:
+        return question.opening(asked(task))
+
+    async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
+        return dialogue.Verdict(float(question.final_answer(output) == task.payload["answer"]))
+
     def demonstrate(task: protocols.Task) -> Sequence[protocols.Message]:
         time, zone = task.payload["time"], task.payload["zone"]
-        here, there = _here(time), _there(time, zone)
+        here, there = _moments(time, zone)
         hours = (there.utcoffset() or datetime.timedelta()).total_seconds() / 3600
         difference = f"{hours:+.1f}h" if hours.is_integer() else f"{hours:+.2f}".rstrip("0") + "h"
-        told = {"source": _told(here, "UTC"), "target": _told(there, zone), "time_difference": difference}
+        told = {
+            name: {
+                "timezone": place,
+                "datetime": moment.isoformat(timespec="seconds"),
+                "day_of_week": moment.strftime("%A"),
+                "is_dst": bool(moment.dst()),
+            }
+            for name, moment, place in (("source", here, "UTC"), ("target", there, zone))
+        }
         call = tools.format.write(TOOL, {"source_timezone": "UTC", "time": time, "target_timezone": zone})
-        opening = [protocols.Message("system", system)] if system else []
-        return [
-            *opening,
-            _question(task),
-            protocols.Message("assistant", call),
-            protocols.Message("tool", json.dumps(told, indent=2)),
-            protocols.Message("assistant", task.payload["answer"]),
-        ]
+        returned = json.dumps({**told, "time_difference": difference}, indent=2)
+        return dialogue.solved(question.opening(asked(task), system), [(call, returned)], task.payload["answer"])
 
-    return dialogue.Dialogue(tools, _pose, _score, system=system, demonstrate=demonstrate)
+    return dialogue.Dialogue(tools, pose, score, system=system, demonstrate=demonstrate)

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from libra_jax import config, protocols
+from libra_jax import protocols
 from libra_jax.agents import deadlines
 
 START_SECONDS = 60.0
@@ -124,75 +124,59 @@ class Verifier:
         self._live.clear()
 
     async def _start(self) -> _Process:
-        self._live = {process for process in self._live if process.running}
-        process = _Process(await _launch())
+        self._live = {process for process in self._live if process.process.returncode is None}
+        # -P keeps the current folder off sys.path. If it is the worker's, its `math.py` would hide the standard module.
+        process = _Process(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", _WORKER, str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)},
+                start_new_session=True,  # Ctrl-C should reach the run only
+            )
+        )
         self._live.add(process)
         try:
-            await process.ready()
+            told = await process.told(START_SECONDS)
+            if told is None:
+                raise protocols.EnvironmentCrashed("the verifier of answers ended as it was started")
+            if "problem" in told:
+                raise protocols.ConfigError(
+                    f"config.task.environment: math-verify cannot be used: {told['problem']}; install it with pip "
+                    "install 'math-verify[antlr4_13_2]'"
+                )
+        except deadlines.Overdue:
+            process.kill()
+            raise protocols.EnvironmentCrashed(
+                f"the verifier of answers took more than {START_SECONDS:g} s to start"
+            ) from None
         except BaseException:
             process.kill()
             raise
         return process
 
 
-async def _launch() -> asyncio.subprocess.Process:
-    # -P keeps the current folder off sys.path. If that is the worker's, its `math.py` would hide the standard module.
-    path = os.pathsep.join(place for place in sys.path if place)
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", _WORKER, str(os.getpid())),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C should reach the run only
-    )
-
-
 class _Process:
     """One process. `alive` is True until it is killed, overruns or breaks. After that it cannot be used."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+        self.process = process
         self.alive = True
-
-    @property
-    def running(self) -> bool:
-        return self._process.returncode is None
-
-    async def ready(self) -> None:
-        """Waits until the process can compare.
-
-        Raises:
-          ConfigError: `math-verify` cannot be imported.
-          EnvironmentCrashed: The process ended, or did not answer in time.
-        """
-        try:
-            told = await self._told(START_SECONDS)
-        except deadlines.Overdue:
-            raise protocols.EnvironmentCrashed(
-                f"the verifier of answers took more than {START_SECONDS:g} s to start"
-            ) from None
-        if told is None:
-            raise protocols.EnvironmentCrashed("the verifier of answers ended as it was started")
-        if "problem" in told:
-            raise protocols.ConfigError(
-                f"config.task.environment: math-verify cannot be used: {told['problem']}; install it with pip install "
-                "'math-verify[antlr4_13_2]'"
-            )
 
     async def ask(self, given: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
         """Asks for one comparison; see `Verifier.check`.
 
         If cancelled, kills the process: its late answer would mix with others.
         """
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         asked = json.dumps({"given": given, "accepted": list(accepted), "seconds": seconds})
         spent = self._spent()
         try:
             with contextlib.suppress(ConnectionError):  # the process has ended, which reading will show
-                self._process.stdin.write(asked.encode() + b"\n")
-                await self._process.stdin.drain()
-            told = await self._told(wall_seconds)
+                self.process.stdin.write(asked.encode() + b"\n")
+                await self.process.stdin.drain()
+            told = await self.told(wall_seconds)
         except deadlines.Overdue:
             judged = self._spent() - spent >= _ENOUGH * min(seconds, wall_seconds)
             self.kill()
@@ -210,30 +194,34 @@ class _Process:
         self.alive = False
         await self.gone()
         # The worker's own timer of processor time sends SIGPROF, so this end is the answer's overrun.
-        if self._process.returncode == -signal.SIGPROF:
+        if self.process.returncode == -signal.SIGPROF:
             return Finding(right=False, overran=True)
         raise protocols.EnvironmentCrashed(
-            f"the verifier of answers ended with status {self._process.returncode} as it compared one"
+            f"the verifier of answers ended with status {self.process.returncode} as it compared one"
         )
 
-    async def _told(self, seconds: float) -> dict[str, Any] | None:
-        """Returns the next line that the process writes, if it comes in time. None if the process has ended."""
-        assert self._process.stdout is not None
-        line = await deadlines.within(seconds, self._process.stdout.readline())
+    async def told(self, seconds: float) -> dict[str, Any] | None:
+        """Returns the next line that the process writes. None if the process has ended.
+
+        Raises:
+          deadlines.Overdue: Nothing came within `seconds`.
+        """
+        assert self.process.stdout is not None
+        line = await deadlines.within(seconds, self.process.stdout.readline())
         # A line without a newline was cut off by the end of the process.
         return dict(json.loads(line)) if line.endswith(b"\n") else None
 
     def _spent(self) -> float:
         """Returns the processor seconds that the process has used."""
         with contextlib.suppress(psutil.Error):  # the process has ended
-            times = psutil.Process(self._process.pid).cpu_times()
+            times = psutil.Process(self.process.pid).cpu_times()
             return float(times.user + times.system)
         return 0.0
 
     def kill(self) -> None:
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            self.process.kill()
 
     async def gone(self) -> None:
         """Waits until the process has ended.
@@ -242,20 +230,12 @@ class _Process:
           DeadlineMissed: The process was killed and still runs.
         """
         try:
-            await deadlines.within(_REAP_SECONDS, self._process.wait())
+            await deadlines.within(_REAP_SECONDS, self.process.wait())
         except deadlines.Overdue:
             raise protocols.DeadlineMissed(
-                f"the verifier process {self._process.pid} was killed and is not gone after {_REAP_SECONDS:g} s"
+                f"the verifier process {self.process.pid} was killed and is not gone after {_REAP_SECONDS:g} s"
             ) from None
-        transport: Any = getattr(self._process, "_transport", None)
+        # asyncio leaves the pipes of a dead process open until they are collected.
+        transport: Any = getattr(self.process, "_transport", None)
         if transport is not None:
             transport.close()
-
-
-def check_limits(processes: int, seconds: float) -> None:
-    """Raises ConfigError if the limits are invalid."""
-    field = "task.environment_arguments"
-    whole = isinstance(processes, int) and not isinstance(processes, bool) and processes > 0
-    config.check(whole, f"{field}.processes", f"must be a positive whole number, not {processes!r}")
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= WALL_SECONDS / 2
-    config.check(number, f"{field}.seconds", f"must lie above 0 and at most at {WALL_SECONDS / 2:g}, not {seconds!r}")

@@ -263,7 +263,7 @@ def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
 KINDS = tuple(dict.fromkeys((*_EASY_KINDS, *(recipe.kind for recipe in RECIPES))))
 
 
-def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Sequence[str] = ()) -> splits.Generated:
+def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Sequence[str] = ()) -> splits.Tasks:
     """Returns repositories with a planted bug, for `libra_jax.agents.environments.repo_repair:environment`.
 
     A payload has `files` and `tests` (text by path), `issue`, `fail_to_pass` and `pass_to_pass` (names of tests), the
@@ -293,4 +293,4 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
             if made["fail_to_pass"]:  # a bug that no test finds makes no task
                 return made["fix"]["new"] + made["issue"], made
 
-    return splits.Generated(f"planted-{level}", seed, draw, stream="planted")
+    return splits.generated(f"planted-{level}", seed, draw, stream="planted")

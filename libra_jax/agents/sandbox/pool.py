@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import telling
+from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import backends, worker
 from libra_jax.agents.sandbox import limits as limits_module
 
@@ -99,7 +99,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         self._coming = 0  # sandboxes that are being started to be kept ready
         self._parent: Path | None = None
         self._closed = False
-        self._faults = telling.FirstFew(lambda sentence: _log.warning("%s", sentence))
+        self._faults = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
 
     async def __aenter__(self) -> Sandbox:
         await self.start()

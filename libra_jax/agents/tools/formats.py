@@ -7,12 +7,13 @@ problem, which the policy sees as a failure. Text inside `<think>` is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from libra_jax import config
 
@@ -30,40 +31,6 @@ class Call:
     name: object
     arguments: object
     problem: str = ""
-
-
-class Parser(Protocol):
-    """Reads one output."""
-
-    def feed(self, text: str) -> Sequence[Call]:
-        """Returns the calls that the next piece of the output completes."""
-        ...
-
-    def finish(self) -> Sequence[Call]:
-        """Returns the calls that the end of the output leaves, such as a call that was not closed."""
-        ...
-
-
-class Format(Protocol):
-    """A way of writing calls."""
-
-    name: str
-
-    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
-        """Returns a parser for one output. `schemas` are the tools, in the form of `toolbox.Toolbox.schemas`."""
-        ...
-
-    def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text that tells a policy which tools exist and how to call them."""
-        ...
-
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns a call in the form that the policy should write.
-
-        Raises:
-          ValueError: This format cannot express the call.
-        """
-        ...
 
 
 # Finding calls --------------------------------------------------------------------------------------------------------
@@ -87,7 +54,7 @@ _THINK = {"<think>": Tag("</think>", None)}
 
 
 class Scanner:
-    """A `Parser` of tags that do not nest. It reads text once, and stores no text outside of calls."""
+    """Reads one output. Its tags do not nest. It reads text once, and stores no text outside of calls."""
 
     def __init__(self, tags: Mapping[str, Tag]) -> None:
         self._tags = {**tags, **_THINK}
@@ -99,77 +66,54 @@ class Scanner:
         # Positions where the call might have ended, and the call that each would give.
         self._doubts: list[tuple[int, Call]] = []
 
-    def feed(self, text: str) -> Sequence[Call]:
-        """See `Parser`."""
+    def feed(self, text: str) -> list[Call]:
+        """Returns the calls that the next piece of the output completes."""
+        calls: list[Call] = []
         self._ahead += text
-        calls: list[Call] = []
-        while self._pass(calls):
-            pass
-        return calls
-
-    def finish(self) -> Sequence[Call]:
-        """See `Parser`."""
-        calls: list[Call] = []
-        while self._tag is not None and self._doubts:
-            body = "".join(self._body) + self._ahead
-            calls.append(self._back(body))
-            while self._pass(calls):
-                pass
-        if self._tag is not None and self._tag.read is not None:
-            calls.append(Call(None, None, f"the call was not closed with {self._tag.close}"))
-        return calls
-
-    def _pass(self, calls: list[Call]) -> bool:
-        """Consumes the next mark. Returns False if the text so far holds no further mark."""
-        if self._tag is None:
-            found = self._opening.search(self._ahead)
-            if found is None:
-                # The end may be the beginning of a mark whose rest comes with the next piece.
-                self._ahead = self._ahead[-self._longest :]
-                return False
-            self._tag, self._ahead = self._tags[found.group()], self._ahead[found.end() :]
-            return True
-        before, close, after = self._ahead.partition(self._tag.close)
-        if not close:
-            keep = len(self._tag.close)
-            self._body.append(before[:-keep])
-            self._ahead = before[-keep:]
-            return False
-        self._ahead = after
-        if self._tag.read is None:
-            self._leave()
-        else:
-            self._end("".join([*self._body, before]), self._tag, calls)
-        return True
-
-    def _end(self, body: str, tag: Tag, calls: list[Call]) -> None:
-        """Handles a closing mark. The call may end here, later, or at an earlier closing mark."""
-        assert tag.read is not None
-        call, doubtful = tag.read(body)
-        if doubtful and len(self._doubts) < _MOST_DOUBTS:
-            self._doubts.append((len(body), call))
-            self._body = [body + tag.close]
-        elif call.problem and self._doubts:
-            calls.append(self._back(body + tag.close + self._ahead))
-        else:
-            self._leave()
-            calls.append(call)
+        while True:
+            tag = self._tag
+            if tag is None:
+                found = self._opening.search(self._ahead)
+                if found is None:
+                    # The end may be the beginning of a mark whose rest comes with the next piece.
+                    self._ahead = self._ahead[-self._longest :]
+                    return calls
+                self._tag = tag = self._tags[found.group()]
+                self._ahead = self._ahead[found.end() :]
+                self._body, self._doubts = [], []
+            before, close, after = self._ahead.partition(tag.close)
+            if not close:
+                keep = len(tag.close)
+                self._body.append(before[:-keep])
+                self._ahead = before[-keep:]
+                return calls
+            body = "".join([*self._body, before])
+            call, doubtful = tag.read(body) if tag.read is not None else (None, False)
+            if call is not None and doubtful and len(self._doubts) < _MOST_DOUBTS:
+                self._doubts.append((len(body), call))
+                self._body, self._ahead = [body + close], after
+            elif call is not None and call.problem and self._doubts:
+                calls.append(self._back(body + close + after))
+            else:
+                calls += [] if call is None else [call]
+                self._tag, self._ahead = None, after
 
     def _back(self, text: str) -> Call:
         """Ends the call at an earlier closing mark that was taken for a part of it. Later text is scanned again."""
         assert self._tag is not None
         place, call = self._doubts[0]
         self._ahead = text[place + len(self._tag.close) :]
-        self._leave()
+        self._tag = None
         return call
 
-    def _leave(self) -> None:
-        self._tag = None
-        self._body, self._doubts = [], []
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    def finish(self) -> list[Call]:
+        """Returns the calls that the end of the output leaves, such as a call that was not closed."""
+        calls: list[Call] = []
+        while self._tag is not None and self._doubts:
+            calls += [self._back("".join(self._body) + self._ahead), *self.feed("")]
+        if self._tag is not None and self._tag.read is not None:
+            calls.append(Call(None, None, f"the call was not closed with {self._tag.close}"))
+        return calls
 
 
 def read_json(text: str) -> Any:
@@ -179,7 +123,11 @@ def read_json(text: str) -> Any:
       ValueError: The text is not JSON. NaN and Infinity are not accepted either.
       RecursionError: The value is nested too deeply.
     """
-    return json.loads(text, parse_constant=_no_number)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def write_json(value: Any) -> str:
@@ -194,6 +142,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _hermes_call(body: str) -> tuple[Call, bool]:
+    """Returns the call between two marks, and whether it may go on behind the closing mark."""
     try:
         value = read_json(body)
     except json.JSONDecodeError as error:
@@ -215,8 +164,8 @@ class Hermes:
 
     name = "hermes"
 
-    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
-        """See `Format`."""
+    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Scanner:
+        """Returns a parser for one output. Its calls do not depend on the tools."""
         del schemas
         return Scanner({_OPEN: Tag(_CLOSE, _hermes_call)})
 
@@ -231,33 +180,31 @@ class Hermes:
         )
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """See `Format`."""
+        """Returns a call in the form that the policy should write."""
         return f"{_OPEN}{write_json({'name': name, 'arguments': dict(arguments)})}{_CLOSE}"
 
 
 # Tags -----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Parameters:
-    """Parameters of one tool by name, and the names of its required parameters."""
+    """Parameters of one tool.
 
-    schemas: Mapping[str, Mapping[str, Any]]
-    required: tuple[str, ...]
+    Attributes:
+      schemas: Schemas of the parameters, by name.
+      required: Names of the required parameters.
+      text: Parameter that a body without inner tags sets: the only required one, if it is text. Otherwise "".
+    """
 
-    def text(self) -> str:
-        """Returns the parameter that a body without inner tags sets: the only required one, if it is text.
-
-        Otherwise "".
-        """
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        told = schema["function"]["parameters"]
+        # JSON schema allows True and False in place of a schema. They say nothing about the type.
+        self.schemas: dict[str, Mapping[str, Any]] = {
+            name: inner if isinstance(inner, Mapping) else {} for name, inner in told.get("properties", {}).items()
+        }
+        self.required = tuple(told.get("required", ()))
         one = self.required[0] if len(self.required) == 1 else ""
-        return one if _is_text(self.schemas.get(one, {})) else ""
-
-
-def _parameters(schema: Mapping[str, Any]) -> _Parameters:
-    told = schema["function"]["parameters"]
-    schemas = {name: inner if isinstance(inner, Mapping) else {} for name, inner in told.get("properties", {}).items()}
-    return _Parameters(schemas, tuple(told.get("required", ())))
+        self.text = one if _is_text(self.schemas.get(one, {})) else ""
 
 
 def _is_text(schema: object) -> bool:
@@ -292,28 +239,20 @@ def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
         closed = re.compile(rf"</{re.escape(name)}>(?={follows})").search(body, opened.end())
         if closed is None:
             return None
-        values[name] = _value(_bare(body[opened.end() : closed.start()]), parameters.schemas[name])
+        values[name] = text = _bare(body[opened.end() : closed.start()])
+        if not _is_text(parameters.schemas[name]):
+            # Text that is not JSON stays as it is. The check against the schema refuses it later.
+            with contextlib.suppress(ValueError, RecursionError):
+                values[name] = read_json(text)
         place = closed.end()
     return values or None
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """Returns an argument's value: the text if the schema takes text, otherwise its JSON value.
-
-    Text that is not JSON is returned as it is. The check against the schema refuses it later.
-    """
-    if _is_text(schema):
-        return text
-    try:
-        return read_json(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool]:
+    """Returns the call of a tool between two tags. It never goes on behind the closing tag."""
     arguments: object = _children(body, parameters)
-    if arguments is None and (text := parameters.text()):
-        arguments = {text: _bare(body)}
+    if arguments is None and parameters.text:
+        arguments = {parameters.text: _bare(body)}
     elif arguments is None:
         try:
             arguments = read_json(body) if body.strip() else {}
@@ -339,60 +278,59 @@ class Tags:
 
     name = "tags"
 
-    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Parser:
-        """See `Format`."""
+    def parser(self, schemas: Sequence[Mapping[str, Any]]) -> Scanner:
+        """Returns a parser for one output. `schemas` are the tools, in the form of `toolbox.Toolbox.schemas`."""
         tags = {}
         for schema in schemas:
-            name, parameters = schema["function"]["name"], _parameters(schema)
+            name, parameters = schema["function"]["name"], _Parameters(schema)
             tags[f"<{name}>"] = Tag(f"</{name}>", functools.partial(_tag_call, name, parameters))
         return Scanner(tags)
 
     def instructions(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """Returns a text that lists each tool, how to call it, and its arguments."""
-        told = "\n".join(_told(schema) for schema in schemas)
+        lines = []
+        for schema in schemas:
+            function, parameters = schema["function"], _Parameters(schema)
+            name, text = function["name"], parameters.text
+            children = "".join(f"<{key}>...</{key}>" for key in parameters.required)
+            lines.append(f"`<{name}>{text or children}</{name}>`: {function.get('description', '')}".rstrip(": "))
+            for key, inner in parameters.schemas.items():
+                kind = f"one of {json.dumps(inner['enum'])}" if "enum" in inner else str(inner.get("type", "any JSON"))
+                optional = "" if key in parameters.required else ", optional"
+                lines.append(f"- {key} ({kind}{optional}): {inner.get('description', '')}".rstrip(": "))
+            if text and len(parameters.schemas) > 1:
+                every = "".join(f"<{key}>...</{key}>" for key in parameters.schemas)
+                lines.append(f"With optional arguments: `<{name}>{every}</{name}>`")
         return (
             "# Tools\n\nYou may call tools. Write each call as a tag of the tool's name, as shown; what it returns is "
-            f"shown to you.\n\n{told}"
+            "shown to you.\n\n" + "\n".join(lines)
         )
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Writes a single text without inner tags, and any other arguments in tags. See `Format`."""
-        texts = {key: value if isinstance(value, str) else write_json(value) for key, value in arguments.items()}
-        for key, text in texts.items():
+        """Writes a single text without inner tags, and any other arguments in tags.
+
+        Raises:
+          ValueError: An argument holds a mark that would close it.
+        """
+        bodies = {}
+        for key, value in arguments.items():
+            text = value if isinstance(value, str) else write_json(value)
             for mark in (f"</{name}>", f"</{key}>"):
                 if mark in text:
                     raise ValueError(f"the call's argument {key!r} holds {mark}, which would close it")
-        if len(texts) == 1 and all(isinstance(value, str) for value in arguments.values()):
-            body = "".join(map(_framed, texts.values()))
-        else:
-            body = "".join(f"<{key}>{_framed(text)}</{key}>" for key, text in texts.items())
-        return f"<{name}>{body}</{name}>"
-
-
-def _framed(text: str) -> str:
-    """Returns the text. If it begins or ends with a line break, adds one at both ends, which `_bare` removes again."""
-    return f"\n{text}\n" if text.startswith("\n") or text.endswith("\n") else text
-
-
-def _told(schema: Mapping[str, Any]) -> str:
-    """Returns the description of a tool for the policy."""
-    function, parameters = schema["function"], _parameters(schema)
-    name, text = function["name"], parameters.text()
-    children = "".join(f"<{key}>...</{key}>" for key in parameters.required)
-    lines = [f"`<{name}>{text or children}</{name}>`: {function.get('description', '')}".rstrip(": ")]
-    for key, inner in parameters.schemas.items():
-        kind = f"one of {json.dumps(inner['enum'])}" if "enum" in inner else str(inner.get("type", "any JSON"))
-        optional = "" if key in parameters.required else ", optional"
-        lines.append(f"- {key} ({kind}{optional}): {inner.get('description', '')}".rstrip(": "))
-    if text and len(parameters.schemas) > 1:
-        every = "".join(f"<{key}>...</{key}>" for key in parameters.schemas)
-        lines.append(f"With optional arguments: `<{name}>{every}</{name}>`")
-    return "\n".join(lines)
+            # `_bare` removes one line break at each end, so a text that has one gets another.
+            bodies[key] = f"\n{text}\n" if text.startswith("\n") or text.endswith("\n") else text
+        if len(bodies) == 1 and all(isinstance(value, str) for value in arguments.values()):
+            return f"<{name}>{''.join(bodies.values())}</{name}>"
+        return f"<{name}>{''.join(f'<{key}>{body}</{key}>' for key, body in bodies.items())}</{name}>"
 
 
 # By name --------------------------------------------------------------------------------------------------------------
 
-FORMATS: Mapping[str, type[Hermes | Tags]] = {"hermes": Hermes, "tags": Tags}
+Format = Hermes | Tags
+"""A way of writing calls. Both kinds have the same methods."""
+
+FORMATS: Mapping[str, type[Format]] = {"hermes": Hermes, "tags": Tags}
 
 
 def named(name: str) -> Format:

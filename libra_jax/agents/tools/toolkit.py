@@ -26,7 +26,7 @@ SHORT_NAMES = {
     "shell": "libra_jax.agents.tools.workspace:Shell",
     "edit": "libra_jax.agents.tools.workspace:Edit",
     "search": "libra_jax.agents.tools.search:Search",
-    "calculator": "libra_jax.agents.tools.calculator:Calculator",
+    "calculator": "libra_jax.agents.arithmetic:Calculator",
 }
 """Factories of the tools that come with the package, by short name."""
 
@@ -193,6 +193,11 @@ class Toolkit:
                 await deadlines.within(OPEN_SECONDS, made.open())
                 self._kept[key] = made
         return cast(R, self._kept[key])
+
+    def system_message(self, system: str) -> str:
+        """Returns a system message with the description of the tools after it, if the config wants tools described."""
+        told = self.format.instructions(self.schemas) if self.schemas and self.describe else ""
+        return "\n\n".join(part for part in (system, told) if part)
 
     async def toolbox(self, *, session: bool = False) -> toolbox.Toolbox:
         """Returns the tools for one rollout. The caller closes the toolbox.
