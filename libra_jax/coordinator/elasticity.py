@@ -307,21 +307,30 @@ class Elasticity:
         """Applies a pending resize between two steps. The caller holds the trainer's lock. See `Resizing.boundary`."""
         await self._resizing.boundary(step)
 
-    async def take_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
-        """Takes a training step, in which hybrid workers compute their shares. Returns the trainer's metrics."""
+    def begin_step(self, batch: protocols.TrainBatch) -> Sequence[protocols.Share]:
+        """Returns the shares that hybrid workers compute of a training step, and lets them begin."""
         self._resizing.trains(batch)
         if self._hybrid is None:
-            return await self._trainer.train_step(batch)
-        shares, begin = self._hybrid.shares(batch.policy_version), asyncio.get_running_loop().time()
+            return ()
+        shares = self._hybrid.shares(batch.policy_version)
         self._hybrid.begin(batch, shares)
-        try:
-            metrics = await self._trainer.train_step(batch, shares)
-        except protocols.TrainerLost:  # the step is lost, so hybrid workers with a share switch back to rollout
-            late = {f"shares/late/{share.member}": 1.0 for share in shares}
-            await self._hybrid.finish(shares, late, 0.0)
-            raise
-        await self._hybrid.finish(shares, metrics, asyncio.get_running_loop().time() - begin)
-        return metrics
+        return shares
+
+    async def end_step(
+        self, shares: Sequence[protocols.Share], metrics: Mapping[str, float] | None, seconds: float
+    ) -> None:
+        """Ends the shares of a training step.
+
+        Args:
+          shares: the result of `begin_step`.
+          metrics: the trainer's metrics; None if the trainer was lost, and the step with it.
+          seconds: seconds of the trainer's step.
+        """
+        if self._hybrid is None:
+            return
+        if metrics is None:  # as if all shares were late, so that their workers switch back to rollout
+            metrics, seconds = {f"shares/late/{share.member}": 1.0 for share in shares}, 0.0
+        await self._hybrid.finish(shares, metrics, seconds)
 
     def after(self, step: int, report: reports.StepReport) -> dict[str, float]:
         """Decides on changes after a step. Returns the step's metrics of plan and pool."""
