@@ -4,7 +4,7 @@
 
   rollout      tokens a second through the coordinator, over bare vLLM
   bridge       bytes a second from JAX arrays to tensors in the engine's process, over memcpy
-  publication  seconds of a whole weight sync, vLLM's reload included
+  weight_sync  seconds of a whole weight sync, vLLM's reload included
   train        tokens a second of the train step; with --peer_python also over google-tunix's
 
 The two sides of a ratio take turns, in one process or in two, so that a machine whose speed drifts slows both.
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 
-import cli
-from benchmarks import bridge, parts, publication, rollout, train
+from benchmarks import bridge, parts, rollout, train, weight_sync
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of the two sides; short ones get a multiple.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
@@ -28,7 +28,7 @@ _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix;
 PARTS: parts.Parts = {
     "rollout": lambda: asyncio.run(rollout.measure(3 * _ROUNDS.value)),
     "bridge": lambda: bridge.measure(6 * _ROUNDS.value),
-    "publication": lambda: asyncio.run(publication.measure(_ROUNDS.value)),
+    "weight_sync": lambda: asyncio.run(weight_sync.measure(_ROUNDS.value)),
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
 }
 

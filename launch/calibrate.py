@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 from rich import console, table
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import hub

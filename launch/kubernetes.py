@@ -18,7 +18,7 @@ from __future__ import annotations
 if __name__ != "__main__":
     # This folder comes first on the path, and libraries look for Kubernetes' Python client by this name. The error
     # tells them that there is none.
-    raise ImportError("launch/kubernetes.py is a script; what it renders is in launch/manifests.py")
+    raise ImportError("launch/kubernetes.py is a script; what it renders is in launch/support/manifests.py")
 
 import math
 import re
@@ -29,13 +29,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import PurePosixPath
 
-import absent_modules  # noqa: F401 (see there)
-import job_flags
-import manifests
-import rendering
+from support import cli, job_flags, manifests, rendering
+
 from absl import flags
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.cluster import hosts
@@ -98,11 +95,11 @@ def main() -> None:
     run = job_flags.run()
     run.validate()
     job_flags.check_grace(_GRACE.value, run.config)
-    objects = manifests.documents(_job(run.config, ["python", "launch/train.py", *run.arguments]), _KIND.value)
-    text = rendering.dump(objects)
+    job = _job(run.config, ["python", "launch/train.py", *run.arguments])
+    text = rendering.dump(manifests.documents(job, _KIND.value))
     job_flags.show(text, _OUTPUT.value)
     if not job_flags.DRY_RUN.value:
-        _apply(text, objects[-1]["metadata"]["name"])
+        _apply(text, job.name)
 
 
 def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Job:

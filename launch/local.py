@@ -1,6 +1,6 @@
 """Runs a command on hosts that are emulated on this machine: the same run over several hosts, without a cluster.
 
-  python launch/local.py --hosts=4 --accelerators_per_host=1 -- launch/train.py --config=configs/quickstart.py \
+  python launch/local.py --hosts=4 --accelerators_per_host=1 -- launch/train.py --config=configs/quickstart.py \\
     --config.trainer.data=2 --config.trainer.processes=2 --config.rollout.tensor_parallel=1,1
 
 Each host is a Ray node with an address of its own on the loopback network. A script after `--` gets the hosts by
@@ -21,10 +21,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 
-import cli
 from libra_jax import protocols
 from libra_jax.cluster import emulated, guard
 from libra_jax.cluster import hosts as layouts

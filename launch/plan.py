@@ -25,18 +25,16 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-import absent_modules  # noqa: F401 (see there)
-import plan_picture
-import unread
+from support import cli, overrides
+
 from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
@@ -108,9 +106,9 @@ def main() -> None:
 
 def _asked() -> planned.Asked:
     """Returns the flags' content; refuses config fields that a plan does not read."""
-    given = unread.given(flags.FLAGS["config"])
+    given = overrides.fields(flags.FLAGS["config"])
     simulated = isinstance(_CONFIG.value, settings.SimulatedRun)
-    unread.refuse(
+    overrides.refuse_unread(
         given,
         script="plan.py",
         read=planned.OF_SIMULATION if simulated else planned.OF_RUN,
@@ -262,7 +260,30 @@ def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_co
     return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
-def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> dict[str, Any]:
+class Seconds(TypedDict):
+    """Times of a step's stages in a plan's file: predicted seconds, or their relative errors."""
+
+    train_seconds: float
+    rollout_seconds: float
+    step_seconds: float
+
+
+PlanFile = TypedDict(
+    "PlanFile",
+    {
+        "for": planned.CaseRecord,
+        "train": Mapping[str, int],
+        "rollout": Sequence[Mapping[str, object]],
+        "predicted": Seconds,
+        "uncertainty": Seconds,
+        "solve_seconds": float,
+        "calibrated": bool,
+    },
+)
+"""The file of a plan, which `plans.read` reads back."""
+
+
+def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction, seconds: float) -> PlanFile:
     """Returns the plan as its file has it."""
     mesh = best.train
     return {
@@ -284,13 +305,11 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
     }
 
 
-def _write(
-    output: Path, made: dict[str, Any], best: search.Split, splits: list[search.Split], case: planned.Case
-) -> None:
+def _write(output: Path, made: PlanFile, best: search.Split, splits: list[search.Split], case: planned.Case) -> None:
     picture = output.with_suffix(".svg")
     try:
         output.write_text(json.dumps(made, indent=2) + "\n")
-        plan_picture.draw(picture, best, splits, case)
+        planned.draw(picture, best, splits, case)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

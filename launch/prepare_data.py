@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 
-import cli
 from libra_jax import protocols
 from libra_jax.agents import published
 

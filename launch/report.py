@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 
-import cli
 from libra_jax.telemetry import report
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; the flag's name may be left out.", required=True)

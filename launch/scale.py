@@ -16,14 +16,14 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import forecast, remedies, scale, search
@@ -48,6 +48,37 @@ _START = flags.DEFINE_float(
 _MEMORY = flags.DEFINE_float("memory_bytes", 1e12, "Of the coordinator's host.", lower_bound=1.0)
 
 
+class Check(TypedDict):
+    """A predicted cost against its measurement, in seconds; `error` is relative."""
+
+    what: str
+    predicted: float
+    measured: float
+    error: float
+
+
+class SimulatedLoad(TypedDict):
+    """Seconds of the coordinator in a simulated run, measured and predicted."""
+
+    accelerators: int
+    requests: int
+    turns: int
+    coordinator_seconds: float
+    virtual_seconds: float
+    predicted_seconds: float
+    error: float
+
+
+class Record(TypedDict):
+    """A file of costs, as `python -m tests.benchmarks.costs` writes it."""
+
+    date: str
+    costs: Mapping[str, Any]
+    embedded: Mapping[str, float]
+    checks: Sequence[Check]
+    simulated: Sequence[SimulatedLoad]
+
+
 def main() -> None:
     sizes = _sizes()
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
@@ -61,12 +92,12 @@ def main() -> None:
     found = [scale.loads(costs, work, around, size) for size in sizes]
     _print(record, costs, work, around, found)
     if output is not None:
-        record |= {"work": dataclasses.asdict(work), "settings": dataclasses.asdict(around)}
-        record["loads"] = [
+        loads = [
             {**dataclasses.asdict(one), "bottleneck": one.bottleneck, "remedies": _remedies(costs, work, around, one)}
             for one in found
         ]
-        output.write_text(json.dumps(record, indent=2) + "\n")
+        inputs = {"work": dataclasses.asdict(work), "settings": dataclasses.asdict(around)}
+        output.write_text(json.dumps({**record, **inputs, "loads": loads}, indent=2) + "\n")
         print(f"wrote {output}")
 
 
@@ -128,10 +159,10 @@ def _sent(script: scripts.Script) -> int:
     return sent
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Record:
     try:
         record = json.loads(path.read_text())
-        date, _, _ = record["date"], record["costs"], record["embedded"]
+        needed = {name: record[name] for name in ("date", "costs", "embedded")}
     except OSError as error:
         raise protocols.DataError(f"--costs: {path} cannot be read ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -139,8 +170,8 @@ def _read(path: Path) -> dict[str, Any]:
             f"--costs: {path} has no costs ({type(error).__name__}: {error}); write one by "
             "python -m tests.benchmarks.costs --output=FILE"
         ) from error
-    kept = {name: record[name] for name in ("costs", "embedded", "checks", "simulated") if name in record}
-    return {"date": date, **kept}
+    measured = {name: record.get(name, []) for name in ("checks", "simulated")}
+    return cast("Record", needed | measured)
 
 
 def _costs(values: Mapping[str, Any]) -> scale.Costs:
@@ -161,7 +192,7 @@ def _remedies(costs: scale.Costs, work: scale.Work, around: scale.Settings, foun
 
 
 def _print(
-    record: Mapping[str, Any],
+    record: Record,
     costs: scale.Costs,
     work: scale.Work,
     around: scale.Settings,
@@ -197,12 +228,12 @@ def _print(
         for name, sentence in _remedies(costs, work, around, one).items():
             if not sentence.startswith("none"):
                 print(f"Remedy at {one.accelerators:,}, {name}: {sentence}.")
-    for check in record.get("checks", ()):
+    for check in record["checks"]:
         print(
             f"Check: {check['what']}: {1e3 * check['predicted']:.2f} ms predicted, {1e3 * check['measured']:.2f} ms "
             f"measured ({check['error']:+.0%})."
         )
-    for load in record.get("simulated", ()):
+    for load in record["simulated"]:
         share = load["coordinator_seconds"] / load["virtual_seconds"]
         print(
             f"Simulated, {load['accelerators']:,} accelerators: {load['requests']:,} requests of {load['turns']:,} "

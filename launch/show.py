@@ -13,14 +13,14 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-import cli
 from libra_jax import protocols
 from libra_jax.telemetry import escapes, samples
 

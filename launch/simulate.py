@@ -18,14 +18,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import absent_modules  # noqa: F401 (see there)
-import unread
+from support import cli, overrides
+
 from absl import flags
 from ml_collections import config_flags
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import plans
@@ -58,9 +56,14 @@ def main() -> None:
             "config.planner.period: what is compared here has one layout for all, and so a bound; set it to 0, or give "
             "runs that plan to launch/sweep.py"
         )
-    given = unread.given(flags.FLAGS["config"])
-    unread.refuse_ignored(given, script="simulate.py", ignored=settings.IGNORED, instead=settings.COUNTS)
-    asked = _run(libra_config.to_dict(_CONFIG.value), _TRACE.value)
+    given = overrides.fields(flags.FLAGS["config"])
+    overrides.refuse_ignored(given, script="simulate.py", ignored=settings.IGNORED, instead=settings.COUNTS)
+    values = libra_config.to_dict(_CONFIG.value)
+    if _TRACE.value is not None:
+        values["workload"] |= {"shape": "trace", "trace": _TRACE.value}
+    if _PLAN.value is not None:
+        values = plans.applied(values, plans.read(Path(_PLAN.value)))
+    asked = libra_config.parse(settings.SimulatedRun, values)
     run = comparison.prepare(asked, policies)
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
@@ -85,14 +88,6 @@ def main() -> None:
         print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{report.quality_table(found)}")
     if output is not None:
         _write(output, run, about, result, moves, found)
-
-
-def _run(values: dict[str, Any], trace: str | None) -> settings.SimulatedRun:
-    if trace is not None:
-        values["workload"] |= {"shape": "trace", "trace": trace}
-    if _PLAN.value is not None:
-        values = plans.applied(values, plans.read(Path(_PLAN.value)))
-    return libra_config.parse(settings.SimulatedRun, values)
 
 
 def _policies(text: str) -> list[str]:

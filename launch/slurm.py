@@ -1,7 +1,7 @@
 """Submits a run to Slurm: Ray on each of its hosts, the driver on the first host.
 
   python launch/slurm.py --config=configs/quickstart.py --workdir=runs/mine --time=1:00:00 --dry_run   # the script
-  python launch/slurm.py --config=configs/qwen3_1p7b_8gpu.py --config.cluster.accelerators_per_host=4 \
+  python launch/slurm.py --config=configs/qwen3_1p7b_8gpu.py --config.cluster.accelerators_per_host=4 \\
       --train_partition=h100 --rollout_partition=l40s --time=1-00:00:00
 
 The number of hosts, and their resources, come from the config (`cluster.accelerators_per_host`; 0: one host). The job's
@@ -27,12 +27,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
-import job_flags
-import slurm_job
+from support import cli, job_flags, slurm_job
+
 from absl import flags
 
-import cli
 from libra_jax import protocols
 from libra_jax.runs import workdirs
 

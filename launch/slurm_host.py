@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
+import support  # noqa: F401 (explains a missing module)
 
 from libra_jax.cluster import granted, guard
 from libra_jax.protocols import LibraError

@@ -10,16 +10,14 @@ It reads `status.json`, from any host that sees the workdir. Exit status 0: the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 from rich.console import Console
 from rich.live import Live
 
-import cli
 from libra_jax import machine, protocols
 from libra_jax.telemetry import screen, status
 
@@ -58,7 +56,7 @@ def newest(runs: Path) -> Path:
     return max(found, key=lambda workdir: found[workdir])
 
 
-def verdict(record: Mapping[str, Any], alive: bool) -> str:
+def verdict(record: status.Record, alive: bool) -> str:
     """Returns a sentence that says whether the run lives."""
     if record["ended"]:
         return f"It has ended ({record['ended']['how']}). {record['ended']['sentence']}"
@@ -69,11 +67,11 @@ def verdict(record: Mapping[str, Any], alive: bool) -> str:
     return f"DEAD: {why}, and it has not said why. The same command goes on from the last checkpoint."
 
 
-def _is_well(record: Mapping[str, Any], alive: bool) -> bool:
+def _is_well(record: status.Record, alive: bool) -> bool:
     return alive or bool(record["ended"] and record["ended"]["how"] != "failed")
 
 
-def _read(workdir: Path) -> dict[str, Any]:
+def _read(workdir: Path) -> status.Record:
     record = status.read(workdir)
     if record is None:
         raise protocols.DataError(f"{workdir} holds no {status.STATUS_FILE}; give the workdir of a run")

@@ -5,8 +5,8 @@
   python launch/sweep.py --configs=configs/simulate.py,configs/ablation.py:greedy --output=runs/mine
 
 Several --sweep make a product. --config.steps=10 and similar flags change all runs, as with launch/train.py. Real runs
-go one after the other on this machine, or to a --launcher, each into a workdir of its own in the output folder
-(`submission.py`). A simulated run leaves a file there. Both are named by config, settings, seed and a hash. So the same
+go one after the other on this machine, or to a --launcher, each into a workdir of its own in the output folder.
+A simulated run leaves a file there. Both are named by config, settings, seed and a hash. So the same
 command goes on where it was stopped, and a changed setting is another run. A failed run is a row with its reason, and
 the same command tries it again.
 
@@ -25,16 +25,13 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import absent_modules  # noqa: F401 (see there)
-import grid
-import submission
-import unread
+from support import cli, overrides, sweeps
+
 from absl import flags
 from rich import console, table
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
@@ -56,10 +53,13 @@ _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by
 _JOBS = flags.DEFINE_integer(
     "jobs", None, "Runs at a time; default: one a core if they are simulated, else one.", lower_bound=1
 )
-_LAUNCHER = flags.DEFINE_enum("launcher", None, list(submission.LAUNCHERS), "Where real runs go; default: here.")
+_LAUNCHER = flags.DEFINE_enum("launcher", None, list(sweeps.LAUNCHERS), "Where real runs go; default: here.")
 _LAUNCHER_FLAGS = flags.DEFINE_string("launcher_flags", "", "Further flags of the launcher, in one string.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the commands of real runs, and start none.")
 _AGAIN = flags.DEFINE_bool("again", False, "Submit runs that were submitted before, too: their jobs are gone.")
+
+
+Run = TypeVar("Run", bound=libra_config.RunConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Job:
     moved: str = ""
 
 
-def main(overrides: Sequence[str]) -> None:
-    cells = grid.cells(_CONFIGS.value or "", _OF.value, overrides, _SWEEP.value)
-    read = {cell.name: _values(cell) for cell in cells}
-    simulated = [cell for cell in cells if "simulation" in read[cell.name]]
+def main(given: Sequence[str]) -> None:
+    cells = sweeps.cells(_CONFIGS.value or "", _OF.value, given, _SWEEP.value)
+    read = {cell.name: _config(cell) for cell in cells}
+    simulated = [cell for cell in cells if isinstance(read[cell.name], settings.SimulatedRun)]
     if simulated and len(simulated) < len(cells):
         other = next(cell for cell in cells if cell not in simulated)
         raise protocols.ConfigError(
@@ -99,7 +99,12 @@ def main(overrides: Sequence[str]) -> None:
     if _DRY_RUN.value:
         raise protocols.ConfigError("--dry_run: prints the commands of real runs; simulated runs have none")
     names = [cell.name for cell in cells]
-    jobs = [_job(cell.name, read[cell.name], seed, folder) for cell in cells for seed in cli.seeds(_SEEDS.value)]
+    jobs = []
+    for cell in cells:
+        for seed in cli.seeds(_SEEDS.value):
+            run = cast("settings.SimulatedRun", _seeded(read[cell.name], seed))
+            run = comparison.prepare(run, [run.scheduler.policy])
+            jobs.append(Job(cell.name, run, _file(cell.name, run, folder)))
     for first, second in itertools.combinations(cells, 2):
         if first.file == second.file and read[first.name] == read[second.name]:
             raise protocols.ConfigError(f"--sweep: {first.name!r} and {second.name!r} are the same run; name one")
@@ -129,45 +134,40 @@ def main(overrides: Sequence[str]) -> None:
         )
 
 
-def _submit(cells: Sequence[grid.Cell], read: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+def _submit(cells: Sequence[sweeps.Cell], read: Mapping[str, libra_config.RunConfig], folder: Path) -> None:
     if _SENSITIVITY.value:
         raise protocols.ConfigError("--sensitivity: moves coefficients of simulated runs, and these are real ones")
     runs = []
     for cell in cells:
         for seed in cli.seeds(_SEEDS.value):
-            config = libra_config.parse(libra_config.RunConfig, _seeded(read[cell.name], seed))
-            workdir = submission.workdir(folder, cell.name, config)
-            runs.append(submission.Run(cell.name, cell.file, config, _STEPS.value, workdir, cell.settings))
+            config = _seeded(read[cell.name], seed)
+            workdir = sweeps.workdir(folder, cell.name, config)
+            runs.append(sweeps.Run(cell.name, cell.file, config, _STEPS.value, workdir, cell.settings))
     jobs, again, dry_run = _JOBS.value or 1, _AGAIN.value, _DRY_RUN.value
     launcher, launcher_flags = _LAUNCHER.value or "here", _LAUNCHER_FLAGS.value
-    submission.run(runs, folder, launcher, launcher_flags, jobs=jobs, again=again, dry_run=dry_run)
+    sweeps.run(runs, folder, launcher, launcher_flags, jobs=jobs, again=again, dry_run=dry_run)
 
 
-def _values(cell: grid.Cell) -> dict[str, Any]:
-    """Returns the config file's values under the cell's settings."""
+def _config(cell: sweeps.Cell) -> libra_config.RunConfig:
+    """Returns the file's config under the cell's settings."""
     try:
-        values = cli.read_config(settings.SimulatedRun, cell.file, cell.settings)
+        made = cli.read_config(settings.SimulatedRun, cell.file, cell.settings)
     except protocols.ConfigError as error:
         raise protocols.ConfigError(f"--configs: {cell.name}: {error}") from error
-    if "simulation" in values:
+    if isinstance(made, settings.SimulatedRun):
         given = [setting.removeprefix("--config.").split("=")[0] for setting in cell.settings]
-        unread.refuse_ignored(given, script="sweep.py", ignored=settings.IGNORED, instead=settings.COUNTS)
-    return values
+        overrides.refuse_ignored(given, script="sweep.py", ignored=settings.IGNORED, instead=settings.COUNTS)
+    return made
 
 
-def _seeded(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Returns the settings of one run."""
-    return {**values, "seed": seed, "steps": _STEPS.value or values["steps"]}
-
-
-def _job(name: str, values: Mapping[str, Any], seed: int, folder: Path) -> Job:
-    run = libra_config.parse(settings.SimulatedRun, _seeded(values, seed))
-    run = comparison.prepare(run, [run.scheduler.policy])
-    return Job(name, run, _file(name, run, folder))
+def _seeded(config: Run, seed: int) -> Run:
+    """Returns the checked config of one run."""
+    values = libra_config.to_dict(config) | {"seed": seed, "steps": _STEPS.value or config.steps}
+    return libra_config.parse(type(config), values)
 
 
 def _file(name: str, run: settings.SimulatedRun, folder: Path) -> Path:
-    return folder / f"{submission.title(name)}-seed{run.seed}-steps{run.steps}-{libra_config.digest(run)}.json"
+    return folder / f"{sweeps.title(name)}-seed{run.seed}-steps{run.steps}-{libra_config.digest(run)}.json"
 
 
 def _moves(job: Job, folder: Path) -> Iterator[Job]:
@@ -237,7 +237,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
     return failed
 
 
-def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
+def result_of(run: settings.SimulatedRun) -> report.Entry:
     """Returns a run's entry (`simulator.report.KEYS`), with the actions of its planner."""
     result = comparison.simulate(run)
     entry = comparison.entry_of(run, result)
@@ -259,9 +259,9 @@ def result_of(run: settings.SimulatedRun) -> dict[str, Any]:
     }
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read(file: Path) -> report.Entry:
     try:
-        entry: Mapping[str, Any] = json.loads(file.read_text())
+        entry: report.Entry = json.loads(file.read_text())
         if not set(report.KEYS) <= set(entry):
             raise ValueError("it is no result of a run")
     except (OSError, ValueError, TypeError) as error:
@@ -269,7 +269,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     return entry
 
 
-def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
+def _mean(entries: Sequence[report.Entry], *path: str) -> float:
     values = []
     for entry in entries:
         value: Any = entry
@@ -279,7 +279,7 @@ def _mean(entries: Sequence[Mapping[str, Any]], *path: str) -> float:
     return statistics.fmean(values)
 
 
-def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _print(results: Mapping[str, Sequence[report.Entry]]) -> None:
     heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout"
     rows = table.Table(*heads, "moves", "saved, s", "lost")
     rows.columns[0].overflow = "fold"  # names that differ only at their end must stay whole
@@ -302,7 +302,7 @@ def _print(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     console.Console(width=None if sys.stdout.isatty() else 120).print(rows)
 
 
-def _draw(path: Path, results: Mapping[str, Sequence[Mapping[str, Any]]], machines: Sequence[str]) -> None:
+def _draw(path: Path, results: Mapping[str, Sequence[report.Entry]], machines: Sequence[str]) -> None:
     names = list(results)
     rates = [[entry["tokens_per_second"] for entry in results[name]] for name in names]
     spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rates]
@@ -331,7 +331,7 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv, others = grid.taken(sys.argv)
+    sys.argv, others = sweeps.taken(sys.argv)
     cli.run(
         functools.partial(main, others),
         settings.SimulatedRun,

@@ -23,12 +23,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
-import job_flags
-import rendering
+from support import cli, job_flags, rendering
+
 from absl import flags
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.cluster import hosts

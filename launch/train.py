@@ -17,19 +17,17 @@ import signal
 import sys
 import types
 
-import absent_modules  # noqa: F401 (see there)
-import overrides
+from support import cli, overrides
+
 from absl import flags
 from ml_collections import config_flags
 
-import cli
-import dry_run
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.rewards import composition
 from libra_jax.coordinator import stopping
 from libra_jax.models import hub
-from libra_jax.runs import api, changes, observing, preflight, wiring
+from libra_jax.runs import api, changes, dry_run, observing, preflight, wiring
 from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -50,7 +48,7 @@ _ALLOW_CHANGES = flags.DEFINE_string(
 
 
 def main() -> int:
-    config = libra_config.parse(libra_config.RunConfig, overrides.values(flags.FLAGS["config"], _PLAN.value))
+    config = overrides.config(flags.FLAGS["config"], _PLAN.value)
     last_resort = observing.LastResort(config.deadlines.grace)
     # These handlers hold until the run exists, which then stops in its own way.
     for number in stopping.caught_ends():

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 
-import cli
 from libra_jax import protocols
 from libra_jax.simulator import recording, twin
 

@@ -18,7 +18,6 @@ import unittest.mock
 from collections.abc import Iterator
 from typing import Any, cast, get_type_hints
 
-import config_help
 from absl import flags
 from docutils import nodes
 from sphinx import addnodes
@@ -26,6 +25,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 
 from libra_jax import config as libra_config
+from libra_jax.config import listing
 from libra_jax.telemetry import metric_names
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,9 +59,9 @@ def sections() -> Iterator[tuple[str, type[Any]]]:
 
 
 @functools.cache
-def fields() -> dict[str, config_help.Setting]:
+def fields() -> dict[str, listing.Setting]:
     """Returns every setting of a run by its full name."""
-    return {setting.name: setting for setting in config_help.settings(libra_config.RunConfig)}
+    return {setting.name: setting for setting in listing.settings(libra_config.RunConfig)}
 
 
 def unit(name: str) -> str:
@@ -135,7 +135,7 @@ def script_flags(name: str) -> tuple[str, list[flags.Flag[Any]]]:
         del sys.modules[known]
     before = set(flags.FLAGS)
     with mock(HEAVY), unittest.mock.patch.object(sys, "argv", [path]):
-        importlib.import_module("cli").run = lambda *args, **kwargs: None
+        importlib.import_module("support.cli").run = lambda *args, **kwargs: None
         module = runpy.run_path(path, run_name="__main__")
     defined = {flag: flags.FLAGS.find_module_defining_flag(flag) for flag in set(flags.FLAGS) - before}
     found = [flags.FLAGS[flag] for flag, where in defined.items() if where in {path, *_of_launch()}]

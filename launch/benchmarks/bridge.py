@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import workload
 from libra_jax import protocols
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
@@ -33,7 +33,7 @@ SHAPE = dataclasses.replace(
 DEADLINE_SECONDS = 60.0
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int) -> workload.Figures:
     """Times the bridge and memcpy in turn.
 
     The engine's process maps each chunk and sums every tensor's first and last element, as proof of reading.
@@ -60,7 +60,7 @@ def measure(rounds: int) -> dict[str, Any]:
         publisher.close(version)
 
     try:
-        bridge_seconds, copy_seconds = timing.alternate(rounds, bridge, lambda: np.copyto(target, source))
+        bridge_seconds, copy_seconds = workload.alternate(rounds, bridge, lambda: np.copyto(target, source))
     finally:
         ours.send(None)
         reader.join(DEADLINE_SECONDS)
@@ -71,7 +71,7 @@ def measure(rounds: int) -> dict[str, Any]:
         "megabytes": publisher.nbytes / 1e6,
         "bridge_gigabytes_per_second": publisher.nbytes / 1e9 / statistics.median(bridge_seconds),
         "memcpy_gigabytes_per_second": publisher.nbytes / 1e9 / statistics.median(copy_seconds),
-        "ratio_over_memcpy": timing.median_ratio(copy_seconds, bridge_seconds),
+        "ratio_over_memcpy": workload.median_ratio(copy_seconds, bridge_seconds),
         "rounds": rounds,
     }
 

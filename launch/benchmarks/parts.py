@@ -7,15 +7,15 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+
+from support import cli
 
 from absl import flags
 from rich import console, table
 
-import cli
 from libra_jax import protocols
 
-Parts = Mapping[str, Callable[[], dict[str, Any]]]
+Parts = Mapping[str, Callable[[], Mapping[str, object]]]
 """Name of each part, and its measurement, which returns figures by name."""
 
 SCRIPT = sys.argv[0]  # the flags belong to the script, so that --help shows them

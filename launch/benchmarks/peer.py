@@ -15,10 +15,11 @@ import importlib.metadata
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: Mapping[str, Any]) -> Mapping[str, object]:
     """Times the train step; the first two steps (compilation, donation settling) are not counted."""
     import jax
     import jax.numpy as jnp

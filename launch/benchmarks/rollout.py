@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 import uuid
-from typing import Any
 
 import vllm
 from vllm import sampling_params
 from vllm.inputs import engine as engine_inputs
 from vllm.v1.engine import async_llm
 
-from benchmarks import timing, workload
+from benchmarks import workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
@@ -29,7 +28,7 @@ TOKENS = 128
 NAME = "rollout-0"
 
 
-async def measure(rounds: int) -> dict[str, Any]:
+async def measure(rounds: int) -> workload.Figures:
     """Times 64 concurrent requests of one turn of 128 tokens, with the same prompts and engine arguments on both sides.
 
     The bare side is an engine of its own, started with the same arguments; the two never decode at the same time.
@@ -64,7 +63,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         async def bare() -> None:
             await _bare(bare_engine, config)
 
-        ours_seconds, bare_seconds = await timing.alternate_async(rounds, ours, bare)
+        ours_seconds, bare_seconds = await workload.alternate_async(rounds, ours, bare)
     finally:
         await ending.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
@@ -73,7 +72,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     return {
         "coordinator_tokens_per_second": tokens / statistics.median(ours_seconds),
         "bare_tokens_per_second": tokens / statistics.median(bare_seconds),
-        "ratio_over_bare": timing.median_ratio(bare_seconds, ours_seconds),
+        "ratio_over_bare": workload.median_ratio(bare_seconds, ours_seconds),
         "rounds": rounds,
     }
 

@@ -10,10 +10,11 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
+from benchmarks import workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as models_config
@@ -26,7 +27,14 @@ STEPS = 5
 DEADLINE_SECONDS = 600.0
 
 
-def measure(rounds: int, peer_python: str | None) -> dict[str, Any]:
+class PeerFigures(TypedDict):
+    """Output of peer.py."""
+
+    tokens_per_second: float
+    version: str
+
+
+def measure(rounds: int, peer_python: str | None) -> workload.Figures:
     """Times steps on 64 rows of 128 real tokens: one micro-batch, Adam, float32, no rematerialisation, one trajectory a
     row.
 
@@ -43,7 +51,7 @@ def measure(rounds: int, peer_python: str | None) -> dict[str, Any]:
             answer = _peer(peer_python)
             peer.append(answer["tokens_per_second"])
             version = answer["version"]
-    figures: dict[str, Any] = {"tokens_per_second": statistics.median(ours)}
+    figures: dict[str, float | str] = {"tokens_per_second": statistics.median(ours)}
     if peer:
         figures |= {
             "peer_tokens_per_second": statistics.median(peer),
@@ -95,7 +103,7 @@ def _batch(step: int) -> protocols.TrainBatch:
     return protocols.TrainBatch(step, tuple(groups))
 
 
-def _peer(python: str) -> dict[str, Any]:
+def _peer(python: str) -> PeerFigures:
     shape = models_config.load_preset(_config().model.preset)
     request = {
         "model": {
@@ -131,4 +139,5 @@ def _peer(python: str) -> dict[str, Any]:
     if result.returncode:
         reason = result.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise protocols.ConfigError(f"--peer_python: {python} failed, is google-tunix installed in it? {reason[0]}")
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    figures: PeerFigures = json.loads(result.stdout.strip().splitlines()[-1])
+    return figures

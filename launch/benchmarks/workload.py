@@ -1,13 +1,18 @@
-"""Engines and rollouts for benchmarks: turns with a fixed number of tokens."""
+"""What benchmarks share: engines, turns with a fixed number of tokens, and the timing of two sides in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import tokenizers
+
+Figures = Mapping[str, float | str]
+"""Measured values by name."""
 
 
 def engine_spec(
@@ -59,3 +64,34 @@ class NeverStops(tokenizers.CharacterTokenizer):
     """The character tokenizer without a stop token, so that every turn has all its tokens."""
 
     stop_token_ids: tuple[int, ...] = ()
+
+
+def alternate(rounds: int, first: Callable[[], None], second: Callable[[], None]) -> tuple[list[float], list[float]]:
+    """Returns the seconds of each call, the two sides in turn; one call of each goes before and is not counted."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for side, work in enumerate((first, second)):
+            start = time.perf_counter()
+            work()
+            if turn:
+                seconds[side].append(time.perf_counter() - start)
+    return seconds
+
+
+async def alternate_async(
+    rounds: int, first: Callable[[], Awaitable[None]], second: Callable[[], Awaitable[None]]
+) -> tuple[list[float], list[float]]:
+    """Does the same as `alternate`, for coroutine functions."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for side, work in enumerate((first, second)):
+            start = time.perf_counter()
+            await work()
+            if turn:
+                seconds[side].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Returns the median of the pairwise ratios, so that slow drift cancels."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))

@@ -1,7 +1,7 @@
 """Decides when hybrid workers switch between training and rollout.
 
 A hybrid worker is an engine and a training side that share devices; one of the two sleeps. After each training step,
-`borrowing` looks at what the step took and decides whether a worker switches. `transitions` carries the switch out
+`switching` looks at what the step took and decides whether a worker switches. `transitions` carries the switch out
 while training and rollout continue. The core never waits for a transition, because gradient channels open and close
 beside its steps. If a hybrid worker misses its deadline, the core computes its share.
 """
@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypedDict
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.elastic import borrowing, pool, states, training_sides, transition_log, transitions, worker_shares
-from libra_jax.elastic.states import State
+from libra_jax.elastic import pool, switching, training_sides, transitions, worker_shares
+from libra_jax.elastic.pool import State
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
 """Lead of a worker that joins the next step: READY_MARGIN times its last switch, plus READY_SHARE of a step."""
@@ -197,13 +197,13 @@ class HybridWorkers:
         limits = transitions.limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
         engines.events.subscribe(protocols.EngineLost, self._lost)
-        self._borrowing = borrowing.Borrowing(
+        self._switching = switching.Switching(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
         self._shares = worker_shares.Shares(
             members, {name: engines.engines[name].devices / core_devices for name in self._names}
         )
-        self._log = transition_log.TransitionLog(recorder)
+        self._log = transitions.TransitionLog(recorder)
         self._transitions = transitions.Transitions(
             config.deadlines,
             pool=self.pool,
@@ -257,7 +257,7 @@ class HybridWorkers:
                     if error is None
                     else str(error)
                 )
-                self._transitions.begin(self.pool.release(name, why, now))
+                self._transitions.begin(self.pool.switch_to_rollout(name, why, now))
 
     # Decisions --------------------------------------------------------------------------------------------------
 
@@ -277,18 +277,18 @@ class HybridWorkers:
         metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
         if self._ending.called or step >= self._steps:
             return metrics
-        decision = self._borrowing.look(self._sight(step, took, disturbed=disturbed))
+        decision = self._switching.look(self._sight(step, took, disturbed=disturbed))
         metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
         # One change at a time: its effect is measured before the next.
         if decision.kind == "stay" or moving:
             return metrics
         self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
         self._disturbed = True
-        if decision.kind == "borrow":
+        if decision.kind == "to_training":
             self._coming = _Coming(decision.workers, decision.why)
             return metrics
         for name in decision.workers:
-            self._transitions.begin(self.pool.release(name, decision.why, self._loop.time()))
+            self._transitions.begin(self.pool.switch_to_rollout(name, decision.why, self._loop.time()))
         return metrics
 
     def _in_time(self) -> float:
@@ -306,7 +306,7 @@ class HybridWorkers:
             staying = self._staying()
             rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in staying
             if rolls_out and len(staying) > self._floor and not self._ending.called:
-                self._transitions.begin(self.pool.borrow(name, coming.why, self._loop.time()))
+                self._transitions.begin(self.pool.switch_to_training(name, coming.why, self._loop.time()))
 
     def _call_off(self) -> None:
         """Cancels the planned switch to training."""
@@ -331,10 +331,10 @@ class HybridWorkers:
             self._call_off()
         why = f"fewer than elastic.floor = {self._floor} instances are left to roll out"
         for worker in self.pool.workers:
-            if short <= 0 or worker.state not in (*states.BORROWED, State.TRAINING):
+            if short <= 0 or worker.state not in (*pool.TO_TRAINING, State.TRAINING):
                 continue
             self._recorder.note(f"Hybrid workers, {worker.name} comes back: {why}.")
-            gives_back = self.pool.release if worker.state is State.TRAINING else self.pool.cancel
+            gives_back = self.pool.switch_to_rollout if worker.state is State.TRAINING else self.pool.cancel
             self._transitions.begin(gives_back(worker.name, why, now))
             short -= 1
 
@@ -351,13 +351,13 @@ class HybridWorkers:
         """Marks the step under way as no prediction of later steps, for instance because the trainer moves."""
         self._disturbed = True
 
-    def _sight(self, step: int, took: Step, *, disturbed: bool) -> borrowing.Sight:
-        """Returns what `borrowing` decides by: means of the last undisturbed steps under the present arrangement."""
+    def _sight(self, step: int, took: Step, *, disturbed: bool) -> switching.Sight:
+        """Returns what `switching` decides by: means of the last undisturbed steps under the present arrangement."""
         serving = self._engines.serving()
         slots = {instance.name: instance.slots for instance in serving}
         asleep = {name: self._engines.engines[name].info for name in self._names}
         hybrid = tuple(
-            borrowing.Hybrid(
+            switching.Hybrid(
                 worker.name,
                 slots.get(worker.name) or (info.slots if (info := asleep[worker.name]) is not None else 0),
                 self._shares.speed[worker.name],
@@ -373,7 +373,7 @@ class HybridWorkers:
         else:
             self._measured.add(took, sum(slots.values()))
         taken = self._measured.mean()
-        return borrowing.Sight(
+        return switching.Sight(
             step=step,
             step_seconds=taken.step,
             train_seconds=taken.train,
@@ -396,7 +396,7 @@ class HybridWorkers:
         why, now = "the trainer moved to other processes", self._loop.time()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING:
-                self._transitions.begin(self.pool.release(worker.name, why, now))
+                self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
             elif worker.state is State.JOINING:
                 self._transitions.begin(self.pool.cancel(worker.name, why, now))
 

@@ -12,14 +12,66 @@ it. No other worker and no other life of this worker ever has the same, so lefto
 from __future__ import annotations
 
 import dataclasses
+import enum
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from libra_jax import protocols
-from libra_jax.elastic import states
-from libra_jax.elastic.states import State
+
+
+class State(enum.StrEnum):
+    """State of a worker, or the work in progress on it.
+
+    Attributes:
+      ROLLOUT: its engine serves requests.
+      DRAINING: its requests move to other instances, then its engine frees the devices.
+      FETCHING: its training side receives the parameters of the present version.
+      WARMING: its training side compiles the programs that it lacks.
+      JOINING: training side and core open the gradient channel.
+      TRAINING: its training side computes a share of every step.
+      LEAVING: the gradient channel is closed, and the training side frees the devices.
+      ACTIVATING: the engine wakes or restarts, and receives the weights of the present version.
+      FAILED: neither engine nor training side can be relied on.
+    """
+
+    ROLLOUT = "rollout"
+    DRAINING = "draining"
+    FETCHING = "fetching"
+    WARMING = "warming"
+    JOINING = "joining"
+    TRAINING = "training"
+    LEAVING = "leaving"
+    ACTIVATING = "activating"
+    FAILED = "failed"
+
+
+AT_REST = frozenset({State.ROLLOUT, State.TRAINING, State.FAILED})
+"""States in which a worker stays until it is asked to change."""
+
+TO_TRAINING = (State.DRAINING, State.FETCHING, State.WARMING, State.JOINING)
+"""States on the way to training, in which the switch can still be aborted."""
+
+UNDER_WAY = (*TO_TRAINING, State.LEAVING, State.ACTIVATING)
+"""States with work in progress, each with its deadline."""
+
+_ROUND = (State.ROLLOUT, *TO_TRAINING, State.TRAINING, State.LEAVING, State.ACTIVATING, State.ROLLOUT)
+
+NEXT: Mapping[State, State] = {**dict(itertools.pairwise(_ROUND)), State.FAILED: State.ACTIVATING}
+"""The next state once a state's work is done or, at rest, once the worker is asked to change."""
+
+LEGAL: Mapping[State, frozenset[State]] = {
+    state: frozenset(
+        {NEXT[state]}
+        | ({State.LEAVING} if state in TO_TRAINING else set())
+        | ({State.FAILED} if state is not State.FAILED else set())
+    )
+    for state in State
+}
+"""All legal transitions."""
+
 
 NO_EPOCH = 0
 """Membership generation of a worker that neither joins nor trains."""
@@ -87,7 +139,7 @@ class Worker:
     @property
     def at_rest(self) -> bool:
         """True if no transition is under way."""
-        return self.state in states.AT_REST
+        return self.state in AT_REST
 
     @property
     def idle_seconds(self) -> float:
@@ -114,12 +166,15 @@ class Pool:
 
     Args:
       workers: names of the workers.
-      limits: deadline in seconds of each state in `states.UNDER_WAY`.
+      limits: deadline in seconds of each state in `UNDER_WAY`.
       restarts: number of restarts after a failure, before a worker counts as lost.
       now: present time in seconds.
 
     Raises:
       LibraError: two workers share a name, or a limit is missing, not positive, or of a state at rest.
+
+    Attributes:
+      epoch: present membership generation; only the pool changes it.
     """
 
     def __init__(
@@ -127,21 +182,16 @@ class Pool:
     ) -> None:
         if len(set(workers)) < len(workers):
             raise protocols.LibraError(f"hybrid workers need names of their own, not {', '.join(workers)}")
-        if wrong := sorted(set(limits) ^ set(states.UNDER_WAY)):
+        if wrong := sorted(set(limits) ^ set(UNDER_WAY)):
             raise protocols.LibraError(
-                f"exactly the states {', '.join(states.UNDER_WAY)} have a deadline; see to {', '.join(wrong)}"
+                f"exactly the states {', '.join(UNDER_WAY)} have a deadline; see to {', '.join(wrong)}"
             )
         if brief := sorted(state for state in limits if not limits[state] > 0):
             raise protocols.LibraError(f"the deadline of {', '.join(brief)} must be positive")
         self._limits = dict(limits)
         self._restarts = restarts
-        self._epoch = NO_EPOCH
+        self.epoch = NO_EPOCH
         self._workers = {name: Worker(name, State.ROLLOUT, now, began=now) for name in workers}
-
-    @property
-    def epoch(self) -> int:
-        """Present membership generation."""
-        return self._epoch
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -167,22 +217,22 @@ class Pool:
     # Requests to a worker. Each method returns the worker with the ticket of its first work. It raises LibraError, and
     # changes nothing, if the worker's state does not allow the request.
 
-    def borrow(self, name: str, reason: str, now: float) -> Worker:
+    def switch_to_training(self, name: str, reason: str, now: float) -> Worker:
         """Switches a worker from rollout to training."""
-        return self._enter(self._found(name, "borrowed", State.ROLLOUT), State.DRAINING, reason, now)
+        return self._enter(self._found(name, "switch to training", State.ROLLOUT), State.DRAINING, reason, now)
 
-    def release(self, name: str, reason: str, now: float) -> Worker:
+    def switch_to_rollout(self, name: str, reason: str, now: float) -> Worker:
         """Switches a worker from training to rollout."""
-        return self._enter(self._found(name, "released", State.TRAINING), State.LEAVING, reason, now)
+        return self._enter(self._found(name, "switch to rollout", State.TRAINING), State.LEAVING, reason, now)
 
     def cancel(self, name: str, reason: str, now: float) -> Worker:
         """Turns a worker on its way to training back to rollout."""
-        worker = self._found(name, "given back before it trains", *states.BORROWED)
+        worker = self._found(name, "turn back before it trains", *TO_TRAINING)
         return self._enter(worker, State.LEAVING, f"{worker.reason}; given up: {reason}", now)
 
     def recover(self, name: str, now: float) -> Worker:
         """Restarts a failed worker into rollout."""
-        worker = self._found(name, "recovered", State.FAILED)
+        worker = self._found(name, "be restarted", State.FAILED)
         if worker.lost:
             raise protocols.LibraError(
                 f"{name} is lost: it was brought back {worker.restarts} times, as often as elastic.restarts allows, "
@@ -209,9 +259,9 @@ class Pool:
             return None
         if worker.at_rest:
             raise protocols.LibraError(
-                f"{worker.name} is at rest in {worker.state}, where nothing can be done; borrow, release or recover it"
+                f"{worker.name} is at rest in {worker.state}, where nothing can be done; switch or restart it"
             )
-        return self._enter(worker, states.NEXT[worker.state], worker.reason, now)
+        return self._enter(worker, NEXT[worker.state], worker.reason, now)
 
     def fail(self, ticket: Ticket, why: str, now: float) -> Worker | None:
         """Reports that the work failed or missed its deadline, or that a worker at rest broke.
@@ -229,7 +279,7 @@ class Pool:
 
     def snapshot(self) -> PoolState:
         """Returns the state that outlives the run: only the membership generation (see `restore`)."""
-        return {"epoch": self._epoch}
+        return {"epoch": self.epoch}
 
     def restore(self, snapshot: PoolState) -> None:
         """Restores a new pool after a restart of the run: every worker is in rollout, and none has failed.
@@ -237,7 +287,7 @@ class Pool:
         The earlier run's processes are gone, with all their work, and all engines are restarted. The workers in
         training are gone too, so the generation grows.
         """
-        self._epoch = max(self._epoch, snapshot["epoch"]) + 1
+        self.epoch = max(self.epoch, snapshot["epoch"]) + 1
 
     def _of(self, ticket: Ticket) -> Worker | None:
         """Returns the worker if the ticket is of its present state, else None."""
@@ -249,17 +299,17 @@ class Pool:
         worker = self.worker(name)
         if worker.state not in possible:
             raise protocols.LibraError(
-                f"{name} cannot be {verb}: it is in {worker.state}, and would have to be in {' or '.join(possible)}"
+                f"{name} cannot {verb}: it is in {worker.state}, and would have to be in {' or '.join(possible)}"
             )
         return worker
 
     def _enter(self, worker: Worker, state: State, reason: str, now: float) -> Worker:
         before = worker.state
-        if state not in states.LEGAL[before]:
+        if state not in LEGAL[before]:
             raise protocols.LibraError(f"{worker.name} cannot go from {before} to {state}")
         # A worker draws its generation before it trains. The start and the end of training both change the set.
         if state is State.JOINING or State.TRAINING in (before, state):
-            self._epoch += 1
+            self.epoch += 1
         kept = worker.epoch if state is State.TRAINING else NO_EPOCH
         entered = dataclasses.replace(
             worker,
@@ -267,7 +317,7 @@ class Pool:
             since=now,
             limit=self._limits.get(state, math.inf),
             serial=worker.serial + 1,
-            epoch=self._epoch if state is State.JOINING else kept,
+            epoch=self.epoch if state is State.JOINING else kept,
             lost=state is State.FAILED and worker.restarts >= self._restarts,
             reason=reason,
             origin=before if worker.at_rest else worker.origin,

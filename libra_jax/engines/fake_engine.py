@@ -115,7 +115,11 @@ class FakeEngine(protocols.RolloutEngine):
                 await asyncio.sleep(len(tokens) / self._rate)
                 # Tokens that a pause holds back get the version that is loaded by then.
                 await self._go.wait()
-                self._count(len(tokens))
+                self._check_alive()
+                self._emitted += len(tokens)
+                if self._fail_after is not None and self._emitted > self._fail_after:
+                    self.kill()
+                    self._check_alive()
                 context.extend(tokens)
                 budget -= len(tokens)
                 yield protocols.TokenDelta(
@@ -134,13 +138,6 @@ class FakeEngine(protocols.RolloutEngine):
             if tokens[-1] in sampling.stop_token_ids:
                 return tokens, "stop"
         return tokens, "length" if len(tokens) == budget else None
-
-    def _count(self, tokens: int) -> None:
-        self._check_alive()
-        self._emitted += tokens
-        if self._fail_after is not None and self._emitted > self._fail_after:
-            self.kill()
-            self._check_alive()
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
         """Raises LibraError, because the double has no keys and values."""

@@ -37,7 +37,13 @@ class Scratch:
 
     def __init__(self) -> None:
         _remove_abandoned()
-        self.path, self._lock = _make()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if (self.path / LOCK).exists():
+                return
+            os.close(self._lock)  # another process removed the folder before it was locked
 
     def list_segments(self, names: Iterable[str]) -> None:
         """Lists shared-memory segments to remove with this folder if its process is killed."""
@@ -55,34 +61,21 @@ class Scratch:
             self._lock = -1
 
 
-def _make() -> tuple[Path, int]:
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (path / LOCK).exists():
-            return path, lock
-        os.close(lock)  # another process removed the folder before it was locked
-
-
 def _remove_abandoned() -> None:
+    """Removes the folders of dead processes, and the shared-memory segments that they listed."""
     for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         with contextlib.suppress(OSError):  # its process lives, or the folder is another user's, or it is gone by now
             lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_segments(file.parent / SEGMENTS)
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    for line in (file.parent / SEGMENTS).read_text().splitlines():
+                        inode, _, name = line.partition(" ")
+                        if name.startswith(OF_ENGINES) and "/" not in name:
+                            with contextlib.suppress(OSError, ValueError):
+                                # The inode tells the segment from one of the same name that another process made since.
+                                if (SHARED_MEMORY / name).lstat().st_ino == int(inode):
+                                    (SHARED_MEMORY / name).unlink()
                 shutil.rmtree(file.parent, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _remove_segments(listed: Path) -> None:
-    """Removes the segments that a dead process listed. The inode tells them from other segments of the same name."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in listed.read_text().splitlines():
-            inode, _, name = line.partition(" ")
-            if name.startswith(OF_ENGINES) and "/" not in name:
-                with contextlib.suppress(OSError, ValueError):
-                    if (SHARED_MEMORY / name).lstat().st_ino == int(inode):
-                        (SHARED_MEMORY / name).unlink()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
-from libra_jax.engines import vllm_quiet  # noqa: F401
+# Before vLLM, because it silences vLLM's warnings about the machine, which come at import.
+from libra_jax.engines import vllm_launch
 
 # isort: split
 import torch
@@ -27,9 +29,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_kv_transfer, vllm_launch, vllm_weight_check
+from libra_jax.engines import vllm_weights
 
 T = TypeVar("T")
+
+KV_TRANSFER = "kv_transfer_params"
+"""Key under which vLLM reads a request's part of a transfer of keys and values, in `SamplingParams.extra_args`."""
 
 UNTRAINED = "default"
 """vLLM's name for the version of its initial weights."""
@@ -58,16 +63,27 @@ def create(
       hybrid: True if the engine will be put to sleep. It then uses memory that vLLM can free.
 
     Raises:
-      ConfigError: a rollout field cannot be used, or the machine has fewer cores than workers.
+      ConfigError: a rollout field cannot be used; or this machine lacks the cores, the CUDA device or the package that
+        the settings need.
     """
     settings = config.parse(config.RolloutConfig, rollout, "rollout.")
     if settings.transport != "memfd" and not torch.cuda.is_available():
         raise protocols.ConfigError(
             f"config.rollout.transport: {settings.transport!r} needs CUDA, which torch does not find here; use 'memfd'"
         )
-    vllm_kv_transfer.check(settings)
+    if settings.kv_transfer != "none":
+        if not torch.cuda.is_available():
+            raise protocols.ConfigError(
+                f"config.rollout.kv_transfer: {settings.kv_transfer!r} needs CUDA, which torch does not find here; "
+                "use 'none', which prefills again"
+            )
+        if importlib.util.find_spec("nixl") is None:
+            raise protocols.ConfigError(
+                "config.rollout.kv_transfer: the nixl package is not installed; install it with `pip install nixl`, "
+                "or use 'none', which prefills again"
+            )
     launch = vllm_launch.Launch(name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid)
-    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weight_check.Checker(name, model_config))
+    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weights.Checker(name, model_config))
 
 
 class VllmEngine(protocols.RolloutEngine):
@@ -79,7 +95,7 @@ class VllmEngine(protocols.RolloutEngine):
         rollout: config.RolloutConfig,
         tensor_parallel: int,
         launch: vllm_launch.Launch,
-        update: vllm_weight_check.Checker,
+        update: vllm_weights.Checker,
     ) -> None:
         self.name = name
         self._rollout = rollout
@@ -108,7 +124,14 @@ class VllmEngine(protocols.RolloutEngine):
         self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
         self._engine = engine = await asyncio.shield(self._starting)
         for process in self._launch.processes:
-            self._watch(process.pid)
+            # vLLM's own notice of a process's end takes a second, and leaves some waits unanswered.
+            try:
+                watch = os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                self._die(f"its process {process.pid} ended while it started")
+                break
+            self._watches.append(watch)
+            loop.add_reader(watch, self._ended, process.pid)
         cache = engine.vllm_config.cache_config  # the core process has reported the number of blocks
         return protocols.EngineInfo(
             name=self.name,
@@ -118,22 +141,6 @@ class VllmEngine(protocols.RolloutEngine):
             process_ids=tuple(process.pid for process in self._launch.processes),
             cache_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         )
-
-    def _watch(self, pid: int) -> None:
-        """Watches a process's end. vLLM's own notice takes a second, and leaves some waits unanswered."""
-        try:
-            watch = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._die(f"its process {pid} ended while it started")
-            return
-        self._watches.append(watch)
-        asyncio.get_running_loop().add_reader(watch, self._ended, pid)
-
-    def _unwatch(self) -> None:
-        for watch in self._watches:
-            asyncio.get_running_loop().remove_reader(watch)
-            os.close(watch)
-        self._watches.clear()
 
     def _ended(self, pid: int) -> None:
         """Ends the engine, with the exception from the process's log if it has one."""
@@ -147,7 +154,10 @@ class VllmEngine(protocols.RolloutEngine):
             self._death.set_result(None)
             if self._engine is not None:
                 self._engine.output_processor.propagate_error(exceptions.EngineDeadError())
-        self._unwatch()
+        for watch in self._watches:
+            asyncio.get_running_loop().remove_reader(watch)
+            os.close(watch)
+        self._watches.clear()
 
     def _lost(self) -> protocols.WorkerLost:
         return protocols.WorkerLost(f"engine {self.name} is gone ({self._reason})")
@@ -204,7 +214,7 @@ class VllmEngine(protocols.RolloutEngine):
                 f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
             )
         prompt = engine_inputs.tokens_input(list(request.token_ids))
-        params = _sampling(request.sampling, room, request.kv_source)
+        params = sampling_params(request.sampling, room, request.kv_source)
         queue, finished = None, False
         self._running += 1
         try:
@@ -216,8 +226,7 @@ class VllmEngine(protocols.RolloutEngine):
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 completion = output.outputs[0]
-                starts = _version_starts(completion, state)
-                yield _delta(completion, starts, sent)
+                yield _delta(completion, state, sent)
                 sent += len(completion.token_ids)
         except exceptions.EngineDeadError:
             finished = True
@@ -237,15 +246,25 @@ class VllmEngine(protocols.RolloutEngine):
                     await engine.abort(queue.request_id, internal=True)
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Keeps the context's keys and values for another engine. See `vllm_kv_transfer`, which has never run.
+        """Keeps the context's keys and values for another engine. See `vllm_launch`; this has never run.
 
         Raises:
           WorkerLost: the engine died.
           LibraError: the engine keeps nothing.
         """
         prompt = engine_inputs.tokens_input(list(request.token_ids))
+        remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        # The request only fills keys and values; its one token is dropped.
+        giving = vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={KV_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False, **remote}},
+        )
         try:
-            outputs = self._serving().generate(prompt, vllm_kv_transfer.giving(), request.request_id)
+            outputs = self._serving().generate(prompt, giving, request.request_id)
             kept = [output.kv_transfer_params async for output in outputs][-1]
         except exceptions.EngineDeadError:
             raise self._lost() from None
@@ -320,7 +339,7 @@ class VllmEngine(protocols.RolloutEngine):
         """
         engine = self._serving()
         self._update.add(chunk)
-        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weight_check.payload(chunk))
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weights.payload(chunk))
         init_info = chunk.transport.get("init_info")
         if init_info is not None and init_info != self._init_info:
             await self._open_transport(init_info)
@@ -360,13 +379,17 @@ class VllmEngine(protocols.RolloutEngine):
         gc.collect()
 
 
-def _sampling(
+def sampling_params(
     sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None
 ) -> vllm.SamplingParams:
     """Returns vLLM's sampling parameters under the log-prob contract.
 
-    They never hold a per-request seed: on CPU the engine crashes if a seeded sample is discarded (vLLM 0.32).
+    Args:
+      sampling: sampling settings of the request.
+      room: maximum number of tokens that the engine's context has left.
+      kv_source: result of another engine's `hand_over`, to take keys and values from; None: prefill the context.
     """
+    # Never a per-request seed: on CPU the engine crashes if a seeded sample is discarded (vLLM 0.32).
     return vllm.SamplingParams(
         temperature=sampling.temperature,
         max_tokens=min(sampling.max_tokens, room),
@@ -376,23 +399,25 @@ def _sampling(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args=vllm_kv_transfer.taking(kv_source),
+        extra_args=None if kv_source is None else {KV_TRANSFER: dict(kv_source)},
         skip_clone=True,
     )
 
 
-def _version_starts(completion: Any, state: Any) -> Sequence[tuple[str, int]]:
-    """Returns the (version, index of its first token) spans of a request's output so far.
+def _delta(completion: Any, state: Any, sent: int) -> protocols.TokenDelta:
+    """Returns the new tokens of a request's output, each with its log-probability and version.
 
-    vLLM labels each step's tokens with their sampling version, in the engine's core process. It reports the spans with
-    the last output. Until then they are in the request's own state.
+    Args:
+      completion: vLLM's output since the last one.
+      state: vLLM's state of the request, or None if the request ended before it could be read.
+      sent: number of tokens before these.
     """
+    # vLLM labels each step's tokens with their sampling version, in the engine's core process. It reports the spans
+    # (version, index of the first token) with the last output. Until then they are in the request's own state.
     if completion.weight_versions is not None:
-        return [(span.version, span.start) for span in completion.weight_versions]
-    return [] if state is None else state.weight_version_starts
-
-
-def _delta(completion: Any, starts: Sequence[tuple[str, int]], sent: int) -> protocols.TokenDelta:
+        starts = [(span.version, span.start) for span in completion.weight_versions]
+    else:
+        starts = [] if state is None else state.weight_version_starts
     tokens = tuple(completion.token_ids)
     versions: list[int] = []
     for version, first in starts:

@@ -1,8 +1,15 @@
+# ruff: noqa: E402 (vLLM is silenced before it is imported)
 """Starts and ends vLLM's processes: arguments, environment, output, and the removal of their remains.
 
 Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one at
 a time. All start on one thread that lives as long as the process: the kernel ties an engine's life to the thread that
 started it (`parent_death`).
+
+A request's keys and values can move to its new instance through vLLM's NIXL connector (`rollout.kv_transfer`). This is
+**not run**: it needs several GPUs and the nixl package. It uses the hand-over of split prefill and decode, with both
+roles in every instance. The old instance prefills the context, which its prefix cache holds except for the tool's
+return, and keeps the blocks. The new instance pulls the blocks over RDMA or NVLink. The coordinator requests a
+hand-over only between instances of one policy version.
 """
 
 from __future__ import annotations
@@ -14,17 +21,21 @@ import logging
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from libra_jax.engines import vllm_quiet  # noqa: F401
+# vLLM's modules warn about the machine while they are imported.
+os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+logging.getLogger("vllm").setLevel(logging.ERROR)
 
 # isort: split
 from vllm import plugins
+from vllm.config import KVTransferConfig
 from vllm.config import logging as vllm_logging
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
@@ -33,7 +44,7 @@ from vllm.v1.engine import async_llm
 from vllm.v1.executor import uniproc_executor
 
 from libra_jax import config, protocols
-from libra_jax.engines import logprob_contract, scratch, vllm_kv_transfer, vllm_plugin
+from libra_jax.engines import logprob_contract, scratch, vllm_plugin
 
 STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
 """Thread on which engines start."""
@@ -46,11 +57,6 @@ _VLLM_SETS = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_THREADS", "LD_PRELOAD", "L
 
 _TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 5.0
-
-
-def untied(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json for the engine. It is untied, because every update holds `lm_head.weight` explicitly."""
-    return {**model_config, "tie_word_embeddings": False}
 
 
 def core_binding(cpu_cores: str, workers: int) -> str:
@@ -94,6 +100,8 @@ class Launch:
 
     Attributes:
       sleeps: True if it uses memory that vLLM can free.
+      processes: vLLM's processes, the core first; empty before `start` returns.
+      segments: names of the shared memory that vLLM's processes use among them.
     """
 
     def __init__(
@@ -120,6 +128,7 @@ class Launch:
         self._in_core = current_platform.is_cpu() and tensor_parallel == 1
         self._log_path = log_path
         self._scratch: scratch.Scratch | None = None
+        self._directory = Path(os.devnull)
         self._log = Path(os.devnull)
         self._log_start = 0
         self._handler: _LogFile | None = None
@@ -128,7 +137,7 @@ class Launch:
         self._cancelled = False
         self._before: set[Any] = set()
         self.processes: list[psutil.Process] = []
-        self._segments: set[str] = set()
+        self.segments: set[str] = set()
 
     def start(self) -> async_llm.AsyncLLM:
         """Starts the processes. Returns once they serve.
@@ -139,9 +148,18 @@ class Launch:
         if self._cancelled:
             raise protocols.WorkerLost(f"engine {self.name} was shut down before it started")
         self._scratch = scratch.Scratch()
+        self._directory = self._scratch.path
         self._log = Path(self._log_path or self._directory / "engine.log").absolute()
-        (self._directory / "config.json").write_text(json.dumps(untied(self._model_config)))
-        (self._directory / "logging.json").write_text(json.dumps(_logging_config(self._log)))
+        # Untied, because every update holds `lm_head.weight` explicitly: on CPU, a reload leaves a tied one stale.
+        model = {**self._model_config, "tie_word_embeddings": False}
+        (self._directory / "config.json").write_text(json.dumps(model))
+        logging_config = {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "handlers": {"file": {"class": "logging.FileHandler", "filename": str(self._log)}},
+            "loggers": {"vllm": {"handlers": ["file"], "level": "WARNING", "propagate": False}},
+        }
+        (self._directory / "logging.json").write_text(json.dumps(logging_config))
         # In this process the plug-in only registers. The variables below are for the processes that vLLM makes.
         plugins.load_general_plugins()
         self._handler = _LogFile(self._log)
@@ -159,11 +177,6 @@ class Launch:
             self.stop()
             raise protocols.WorkerLost(f"engine {self.name} did not start: {reason}") from None
         return self._engine
-
-    @property
-    def _directory(self) -> Path:
-        assert self._scratch is not None, "start comes first"
-        return self._scratch.path
 
     def cancel(self) -> None:
         """Makes a running `start` fail, by killing the processes that it has made so far."""
@@ -194,7 +207,11 @@ class Launch:
             "VLLM_CONFIGURE_LOGGING": "1",
             "VLLM_LOGGING_CONFIG_PATH": str(self._directory / "logging.json"),
         }
-        variables |= vllm_kv_transfer.variables(self._rollout)
+        if self._rollout.kv_transfer != "none":
+            # The connectors exchange memory addresses at this port, which is free at the moment.
+            with socket.socket() as free:
+                free.bind(("", 0))
+                variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free.getsockname()[1])
         if self._rollout.enforce_eager:
             # Without this, eager mode still compiles one comparison of the sampler with the C++ compiler: 16 s before
             # the first token.
@@ -203,7 +220,10 @@ class Launch:
             # CUDA handles are Python objects, which this process sends pickled.
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         if self._in_core and self._binding != "nobind":
-            variables |= _bound_to(cpu_resource_utils.parse_id_list(self._binding))
+            cores = cpu_resource_utils.parse_id_list(self._binding)
+            # OpenMP's own variables bind threads that start later, too.
+            places = f"{{{','.join(map(str, cores))}}}"
+            variables |= {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}
         if self._binding == "nobind" and "OMP_NUM_THREADS" not in os.environ:
             # One core is left to the core process and this one. OpenMP threads wait for each other at every kernel's
             # end, so a preempted thread costs far more than one thread fewer.
@@ -216,7 +236,14 @@ class Launch:
         if current_platform.is_cpu():
             # The config gives the engine's total, and vLLM takes each worker's part.
             memory = {"kv_cache_memory_bytes": int(rollout.kv_cache_gib * 2**30 / self._tensor_parallel)}
-        executor = {"distributed_executor_backend": uniproc_executor.UniProcExecutor} if self._in_core else {}
+        options: dict[str, Any] = {}
+        if rollout.kv_transfer != "none":
+            # Blocks that cannot be pulled are recomputed.
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
+            )
+        if self._in_core:
+            options["distributed_executor_backend"] = uniproc_executor.UniProcExecutor
         return arg_utils.AsyncEngineArgs(
             model=str(self._directory),
             load_format="dummy",
@@ -237,8 +264,7 @@ class Launch:
                 configure_logging=False, log_level="WARNING", pylogging_config_file=None
             ),
             **memory,
-            **executor,
-            **vllm_kv_transfer.engine_arguments(rollout),
+            **options,
         )
 
     def _record(self) -> None:
@@ -249,9 +275,9 @@ class Launch:
         self.processes = cores + [child for core in cores for child in core.children(recursive=True)]
         for process in self.processes:
             with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
-                self._segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
+                self.segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
         assert self._scratch is not None
-        self._scratch.list_segments(self._segments)  # the next engine's start removes them if this process is killed
+        self._scratch.list_segments(self.segments)  # the next engine's start removes them if this process is killed
 
     def stop(self) -> None:
         """Ends and reaps every process in bounded time, with a kill if necessary, and removes its remains."""
@@ -270,7 +296,7 @@ class Launch:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(alive, timeout=_KILL_SECONDS)
-        for segment in self._segments:
+        for segment in self.segments:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"/dev/shm/{segment}")
                 if segment.startswith("psm_"):
@@ -294,12 +320,6 @@ class Launch:
         return ""
 
 
-def _bound_to(cores: Sequence[int]) -> dict[str, str]:
-    """Returns OpenMP's variables that keep a process's threads on these cores, including threads that start later."""
-    places = ",".join(map(str, cores))
-    return {"OMP_NUM_THREADS": str(len(cores)), "OMP_PLACES": f"{{{places}}}", "OMP_PROC_BIND": "true"}
-
-
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables, and restores them and vLLM's own afterwards.
@@ -318,16 +338,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = before[name]
             else:
                 os.environ.pop(name, None)
-
-
-def _logging_config(log: Path) -> dict[str, Any]:
-    """Returns Python's logging configuration for vLLM's processes."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "handlers": {"file": {"class": "logging.FileHandler", "filename": str(log)}},
-        "loggers": {"vllm": {"handlers": ["file"], "level": "WARNING", "propagate": False}},
-    }
 
 
 class _LogFile(logging.FileHandler):

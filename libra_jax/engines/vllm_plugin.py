@@ -34,33 +34,23 @@ def register() -> None:
 
     if TRANSPORT not in factory.WeightTransferEngineFactory._registry:
         factory.WeightTransferEngineFactory.register_engine(
-            TRANSPORT, "libra_jax.engines.vllm_weight_loader", "MemfdWeightTransferEngine"
+            TRANSPORT, "libra_jax.engines.vllm_weights", "MemfdWeightTransferEngine"
         )
+    parent = multiprocessing.parent_process()
     # The front end is our own process, whose life and output are not vLLM's.
-    if multiprocessing.parent_process() is None:
+    if parent is None:
         return
     if log := os.environ.get(LOG_VARIABLE):
-        _redirect_output(log)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # On the level of descriptors, so that output of C++ code is redirected, too.
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
     if os.environ.get(PARENT_DEATH_VARIABLE) == "1":
-        parent = multiprocessing.parent_process()
-        parent_death.die_with_parent(None if parent is None else parent.pid)
-        leave_group()
-
-
-def leave_group() -> None:
-    """Gives this process its own process group. A terminal sends Ctrl-C to a group, so only the coordinator gets it.
-
-    A guard that kills the parent's group (`cluster.guard`) no longer reaches this process; it dies with its parent.
-    """
-    with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
-        os.setpgid(0, 0)
-
-
-def _redirect_output(path: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # On the level of descriptors, so that output of C++ code is redirected, too.
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+        parent_death.die_with_parent(parent.pid)
+        # A terminal sends Ctrl-C to a process group. In its own group, this process leaves that to the coordinator. A
+        # guard that kills the parent's group (`cluster.guard`) no longer reaches it; it dies with its parent.
+        with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
+            os.setpgid(0, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pybase64
@@ -122,7 +122,6 @@ class Sender:
                 world_size=1 + self._workers,
                 rank=0,
             )
-        self._run(self._send_nccl)
         init = {
             "master_address": self._info.master_address,
             "master_port": self._info.master_port,
@@ -132,26 +131,22 @@ class Sender:
             "packed_buffer_size_bytes": self._info.packed_buffer_size_bytes,
             "packed_num_buffers": self._info.packed_num_buffers,
         }
-        return {"kind": "nccl", "init_info": init, "update_info": update}
 
-    def _send_nccl(self) -> None:
-        """Connects and sends. Both calls wait for the receiving workers, which join at the chunk's arrival."""
-        if self._engine is None:
-            self._engine = self._connect(self._info)
-        self._engine.send_weights()
+        def send() -> None:
+            try:
+                # Both calls wait for the receiving workers, which join when the chunk arrives there.
+                if self._engine is None:
+                    self._engine = self._connect(self._info)
+                self._engine.send_weights()
+            except BaseException as error:  # `end` raises it in the caller's thread
+                self._error = error
+
+        self._thread = threading.Thread(target=send, name="send-weights-nccl", daemon=True)
+        self._thread.start()
+        return {"kind": "nccl", "init_info": init, "update_info": update}
 
     def _connect(self, info: base.TrainerInitInfo) -> base.TrainerWeightTransferEngine:
         return factory.WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
-
-    def _run(self, work: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=guarded, name=f"send-weights-{self._transport}", daemon=True)
-        self._thread.start()
 
     def end(self) -> None:
         """Waits until everything is sent, and frees the snapshot.

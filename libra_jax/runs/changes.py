@@ -42,6 +42,9 @@ _TENSORS = (
 )
 """Fields of a model's shape that determine its weights and their sizes."""
 
+Settings = Mapping[str, Any]
+"""The content of a `config.json`, nested by group. An earlier version of this program may have written it."""
+
 _MISSING = object()
 
 
@@ -128,7 +131,7 @@ def check(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], *, c
         )
 
 
-def check_model(workdir: Path, stored: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
+def check_model(workdir: Path, stored: Settings, resolved: Settings) -> None:
     """Refuses another model with weights of other sizes, if both directories can be read here.
 
     Args:
@@ -149,7 +152,7 @@ def check_model(workdir: Path, stored: Mapping[str, Any], resolved: Mapping[str,
         )
 
 
-def _tensors(path: str) -> dict[str, Any]:
+def _tensors(path: str) -> Mapping[str, object]:
     """Returns the shape in a model's directory; empty if it cannot be read."""
     try:
         return dataclasses.asdict(model_config.read_directory(path))

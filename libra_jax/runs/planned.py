@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -15,7 +15,7 @@ from libra_jax.models import config as model_config
 from libra_jax.models import hub
 from libra_jax.planning import costs, demand, forecast, plans, profiles, search, uncertainty
 from libra_jax.runs import wiring
-from libra_jax.simulator import comparison, scripts, settings, traces, workloads
+from libra_jax.simulator import comparison, report, scripts, settings, traces, workloads
 
 SAMPLES = 8_192
 """Maximum number of trajectories in the sample of lengths."""
@@ -149,6 +149,18 @@ class Work:
         return max(script.context_tokens for script in self.scripts)
 
 
+class CaseRecord(TypedDict):
+    """What a plan is for, in the plan's file. `slots` are by degree."""
+
+    model: str
+    hardware: str
+    accelerators: int
+    trajectories: int
+    staleness: int
+    slots: Mapping[str, int]
+    lengths: Mapping[str, object]
+
+
 @dataclass(frozen=True)
 class Case:
     """The input of a plan.
@@ -210,8 +222,8 @@ class Case:
         billions = self.model.parameters / 1e9
         return f"{self.name} ({billions:.3g} billion parameters) on {self.devices:,} {self.model.sheet.name}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the case as JSON-able values for the plan's file."""
+    def as_json(self) -> CaseRecord:
+        """Returns the case as the plan's file has it."""
         setting = self.setting
         return {
             "model": self.name,
@@ -318,7 +330,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
 
 def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     """Builds the case of a real run, with the trajectories of a trace or of the flags."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     if asked.model is not None:
         named["model"] = {**values["model"], "preset": asked.model, "path": ""}
     if asked.hardware is not None:
@@ -421,3 +433,25 @@ def _with_slots(
 def _work(run: libra_config.RunConfig, source: str, drawn: Sequence[scripts.Script]) -> Work:
     count = run.coordinator.groups_per_step * run.coordinator.group_size
     return Work(source, [script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
+
+
+def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: Case) -> None:
+    """Draws both stages' times against the number of training devices; a single split gets a bar for each stage."""
+    stages = [("training", "#54a24b", "train_seconds"), ("rollout", "#4c78a8", "rollout_seconds")]
+    sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
+    degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)
+    title = [sentence, f"{case.subject()}; instances {degrees}", f"{case.work.source}: {case.lengths}"]
+    with report.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
+        if len(splits) == 1:  # a line needs two points
+            times = [getattr(best, field) for _, _, field in stages]
+            report.bars(axes, [name for name, _, _ in stages], times, [0.0, 0.0], "{:.0f}")
+            axes.set_xlabel("seconds a step; no other split fits")
+            return
+        devices = [item.train.devices for item in splits]
+        for name, colour, field in stages:
+            axes.plot(devices, [getattr(item, field) for item in splits], "o-", color=colour, markersize=4, label=name)
+        axes.axvline(best.train.devices, color="#c44e52", linewidth=1.2, label="the plan")
+        axes.set_ylim(bottom=0.0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("accelerators that train; the others roll out")
+        axes.set_ylabel("seconds a step")

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
@@ -164,7 +163,7 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
     return path
 
 
-def _stored(file: Path) -> dict[str, Any]:
+def _stored(file: Path) -> changes.Settings:
     try:
         stored = json.loads(file.read_text())
         if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
@@ -182,7 +181,7 @@ def _stored(file: Path) -> dict[str, Any]:
     )
 
 
-def _check_steps(path: Path, resolved: dict[str, Any]) -> None:
+def _check_steps(path: Path, resolved: changes.Settings) -> None:
     """Refuses fewer steps than the run has taken, and a restart from 0 in the workdir of a run without checkpoints."""
     steps, taken = resolved["steps"], checkpoint_store.find(path).step
     if not resolved["checkpoint"]["every"] and taken < 1:
@@ -232,14 +231,14 @@ def release(workdir: Path) -> None:
         os.close(descriptor)
 
 
-def _status(workdir: Path) -> dict[str, Any] | None:
+def _status(workdir: Path) -> status.Record | None:
     try:
         return status.read(workdir)
     except protocols.DataError:  # another program's file, or damaged: lock and fencing tokens remain as protection
         return None
 
 
-def _lives_elsewhere(workdir: Path, record: dict[str, Any]) -> bool:
+def _lives_elsewhere(workdir: Path, record: status.Record) -> bool:
     """Returns True if the run that wrote `record` lives on another host, which our lock may not reach."""
     # On the same machine, the lock has already decided.
     if record["ended"] or record["place"].split("/")[0] == machine.identity().split("/")[0]:

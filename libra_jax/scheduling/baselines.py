@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, cmlfq, prefix_tree, slots, state
+from libra_jax.scheduling import buckets, cmlfq, prefix_tree, slots
 from libra_jax.scheduling import costs as cost_model
 
 BUDGET_OUTRUN = protocols.MoveReason.BUDGET_OUTRUN
@@ -31,13 +31,13 @@ class RoundRobin(slots.SlotScheduler):
 
     _last = ""
     _turn = 0
-    _cycle: Sequence[state.Server] = ()
+    _cycle: Sequence[buckets.Server] = ()
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self._cycle = ()
         return super().on_instance_change(instances, now)
 
-    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         if not self._cycle:
             # By name, so that an instance that comes back after a restart keeps its place in the cycle.
             servers = sorted(bucket.servers, key=lambda server: server.name)
@@ -62,16 +62,16 @@ class Sticky(slots.SlotScheduler):
     free one.
     """
 
-    def route(self, request: state.Request, now: float) -> int:
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         home = self.servers.get(request.context_at)
         request.remaining = float(request.generated_tokens)
         request.wanted = None if home is None or self._excess(home) > self.config.sticky_threshold else home
         return 0
 
-    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         return request.wanted is None or self._excess(request.wanted) > self.config.sticky_threshold
 
-    def _excess(self, home: state.Server) -> float:
+    def _excess(self, home: buckets.Server) -> float:
         """Returns how much busier the instance is than the least busy one, in shares of their slots."""
         bucket = self.buckets[0]
         least = buckets.share_in_use(bucket.least()) if bucket.free > 0 else 1.0
@@ -99,8 +99,10 @@ class Mlfq(slots.SlotScheduler):
             self._quanta = self.levels.bounds
         return placements
 
-    def route(self, request: state.Request, now: float) -> int:
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
+        if returned and request.level and request.mark == request.generated_tokens:  # demoted at the tool call
+            request.reason = BUDGET_OUTRUN
         level = min(request.level, len(self.buckets) - 1)
         request.wanted = self.home(request, level)
         return level
@@ -118,17 +120,14 @@ class Mlfq(slots.SlotScheduler):
         if not bucket.slots:  # its instances are lost: the request stays where it is, one level lower by account
             return []
         if bucket.free > 0:
-            placement = self.move(request, self.pick(request, bucket), BUDGET_OUTRUN)
+            server = self.pick(request, bucket)
+            self.withdraw(request)
+            placement = self.seat(request, server, BUDGET_OUTRUN)
         else:
             placement = self.displace(request, request.level, now, BUDGET_OUTRUN)
         return [placement, *self.place(now)]
 
-    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
-        super().returned(request, causal_state)
-        if request.level and request.mark == request.generated_tokens:  # demoted at the tool call
-            request.reason = BUDGET_OUTRUN
-
-    def _demoted(self, request: state.Request, generated_tokens: int) -> bool:
+    def _demoted(self, request: buckets.Request, generated_tokens: int) -> bool:
         """Demotes a request that has generated its level's quantum since it came there, at `request.mark`."""
         level = request.level
         if level >= len(self.buckets) - 1:
@@ -166,18 +165,18 @@ class LengthPredictor(slots.SlotScheduler):
         self._truth = remaining
         self._seed = seed
 
-    def route(self, request: state.Request, now: float) -> int:
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         error = _prediction_error(self._seed, request.request_id, self.config.predictor_sigma)
         request.remaining = self._truth(request.request_id) * error
         level = self.levels.of_length(request.remaining)
         request.wanted = self.home(request, level)
         return level
 
-    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = self.home(request, bucket.level)
         return bucket.least() if home is None or home.full else home
 
-    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         return True
 
 
@@ -210,5 +209,5 @@ class Oracle(cmlfq.Cmlfq):
         super().__init__(config, costs, degrees=degrees)
         self._truth = remaining
 
-    def expect(self, request: state.Request) -> prefix_tree.Sketch:
+    def expect(self, request: buckets.Request) -> prefix_tree.Sketch:
         return (float(self._truth(request.request_id)),)

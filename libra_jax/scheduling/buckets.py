@@ -19,10 +19,158 @@ import bisect
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from libra_jax import protocols
-from libra_jax.scheduling import state
+
+if TYPE_CHECKING:
+    from libra_jax.scheduling import evidence
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The number of live requests of a group. Each evaluation request is a group of its own."""
+
+    live: int = 0
+
+
+class Server:
+    """An instance, the requests that decode there and the requests that wait for exactly this instance.
+
+    Args:
+      instance: the instance as it was announced.
+      place: its place among the live instances, which breaks ties.
+      queue: requests that wait for this instance.
+
+    Attributes:
+      name: name of the instance.
+      slots: slots of the instance.
+      degree: tensor-parallel degree of the instance.
+      level: level of its bucket.
+      load: requests that decode there.
+      decoding: those requests, in the order in which they were placed.
+      residents: requests whose context is there, decoding or away (`cmlfq`).
+      context: context tokens of the residents.
+      urgency: sum of the residents' urgencies.
+      urgent_tokens: sum of the residents' urgency times expected tokens.
+      footprint: tokens of the key-value cache that the residents are expected to hold.
+      noted: smallest value under which its bucket's heap lists it; infinite if the heap does not list it.
+      crowd: longest queue under which the heap of crowded instances lists it; 0 if that heap does not list it.
+    """
+
+    __slots__ = (
+        "context",
+        "crowd",
+        "decoding",
+        "degree",
+        "footprint",
+        "instance",
+        "level",
+        "load",
+        "name",
+        "noted",
+        "place",
+        "queue",
+        "residents",
+        "slots",
+        "urgency",
+        "urgent_tokens",
+    )
+
+    def __init__(self, instance: protocols.Instance, place: int, queue: Queue) -> None:
+        self.queue = queue
+        self.level = 0
+        self.load = 0
+        self.decoding: dict[Request, None] = {}
+        self.residents = 0
+        self.context = 0
+        self.urgency = 0.0
+        self.urgent_tokens = 0.0
+        self.footprint = 0.0
+        self.noted = math.inf
+        self.crowd = 0
+        self.announce(instance, place)
+
+    def announce(self, instance: protocols.Instance, place: int) -> None:
+        """Takes the instance's present description and its place among the live instances."""
+        self.instance, self.place = instance, place
+        # Copies: the hot paths read these attributes for every decision.
+        self.name, self.slots, self.degree = instance.name, instance.slots, instance.tensor_parallel
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return self.load >= self.slots
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request.
+
+    Attributes:
+      request_id: id of the request.
+      prompt_id: id of its prompt.
+      group_id: id of its group.
+      dispatch_version: policy version at its group's first dispatch.
+      group: live requests of its group, this one included.
+      arrived: time of its arrival, in seconds.
+      context_tokens: tokens of its context at its arrival or last tool return.
+      generated_tokens: tokens generated over all turns, as last reported.
+      turn_start: generated tokens at its arrival or last tool return.
+      level: bucket that the request is meant for.
+      remaining: tokens that the policy expects it to generate still; the ordering reads this.
+      queue: queue in which it waits; None while it decodes or is away.
+      server: instance on which it decodes; None while it waits or is away.
+      served_by: name of the instance that it decoded on last; empty before the first.
+      context_at: name of the instance that may hold its context; empty before the first and after an eviction.
+      reason: why it waits, or waited last: the reason of a move that follows.
+      gain: seconds that its policy expects to save by its last decision; None if that was no move, or not estimated.
+      since: time at which it began to wait.
+      ticket: its turn among all waiting requests; drawn each time that it begins to wait.
+      seated: its turn among all placements; drawn each time that it begins to decode.
+      aged: it was placed because it had waited for `scheduler.ageing_seconds`.
+      mark: generated tokens at which the policy judges it next, or judged it last.
+      wanted: the instance that it waits for; None if any instance of its bucket will do.
+      urgency: cost of one second that it loses, as of its last decision (`cmlfq`).
+      home: instance that counts it among its residents (`cmlfq`).
+      held: its context, urgency, remaining tokens and footprint as `home` counts them.
+      track: its causal path, as the policy's learner follows it.
+    """
+
+    request_id: str
+    prompt_id: str
+    group_id: int
+    dispatch_version: int
+    group: Group
+    arrived: float
+    context_tokens: int
+    generated_tokens: int
+    turn_start: int = 0
+    level: int = 0
+    remaining: float = 0.0
+    queue: Queue | None = None
+    server: Server | None = None
+    served_by: str = ""
+    context_at: str = ""
+    reason: protocols.MoveReason = protocols.MoveReason.TOOL_RETURN
+    gain: float | None = None
+    since: float = 0.0
+    ticket: int = 0
+    seated: int = 0
+    aged: bool = False
+    mark: int = 0
+    wanted: Server | None = None
+    urgency: float = 0.0
+    home: Server | None = None
+    held: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
+    track: evidence.Track | None = None
+
+    @property
+    def context_now(self) -> int:
+        """Context tokens, including the tokens generated in this turn."""
+        return self.context_tokens + self.generated_tokens - self.turn_start
+
 
 HEAP_SLACK = 64
 """Stale entries that a heap may hold beyond a multiple of its live ones before it is built again."""
@@ -101,36 +249,17 @@ Rank = tuple[float, ...]
 Entry = tuple[Any, ...]
 """A rank's numbers, the ticket, the request. Tickets differ, so a comparison never reaches the request."""
 
-Order = Callable[[state.Request], Rank]
+Order = Callable[[Request], Rank]
 """Maps a request to its rank when it begins to wait. Smaller goes first; equal ranks go by their tickets."""
 
 
-def fcfs(request: state.Request) -> Rank:
-    """Ranks all requests alike, so that their tickets decide."""
-    return ()
-
-
-def longest_first(request: state.Request) -> Rank:
-    """Ranks by remaining tokens, the most first."""
-    return (-request.remaining,)
-
-
-def shortest_first(request: state.Request) -> Rank:
-    """Ranks by remaining tokens, the fewest first."""
-    return (request.remaining,)
-
-
-def group_completion(request: state.Request) -> Rank:
-    """Ranks by dispatch version, then by live requests of the group, then by remaining tokens, the most first."""
-    return (request.dispatch_version, request.group.live, -request.remaining)
-
-
 ORDERS: dict[str, Order] = {
-    "fcfs": fcfs,
-    "longest_first": longest_first,
-    "shortest_first": shortest_first,
-    "group_completion": group_completion,
+    "fcfs": lambda request: (),  # all alike, so that their tickets decide
+    "longest_first": lambda request: (-request.remaining,),
+    "shortest_first": lambda request: (request.remaining,),
+    "group_completion": lambda request: (request.dispatch_version, request.group.live, -request.remaining),
 }
+"""Orders by the name that `scheduler.ordering` gives them."""
 
 
 class Queue:
@@ -146,7 +275,7 @@ class Queue:
         self._versions: dict[int, int] = {}  # dispatch version -> waiting requests
         self.size = 0
 
-    def push(self, request: state.Request) -> None:
+    def push(self, request: Request) -> None:
         """Adds a request that has drawn its ticket."""
         request.queue = self
         self.size += 1
@@ -157,7 +286,7 @@ class Queue:
             self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
             heapq.heapify(self._heap)
 
-    def discard(self, request: state.Request) -> None:
+    def discard(self, request: Request) -> None:
         """Removes a request that waits here."""
         request.queue = None
         self.size -= 1
@@ -167,9 +296,9 @@ class Queue:
         else:
             versions[version] -= 1
 
-    def ahead(self, request: state.Request) -> float:
+    def ahead(self, request: Request) -> float:
         """Returns about how many requests would go before one that began to wait here now."""
-        if self._order is not group_completion:
+        if self._order is not ORDERS["group_completion"]:
             return float(self.size)
         mine, ahead = request.dispatch_version, 0.0
         for version, count in self._versions.items():
@@ -178,23 +307,18 @@ class Queue:
         return ahead
 
     def first(self) -> Entry | None:
-        """Returns the entry of the request that goes next, which stays in the queue."""
+        """Returns the entry of the request that goes next, which stays in the queue; None if nothing waits."""
         heap = self._heap
-        while heap:
+        while self.size and heap:
             first = heap[0]
             request = first[-1]
             if request.queue is self and request.ticket == first[-2]:
                 return first
-            heapq.heappop(heap)
+            heapq.heappop(heap)  # stale
         return None
 
-    def head(self) -> state.Request | None:
-        """Returns the request that goes next, which stays in the queue."""
-        first = self.first() if self.size else None
-        return None if first is None else first[-1]
 
-
-def share_in_use(server: state.Server) -> float:
+def share_in_use(server: Server) -> float:
     """Returns the share of an instance's slots in use."""
     return server.load / server.slots
 
@@ -211,16 +335,16 @@ class Bucket:
       busy: maps an instance to how busy it is.
     """
 
-    def __init__(self, level: int, queue: Queue, busy: Callable[[state.Server], float] = share_in_use) -> None:
+    def __init__(self, level: int, queue: Queue, busy: Callable[[Server], float] = share_in_use) -> None:
         self.level = level
         self.queue = queue
-        self.servers: list[state.Server] = []
+        self.servers: list[Server] = []
         self.slots = 0
         self.free = 0
         self._busy = busy
-        self._heap: list[tuple[float, int, int, state.Server]] = []
+        self._heap: list[tuple[float, int, int, Server]] = []
 
-    def add(self, server: state.Server) -> None:
+    def add(self, server: Server) -> None:
         """Adds an instance with the load that it has."""
         server.level = self.level
         server.noted = math.inf
@@ -229,7 +353,7 @@ class Bucket:
         self.free += server.slots - server.load
         self.eased(server)
 
-    def least(self) -> state.Server:
+    def least(self) -> Server:
         """Returns the least busy instance with a free slot; ties go to the one with more slots, then to the first.
 
         Call only if `free` is positive.
@@ -247,18 +371,18 @@ class Bucket:
             server.noted = busy
             heapq.heapreplace(heap, (busy, -server.slots, server.place, server))
 
-    def occupy(self, server: state.Server) -> None:
+    def occupy(self, server: Server) -> None:
         """Takes one of the instance's slots."""
         server.load += 1
         self.free -= 1
 
-    def release(self, server: state.Server) -> None:
+    def release(self, server: Server) -> None:
         """Frees one of the instance's slots."""
         server.load -= 1
         self.free += 1
         self.eased(server)
 
-    def eased(self, server: state.Server) -> None:
+    def eased(self, server: Server) -> None:
         """Notes that the instance may be less busy than before. Call after each such change: the invariant needs it."""
         if server.load >= server.slots:
             return
@@ -277,13 +401,13 @@ class Bucket:
 class Crowds:
     """Finds the instance that most requests wait for in particular, by a heap that is corrected lazily."""
 
-    def __init__(self, servers: Sequence[state.Server]) -> None:
+    def __init__(self, servers: Sequence[Server]) -> None:
         self._servers = servers
-        self._heap: list[tuple[int, int, state.Server]] = []
+        self._heap: list[tuple[int, int, Server]] = []
         for server in servers:
             server.crowd = 0
 
-    def joined(self, server: state.Server) -> None:
+    def joined(self, server: Server) -> None:
         """Notes that a request began to wait for the instance."""
         size = server.queue.size
         if size > server.crowd:
@@ -293,7 +417,7 @@ class Crowds:
                 self._heap = [(-item.crowd, item.place, item) for item in self._servers if item.crowd]
                 heapq.heapify(self._heap)
 
-    def longest(self) -> state.Server | None:
+    def longest(self) -> Server | None:
         """Returns the instance with the longest queue; None if no request waits for an instance."""
         heap = self._heap
         while heap:

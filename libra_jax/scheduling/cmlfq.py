@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, prefix_tree, slots, state
+from libra_jax.scheduling import buckets, evidence, prefix_tree, slots
 from libra_jax.scheduling import costs as cost_model
 
 TURN_SHARE = 0.02
@@ -45,7 +45,7 @@ GROWTH, GROWTH_SHARE = 2.0, 0.01
 """Tokens of context a generated token, before any request has finished, and the weight of the latest in the mean."""
 
 
-def _context(server: state.Server) -> float:
+def _context(server: buckets.Server) -> float:
     """Returns how busy an instance is: context makes its tokens slow, more than the number of requests does."""
     return server.context
 
@@ -87,7 +87,7 @@ class Cmlfq(slots.SlotScheduler):
         self._urgency = 0.0  # of the request that `_cost` priced last
         self._power = config.tail_power
 
-    def expect(self, request: state.Request) -> prefix_tree.Sketch:
+    def expect(self, request: buckets.Request) -> prefix_tree.Sketch:
         """Returns the distribution of the tokens still to be generated: a number for each of `masses`."""
         track = request.track
         assert track is not None
@@ -120,27 +120,31 @@ class Cmlfq(slots.SlotScheduler):
             return []
         if wanted.full or not self.admits(request, wanted):
             return []
-        return [self.move(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
+        self.withdraw(request)
+        return [self.seat(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
-    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
-        super().returned(request, causal_state)
-        home = request.home
-        if home is not None and self.config.cache_share and 0 < home.instance.cache_tokens < home.context:
-            self._evict(request)
-            request.context_at = ""  # the engine has evicted it, or another in its place
-
-    def finished(self, request: state.Request, learn: bool) -> None:
-        if learn and request.generated_tokens:
-            self._growth += GROWTH_SHARE * (request.context_now / request.generated_tokens - self._growth)
+    def on_finish(
+        self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
+    ) -> list[protocols.Placement]:
+        request = self.requests[request_id]
+        request.generated_tokens = generated_tokens
+        if completed and generated_tokens and request.group_id != protocols.EVALUATION_GROUP:
+            self._growth += GROWTH_SHARE * (request.context_now / generated_tokens - self._growth)
         self._evict(request)
-        super().finished(request, learn)
+        return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
-    def seat(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
+    def seat(
+        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
+    ) -> protocols.Placement:
         placement = super().seat(request, server, reason)
         self._account(request, server)
         return placement
 
-    def route(self, request: state.Request, now: float) -> int:
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+        home = request.home
+        if returned and home is not None and self.config.cache_share and 0 < home.instance.cache_tokens < home.context:
+            self._evict(request)
+            request.context_at = ""  # the engine has evicted it, or another in its place
         points = self.expect(request)
         request.remaining = sum(map(operator.mul, points, self.masses))
         level = self._cheapest(request, points, now)
@@ -149,17 +153,17 @@ class Cmlfq(slots.SlotScheduler):
             request.mark = request.generated_tokens + bounds[min(level, len(bounds) - 1)]
         return level
 
-    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = request.home
         return bucket.least() if home is None or home.level != bucket.level or home.full else home
 
-    def admits(self, request: state.Request, server: state.Server) -> bool:
+    def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
         room = self.config.cache_share * server.instance.cache_tokens
         if not room or request.home is server or not server.residents:
             return True
         return server.footprint + self._footprint(request) <= room
 
-    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
         own, wanted = self.buckets[request.level], request.wanted
         if own.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
@@ -183,7 +187,7 @@ class Cmlfq(slots.SlotScheduler):
 
     # Residents.
 
-    def _account(self, request: state.Request, server: state.Server) -> None:
+    def _account(self, request: buckets.Request, server: buckets.Server) -> None:
         """Makes the request a resident of the instance, or brings its account there up to date."""
         context, urgency, remaining = request.context_now, request.urgency, request.remaining
         footprint = self._footprint(request)
@@ -205,7 +209,7 @@ class Cmlfq(slots.SlotScheduler):
             server.urgent_tokens += urgency * remaining
         request.held = context, urgency, remaining, footprint
 
-    def _evict(self, request: state.Request) -> None:
+    def _evict(self, request: buckets.Request) -> None:
         """Takes the request off its home's account."""
         server = request.home
         if server is None:
@@ -221,13 +225,13 @@ class Cmlfq(slots.SlotScheduler):
             server.context, server.urgency, server.urgent_tokens, server.footprint = 0, 0.0, 0.0, 0.0
         self.buckets[server.level].eased(server)
 
-    def _footprint(self, request: state.Request) -> float:
+    def _footprint(self, request: buckets.Request) -> float:
         """Returns the tokens of the cache with which the request is counted."""
         return request.context_now + GROWN * self._growth * request.remaining
 
     # Costs.
 
-    def _cheapest(self, request: state.Request, points: prefix_tree.Sketch, now: float) -> int:
+    def _cheapest(self, request: buckets.Request, points: prefix_tree.Sketch, now: float) -> int:
         """Returns the level of the cheapest bucket.
 
         Sets `request.wanted` to the instance in it if the request is to go to that one, `request.urgency`, and
@@ -279,11 +283,11 @@ class Cmlfq(slots.SlotScheduler):
                 return False
         return True
 
-    def _wait_at(self, ahead: float, server: state.Server, count: int) -> float:
+    def _wait_at(self, ahead: float, server: buckets.Server, count: int) -> float:
         """Returns seconds until a slot comes free for a request with `ahead` before it, `count` slots turning over."""
         return (ahead + 1.0) * self._turn_tokens * self._pace(server, server.residents, 0) / count
 
-    def _pace(self, server: state.Server, decoding: int, joining: int) -> float:
+    def _pace(self, server: buckets.Server, decoding: int, joining: int) -> float:
         """Returns seconds a token with `decoding` requests on the server and `joining` more tokens of context there."""
         decoding = 1 if decoding < 1 else server.slots if decoding > server.slots else decoding
         context = (server.context + joining) // decoding
@@ -294,7 +298,7 @@ class Cmlfq(slots.SlotScheduler):
         return self.rates.decode(server.instance, decoding, context) if pace is None else pace
 
     def _urgency_at(
-        self, request: state.Request, home: state.Server, points: prefix_tree.Sketch, start: float
+        self, request: buckets.Request, home: buckets.Server, points: prefix_tree.Sketch, start: float
     ) -> float:
         """Returns what a second costs that a resident loses: a part of `_cost`, for when nothing else is asked."""
         exponent, pace = self._power - 1.0, self._pace(home, home.residents, request.context_now - request.held[0])
@@ -305,8 +309,8 @@ class Cmlfq(slots.SlotScheduler):
 
     def _cost(
         self,
-        request: state.Request,
-        server: state.Server,
+        request: buckets.Request,
+        server: buckets.Server,
         points: prefix_tree.Sketch,
         elapsed: float,
         wait: float,
@@ -355,24 +359,22 @@ class CmlfqPaper(slots.SlotScheduler):
         self.paths = evidence.PathStatistics(config)
         super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees, learner=self.paths)
 
-    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
-        super().returned(request, causal_state)
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
-        node = self.paths.known(request.track)
-        if node is not None:
+        if returned and (node := self.paths.known(request.track)) is not None:
             request.remaining = node.mean
             level = self.levels.of_length(node.mean)
             if level == self.levels.of_length(node.quantile(0.9)):
                 request.level = level
-
-    def route(self, request: state.Request, now: float) -> int:
         level = min(request.level, len(self.buckets) - 1)
         request.wanted = self.home(request, level)
         return level
 
-    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         return not request.served_by
 
-    def seat(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
+    def seat(
+        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
+    ) -> protocols.Placement:
         request.level = server.level
         return super().seat(request, server, reason)

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, prefix_tree, slots, state
+from libra_jax.scheduling import buckets, evidence, prefix_tree, slots
 from libra_jax.scheduling import costs as cost_model
 
 Server = TypeVar("Server")
@@ -49,7 +49,7 @@ class Heddle(slots.SlotScheduler):
         self.rates = cost_model.Rates(costs)
         self._judged = 0
         self._floors: list[float] = []
-        self._runs: list[state.Server] = []
+        self._runs: list[buckets.Server] = []
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self._floors, self._runs = [], []
@@ -57,7 +57,7 @@ class Heddle(slots.SlotScheduler):
         self._judged = len(self.requests)
         return super().on_instance_change(instances, now)
 
-    def route(self, request: state.Request, now: float) -> int:
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
         sketch = self.evidence.predict(request.track, request.generated_tokens)
         request.remaining = sum(map(operator.mul, sketch, prefix_tree.MASSES))
@@ -68,13 +68,13 @@ class Heddle(slots.SlotScheduler):
             request.wanted = home if home is not None and home.degree == server.degree else server
         return 0
 
-    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         server, home = self._run_of(request), self.home(request, bucket.level)
         if home is None or home.full:
             return bucket.least() if server.full else server
         return home if home.degree == server.degree or server.full else server
 
-    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         return True
 
     def place(self, now: float) -> list[protocols.Placement]:
@@ -82,15 +82,15 @@ class Heddle(slots.SlotScheduler):
         joined = [server for server in self._touched if server.queue.size]
         placements = super().place(now)
         bucket = self.buckets[0]
-        if bucket.slots and (longest := bucket.queue.head()) is not None:
-            self._preempt(self._run_of(longest), longest, placements, now)
+        if bucket.slots and (first := bucket.queue.first()) is not None:
+            self._preempt(self._run_of(first[-1]), first[-1], placements, now)
         for server in joined:
-            if server.full and (longest := server.queue.head()) is not None:
-                self._preempt(server, longest, placements, now)
+            if server.full and (first := server.queue.first()) is not None:
+                self._preempt(server, first[-1], placements, now)
         return placements
 
     def _preempt(
-        self, server: state.Server, longest: state.Request, placements: list[protocols.Placement], now: float
+        self, server: buckets.Server, longest: buckets.Request, placements: list[protocols.Placement], now: float
     ) -> None:
         """Gives a waiting request the place of a much shorter one that decodes on the instance."""
         shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
@@ -100,7 +100,7 @@ class Heddle(slots.SlotScheduler):
             placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
             placements += super().place(now)
 
-    def _run_of(self, request: state.Request) -> state.Server:
+    def _run_of(self, request: buckets.Request) -> buckets.Server:
         """Returns the instance whose run the request's length lies in."""
         if not self._floors or self._judged * TURNOVER > max(len(self.requests), TURNOVER * CHUNKS):
             self._cut()
@@ -117,7 +117,7 @@ class Heddle(slots.SlotScheduler):
         contexts = sum(item.context_tokens for item in self.requests.values()) // max(1, len(lengths))
         context = cost_model.rounded(contexts)
 
-        def seconds(server: state.Server, first: int, last: int) -> float:
+        def seconds(server: buckets.Server, first: int, last: int) -> float:
             """Returns the time of chunks [first, last): its longest request's, at the pace of a full instance."""
             count = edges[last] - edges[first]
             if not count:

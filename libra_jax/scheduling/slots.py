@@ -5,23 +5,26 @@ A policy answers four questions, each with a default here:
 - `pick`: which of the bucket's free instances takes it?
 - `admits`: has an instance with a free slot room for it?
 - `serves`: may a bucket whose own queue is empty serve a request that waits for another?
-It may extend three steps, calling the base class's own: `returned`, `finished` and `seat`. What a policy knows of
+A policy that keeps accounts may extend the events and `seat`, calling the base class's own. What a policy knows of
 lengths is a part of its own, a `Learner`.
 
 The rest is here, the same for all policies. Slots are never exceeded. Inside a bucket the ordering of the config
 decides. A request that has waited for `scheduler.ageing_seconds` goes before all others, to any free slot, so none
 starves.
+
+From an event to its moves is a short way: `on_tool_return` -> `route` (what is the request meant for?) -> `wait` ->
+`place` -> `seat`, which makes the `protocols.Move`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, state
+from libra_jax.scheduling import buckets, evidence
 
 AGES_SLACK = 1024
 """Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
@@ -34,26 +37,8 @@ UNPLANNED = (ENGINE_LOST, protocols.MoveReason.PREEMPTED, AGING)
 """Reasons of moves that are no choice of the policy between two instances, so that it expects no gain of them."""
 
 
-class Learner(Protocol):
-    """Learns from finished requests how long others will be; `evidence.Evidence` is one."""
-
-    def start(self, prompt_id: str, generated_tokens: int) -> evidence.Track:
-        """Returns the empty path of a request that has arrived with these tokens generated before."""
-
-    def observe(self, track: evidence.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """Adds a tool return to a path."""
-
-    def finish(self, track: evidence.Track, generated_tokens: int, *, learn: bool) -> None:
-        """Ends a path; its length is evidence for others if `learn`."""
-
-    def snapshot(self) -> Mapping[str, Any]:
-        """Returns JSON-able statistics."""
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Replaces the statistics by those of a snapshot."""
-
-    def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Adds the statistics of another coordinator's snapshot."""
+Learner = evidence.Evidence | evidence.PathStatistics
+"""Learns from finished requests how long others will be."""
 
 
 class SlotScheduler:
@@ -86,88 +71,58 @@ class SlotScheduler:
         order: str = "fcfs",
         degrees: Sequence[int] = (),
         learner: Learner | None = None,
-        busy: Callable[[state.Server], float] = buckets.share_in_use,
+        busy: Callable[[buckets.Server], float] = buckets.share_in_use,
     ) -> None:
         self.config = config = config or configuration.SchedulerConfig()
         self.levels = buckets.Levels(bounds, degrees)
         self.learner = learner
         self._order = buckets.ORDERS[order if config.ordering == "auto" else config.ordering]
         self._busy = busy
-        self.requests: dict[str, state.Request] = {}
-        self.servers: dict[str, state.Server] = {}
+        self.requests: dict[str, buckets.Request] = {}
+        self.servers: dict[str, buckets.Server] = {}
         self.buckets: list[buckets.Bucket] = []
-        self._groups: dict[int, state.Group] = {}
+        self._groups: dict[int, buckets.Group] = {}
         self._tickets = 0  # drawn so far; the next request to wait gets one more
         self._front = 0  # the lowest ticket: displaced requests get tickets below all others
         self._seats = 0
         self._waiting = 0
-        self._ages: deque[tuple[float, int, state.Request]] = deque()  # (since, ticket, request), the oldest first
-        self._touched: list[state.Server] = []  # a slot came free there, or a request began to wait for it
+        self._ages: deque[tuple[float, int, buckets.Request]] = deque()  # (since, ticket, request), the oldest first
+        self._touched: list[buckets.Server] = []  # a slot came free there, or a request began to wait for it
         self._overflows = 0
+        self._near: list[list[buckets.Bucket]] = []  # by level: all buckets, the nearest first
+        self._crowds = buckets.Crowds([])
         self._rebuild([])
 
     # What a policy answers.
 
-    def route(self, request: state.Request, now: float) -> int:
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         """Returns the level that a request is meant for when it begins to wait.
 
         Sets `request.wanted` if the request is to go to one instance, `request.remaining` if the policy expects
         anything of its length, and `request.gain` if it expects anything of a move.
+
+        Args:
+          request: the request.
+          now: event-loop time in seconds.
+          returned: a tool of it has just returned, so that the policy knows more than at its last decision.
         """
         request.remaining = float(request.generated_tokens)
         return 0
 
-    def pick(self, request: state.Request, bucket: buckets.Bucket) -> state.Server:
+    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         """Returns the instance of the bucket that takes the request; it must have a free slot."""
         return bucket.least()
 
-    def admits(self, request: state.Request, server: state.Server) -> bool:
+    def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
         """Returns whether an instance with a free slot has room for the request; aged requests go in regardless."""
         return True
 
-    def serves(self, bucket: buckets.Bucket, request: state.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         """Returns whether a free slot of the bucket may go to a request that waits elsewhere.
 
         Sets `request.gain` if it is true and the policy expects anything of the move.
         """
         return False
-
-    # Steps that a policy may extend.
-
-    def returned(self, request: state.Request, causal_state: protocols.CausalState) -> None:
-        """Takes a tool return in, before the request is routed."""
-        if self.learner is not None:
-            assert request.track is not None
-            self.learner.observe(request.track, causal_state, request.generated_tokens)
-
-    def finished(self, request: state.Request, learn: bool) -> None:
-        """Takes in that the request is over and holds nothing any more; `learn` if its length teaches something."""
-        if self.learner is not None:
-            assert request.track is not None
-            self.learner.finish(request.track, request.generated_tokens, learn=learn)
-
-    def seat(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
-        """Lets a request that neither waits nor decodes decode on an instance with a free slot.
-
-        `reason` is the reason of the move, if the request was served elsewhere before.
-        """
-        source = request.served_by
-        self._seats += 1
-        request.seated = self._seats
-        request.server = server
-        request.served_by = request.context_at = server.name
-        request.wanted = None
-        server.decoding[request] = None
-        self.buckets[server.level].occupy(server)
-        if not source or source == server.name:
-            return protocols.Placement(request.request_id, server.name)
-        if source not in self.servers:  # that is why it had to leave, no matter what it has waited for since
-            reason = ENGINE_LOST
-        gain = request.gain
-        if gain is not None and reason in UNPLANNED:
-            gain = None
-        move = protocols.Move(request.request_id, source, server.name, reason, gain)
-        return protocols.Placement(request.request_id, server.name, move)
 
     # Events (`protocols.Scheduler`).
 
@@ -176,10 +131,8 @@ class SlotScheduler:
         lost = [request for server in self.servers.values() if server.name not in live for request in server.decoding]
         displaced = sorted(lost, key=lambda item: item.seated)
         waiting = [item for item in self.requests.values() if item.queue is not None]
-        for request in displaced:
-            self.vacate(request)
-        for request in waiting:
-            self._unwait(request)
+        for request in [*displaced, *waiting]:
+            self.withdraw(request)
             request.wanted = None
         self._touched.clear()
         self.levels.learn(instances)
@@ -204,12 +157,14 @@ class SlotScheduler:
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
-        group = state.Group() if request.group_id == protocols.EVALUATION_GROUP else self._groups.get(request.group_id)
+        group = (
+            buckets.Group() if request.group_id == protocols.EVALUATION_GROUP else self._groups.get(request.group_id)
+        )
         if group is None:
-            group = self._groups[request.group_id] = state.Group()
+            group = self._groups[request.group_id] = buckets.Group()
         group.live += 1
         generated = request.generated_tokens
-        item = state.Request(
+        item = buckets.Request(
             request.request_id,
             request.prompt_id,
             request.group_id,
@@ -231,7 +186,7 @@ class SlotScheduler:
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]
         request.generated_tokens = generated_tokens
-        self._leave(request)
+        self.withdraw(request)
         return self.place(now)
 
     def on_tool_return(
@@ -241,8 +196,10 @@ class SlotScheduler:
         request.context_tokens = context_tokens
         request.turn_start = request.generated_tokens
         request.reason = TOOL_RETURN
-        self.returned(request, causal_state)
-        self.wait(request, self.route(request, now), now)
+        if self.learner is not None:
+            assert request.track is not None
+            self.learner.observe(request.track, causal_state, request.generated_tokens)
+        self.wait(request, self.route(request, now, returned=True), now)
         return self.place(now)
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
@@ -254,12 +211,15 @@ class SlotScheduler:
     ) -> list[protocols.Placement]:
         request = self.requests.pop(request_id)
         request.generated_tokens = generated_tokens
-        self._leave(request)
+        self.withdraw(request)
         request.group.live -= 1
         if not request.group.live:
             self._groups.pop(request.group_id, None)
-        # Held-out tasks must not teach: what is learnt steers training.
-        self.finished(request, completed and request.group_id != protocols.EVALUATION_GROUP)
+        if self.learner is not None:
+            assert request.track is not None
+            # Held-out tasks must not teach: what is learnt steers training.
+            learn = completed and request.group_id != protocols.EVALUATION_GROUP
+            self.learner.finish(request.track, generated_tokens, learn=learn)
         return self.place(now)
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -277,26 +237,58 @@ class SlotScheduler:
 
     # Changes between waiting, decoding and away.
 
-    def home(self, request: state.Request, level: int) -> state.Server | None:
+    def home(self, request: buckets.Request, level: int) -> buckets.Server | None:
         """Returns the live instance that may hold the request's context; None if it is not in the bucket."""
         server = self.servers.get(request.context_at)
         return server if server is not None and server.level == level else None
 
-    def move(self, request: state.Request, server: state.Server, reason: protocols.MoveReason) -> protocols.Placement:
-        """Moves a decoding request at once to another instance with a free slot."""
-        self.vacate(request)
-        return self.seat(request, server, reason)
+    def seat(
+        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
+    ) -> protocols.Placement:
+        """Lets a request that neither waits nor decodes decode on an instance with a free slot.
+
+        `reason` is the reason of the move, if the request was served elsewhere before.
+        """
+        source = request.served_by
+        self._seats += 1
+        request.seated = self._seats
+        request.server = server
+        request.served_by = request.context_at = server.name
+        request.wanted = None
+        server.decoding[request] = None
+        self.buckets[server.level].occupy(server)
+        if not source or source == server.name:
+            return protocols.Placement(request.request_id, server.name)
+        if source not in self.servers:  # that is why it had to leave, no matter what it has waited for since
+            reason = ENGINE_LOST
+        gain = request.gain
+        if gain is not None and reason in UNPLANNED:
+            gain = None
+        move = protocols.Move(request.request_id, source, server.name, reason, gain)
+        return protocols.Placement(request.request_id, server.name, move)
+
+    def withdraw(self, request: buckets.Request) -> None:
+        """Ends a request's wait, or frees its slot; does nothing to a request that is away."""
+        server = request.server
+        if request.queue is not None:
+            request.queue.discard(request)
+            self._waiting -= 1
+        elif server is not None:
+            request.server = None
+            del server.decoding[request]
+            self.buckets[server.level].release(server)
+            self._touched.append(server)
 
     def displace(
-        self, request: state.Request, level: int, now: float, reason: protocols.MoveReason
+        self, request: buckets.Request, level: int, now: float, reason: protocols.MoveReason
     ) -> protocols.Placement:
         """Takes a decoding request's place away, so that it waits again, for the bucket of this level."""
-        self.vacate(request)
+        self.withdraw(request)
         request.reason = reason
         self.wait(request, level, now)
         return protocols.Placement(request.request_id, "")
 
-    def wait(self, request: state.Request, level: int, now: float) -> None:
+    def wait(self, request: buckets.Request, level: int, now: float) -> None:
         """Lets a request that neither waits nor decodes wait for a bucket, or for the instance that it wants."""
         self._tickets += 1
         request.ticket = self._tickets
@@ -307,16 +299,7 @@ class SlotScheduler:
         if len(self._ages) > 4 * self._waiting + AGES_SLACK:
             self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
 
-    def vacate(self, request: state.Request) -> None:
-        """Frees the slot of a request if it holds one."""
-        server = request.server
-        if server is not None:
-            request.server = None
-            del server.decoding[request]
-            self.buckets[server.level].release(server)
-            self._touched.append(server)
-
-    def _enqueue(self, request: state.Request, level: int) -> None:
+    def _enqueue(self, request: buckets.Request, level: int) -> None:
         self._waiting += 1
         wanted = request.wanted
         if wanted is not None:
@@ -331,17 +314,6 @@ class SlotScheduler:
         request.level = level
         self.buckets[level].queue.push(request)
 
-    def _unwait(self, request: state.Request) -> None:
-        if request.queue is not None:
-            request.queue.discard(request)
-            self._waiting -= 1
-
-    def _leave(self, request: state.Request) -> None:
-        if request.queue is not None:
-            self._unwait(request)
-        else:
-            self.vacate(request)
-
     def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
         """Makes the buckets of the live instances; requests that decode on one of them keep their place."""
         old, self.servers = self.servers, {}
@@ -353,7 +325,7 @@ class SlotScheduler:
             for level in range(len(self.buckets))
         ]
         for place, instance in enumerate(instances):
-            server = old.get(instance.name) or state.Server(instance, place, buckets.Queue(self._order))
+            server = old.get(instance.name) or buckets.Server(instance, place, buckets.Queue(self._order))
             server.announce(instance, place)
             self.servers[instance.name] = server
             self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
@@ -371,9 +343,8 @@ class SlotScheduler:
                 if server.queue.size and server.load < server.slots:
                     self._serve_own(server, placements)
             for bucket in self.buckets:
-                while bucket.free > 0 and bucket.queue.size:
-                    request = bucket.queue.head()
-                    assert request is not None
+                while bucket.free > 0 and (first := bucket.queue.first()) is not None:
+                    request = first[-1]
                     server = self.pick(request, bucket)
                     if not self.admits(request, server):
                         break
@@ -387,8 +358,8 @@ class SlotScheduler:
 
     def _take(
         self,
-        request: state.Request,
-        server: state.Server,
+        request: buckets.Request,
+        server: buckets.Server,
         reason: protocols.MoveReason,
         placements: list[protocols.Placement],
     ) -> None:
@@ -400,34 +371,30 @@ class SlotScheduler:
         placements.append(self.seat(request, server, reason))
 
     def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
+        """Gives free slots, those of the nearest buckets first, to the requests that have waited the longest."""
         ages, limit = self._ages, now - self.config.ageing_seconds
         while ages:
             since, ticket, request = ages[0]
             if request.queue is not None and request.ticket == ticket:  # else stale: it was placed or left since
-                if since > limit:
+                free = [bucket for bucket in self.buckets if bucket.free > 0]
+                if since > limit or not free:
                     return
-                bucket = self._nearest_free(request.level)
-                if bucket is None:
-                    return
+                level = request.level
+                bucket = min(free, key=lambda item, level=level: abs(item.level - level))  # type: ignore[misc]
                 self._take(request, self.pick(request, bucket), AGING, placements)
                 request.aged = True
             ages.popleft()
 
-    def _nearest_free(self, level: int) -> buckets.Bucket | None:
-        free = [bucket for bucket in self.buckets if bucket.free > 0]
-        return min(free, key=lambda bucket: abs(bucket.level - level), default=None)
-
-    def _serve_own(self, server: state.Server, placements: list[protocols.Placement]) -> None:
+    def _serve_own(self, server: buckets.Server, placements: list[protocols.Placement]) -> None:
         """Fills an instance's free slots while requests wait for it in particular; its bucket's queue competes."""
         queue = self.buckets[server.level].queue
-        while server.queue.size and server.load < server.slots:
-            mine, other = server.queue.first(), queue.first() if queue.size else None
-            assert mine is not None
-            if other is None or mine < other or not self.admits(other[-1], server):
+        while server.load < server.slots and (mine := server.queue.first()) is not None:
+            chosen = queue.first()
+            if chosen is None or mine < chosen or not self.admits(chosen[-1], server):
                 if not self.admits(mine[-1], server):
                     return
-                other = mine
-            self._take(other[-1], server, other[-1].reason, placements)
+                chosen = mine
+            self._take(chosen[-1], server, chosen[-1].reason, placements)
 
     def _overflow(self, placements: list[protocols.Placement]) -> None:
         """Gives free slots to requests that wait elsewhere: first for other buckets, then for particular instances.
@@ -438,11 +405,11 @@ class SlotScheduler:
             if bucket.free <= 0:
                 continue
             for other in self._near[bucket.level]:
-                while bucket.free > 0 and (request := other.queue.head()) is not None and self.serves(bucket, request):
-                    self._take(request, self.pick(request, bucket), OVERFLOW, placements)
+                while bucket.free > 0 and (first := other.queue.first()) is not None and self.serves(bucket, first[-1]):
+                    self._take(first[-1], self.pick(first[-1], bucket), OVERFLOW, placements)
         for bucket in self.buckets:
             while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
-                request = crowded.queue.head()
-                if request is None or not self.serves(bucket, request):
+                first = crowded.queue.first()
+                if first is None or not self.serves(bucket, first[-1]):
                     break
-                self._take(request, self.pick(request, bucket), OVERFLOW, placements)
+                self._take(first[-1], self.pick(first[-1], bucket), OVERFLOW, placements)

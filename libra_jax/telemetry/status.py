@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from libra_jax import machine, protocols
 from libra_jax.telemetry import console, files, sinks
@@ -242,7 +242,39 @@ SCHEMA = _object(
 """JSON schema of the fields that readers of `status.json` rely on."""
 
 
-def read(workdir: Path) -> dict[str, Any] | None:
+class Ended(TypedDict):
+    """How a run ended ("done", "failed" or "stopped"), and the sentence that it left."""
+
+    how: str
+    sentence: str
+
+
+class Record(TypedDict):
+    """The content of `status.json`, as `SCHEMA` has it. Times are in seconds."""
+
+    run: str
+    steps: int
+    epoch: int
+    host: str
+    pid: int
+    place: str
+    process_began: int
+    began: float
+    step: int
+    policy_version: int
+    seconds: float
+    workers: Mapping[str, Any]
+    waits: Sequence[Mapping[str, Any]]
+    failures: Mapping[str, int]
+    replaced: Mapping[str, int]
+    scalars: Mapping[str, float]
+    notes: Sequence[str]
+    endpoint: str
+    ended: Ended | None
+    problems: Sequence[str]
+
+
+def read(workdir: Path) -> Record | None:
     """Returns the content of `status.json`. None if the file does not exist.
 
     Raises:
@@ -253,7 +285,7 @@ def read(workdir: Path) -> dict[str, Any] | None:
     file = workdir / STATUS_FILE
     try:
         text = file.read_bytes()
-        record: dict[str, Any] = json.loads(text, parse_constant=_refuse)
+        record: Record = json.loads(text, parse_constant=_refuse)
         if problem := files.damage(text):
             raise ValueError(problem)
         jsonschema.validate(record, SCHEMA)
@@ -292,7 +324,7 @@ def changes_within(workdir: Path, seconds: float, sleep: Callable[[float], None]
     return False
 
 
-def is_alive(workdir: Path, record: Mapping[str, Any], seconds: float = WATCH_SECONDS) -> bool:
+def is_alive(workdir: Path, record: Record, seconds: float = WATCH_SECONDS) -> bool:
     """Returns whether the run is alive: by its process if that is on this host, otherwise by watching the file."""
     if record["ended"]:
         return False

@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from support import cli
+
 from absl import flags
 
-import cli
 from benchmarks import parts
 from tests.benchmarks import coordinator, drain, moves, planner, relay, resize, sandbox, scheduler, search
 

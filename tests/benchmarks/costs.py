@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support import cli
+
 from absl import flags
 
-import cli
 from libra_jax import protocols
 from libra_jax.planning import scale
 from tests.benchmarks import calls, simulated_load

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from benchmarks import publication as weights_source
+from benchmarks import weight_sync as weights_source
 from benchmarks import workload
 from libra_jax import config as configuration
 from libra_jax import protocols

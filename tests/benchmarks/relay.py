@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from benchmarks import bridge, publication, workload
+from benchmarks import bridge, weight_sync, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
@@ -39,7 +39,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25),
         cluster=configuration.ClusterConfig(backend="ray"),
     )
-    spec = workload.engine_spec(publication.NAME, config, models_config.to_hf(bridge.SHAPE))
+    spec = workload.engine_spec(weight_sync.NAME, config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
     recorder, ending = memory.MemoryRecorder(), stopping.Ending()
     specs = [dataclasses.replace(spec, host=1)]
@@ -47,8 +47,8 @@ async def measure(rounds: int) -> dict[str, Any]:
     hosts = relay_tree.RelayTree(
         config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=recorder
     )
-    plain, summed = (publication.Weights(bridge.SHAPE, BUCKET_BYTES, checksum) for checksum in (False, True))
-    ways: dict[str, tuple[publication.Weights, relay_tree.RelayTree | None]] = {
+    plain, summed = (weight_sync.Weights(bridge.SHAPE, BUCKET_BYTES, checksum) for checksum in (False, True))
+    ways: dict[str, tuple[weight_sync.Weights, relay_tree.RelayTree | None]] = {
         "direct_seconds": (plain, None),
         "direct_with_checksums_seconds": (summed, None),
         "by_relay_seconds": (summed, hosts),

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmarks import timing
+from benchmarks import workload
 from libra_jax import protocols
 from libra_jax.agents import deadlines
 from libra_jax.agents.sandbox import backends, limits, pool
@@ -40,9 +40,9 @@ async def measure(rounds: int) -> dict[str, Any]:
             for _ in range(CALLS["session"]):
                 _check((await session.python(CODE)).text)
 
-        fresh, plain = await timing.alternate_async(rounds, stateless, _plain)
-        kept, plain_again = await timing.alternate_async(rounds, persistent, _plain)
-        both, plain_both = await timing.alternate_async(rounds, _several(stateless), _several(_plain))
+        fresh, plain = await workload.alternate_async(rounds, stateless, _plain)
+        kept, plain_again = await workload.alternate_async(rounds, persistent, _plain)
+        both, plain_both = await workload.alternate_async(rounds, _several(stateless), _several(_plain))
     rates = {
         "stateless": _rate("stateless", fresh),
         "session": _rate("session", kept),
@@ -87,4 +87,4 @@ def _rate(side: str, seconds: list[float]) -> float:
 
 
 def _ratio(side: str, plain: list[float], ours: list[float]) -> float:
-    return timing.median_ratio(plain, ours) * CALLS[side] / CALLS["subprocess"]
+    return workload.median_ratio(plain, ours) * CALLS[side] / CALLS["subprocess"]

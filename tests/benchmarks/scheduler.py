@@ -22,9 +22,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from support import cli
+
 import psutil
 
-import cli
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.scheduling import registry

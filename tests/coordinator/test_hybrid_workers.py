@@ -11,11 +11,11 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import instances, stopping
-from libra_jax.elastic import borrowing, hybrid
-from libra_jax.elastic.states import State
+from libra_jax.elastic import hybrid, switching
+from libra_jax.elastic.pool import State
 from libra_jax.telemetry import memory
 
-Decided = tuple[borrowing.Kind, tuple[str, ...]]
+Decided = tuple[switching.Kind, tuple[str, ...]]
 
 STEP = 10.0
 """Seconds of a training step; a worker that has never joined sets out when nine of them have passed."""
@@ -92,16 +92,16 @@ class Obliging:
 
 
 class Told:
-    """In place of `borrowing.Borrowing`: decides what the test says, a look at a time, and then nothing any more."""
+    """In place of `switching.Switching`: decides what the test says, a look at a time, and then nothing any more."""
 
     def __init__(self, decisions: Iterable[Decided]) -> None:
         self._decisions = iter(decisions)
-        self.sights: list[borrowing.Sight] = []
+        self.sights: list[switching.Sight] = []
 
-    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+    def look(self, sight: switching.Sight) -> switching.Decision:
         self.sights.append(sight)
         kind, workers = next(self._decisions, ("stay", ()))
-        return borrowing.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
+        return switching.Decision(sight.step, kind, workers, "as told", 1.0, 1.0)
 
 
 class Bench:
@@ -119,7 +119,7 @@ class Bench:
         self.trainer = doubles.make_trainer()
         with pytest.MonkeyPatch.context() as patch:
             self.told, self.members = Told(decisions), Obliging()
-            patch.setattr(borrowing, "Borrowing", lambda *_, **__: self.told)
+            patch.setattr(switching, "Switching", lambda *_, **__: self.told)
             self.workers = hybrid.HybridWorkers(
                 config,
                 engines=self.engines,
@@ -165,7 +165,7 @@ def run(body: Any, *decisions: Decided) -> None:
 
 
 STAY: Decided = ("stay", ())
-BORROW: Decided = ("borrow", ("rollout-1",))
+BORROW: Decided = ("to_training", ("rollout-1",))
 IN_TIME = pytest.approx(0.9 * STEP, abs=0.3)
 AT_ONCE = pytest.approx(0.0, abs=0.3)
 
@@ -207,7 +207,7 @@ def test_one_that_comes_back_for_the_floor_is_not_followed_by_another_that_leave
         assert await bench.take_step(events) == []
         assert {worker.state for worker in bench.workers.pool.workers} == {State.ROLLOUT}
 
-    run(body, STAY, BORROW, STAY, ("borrow", ("rollout-2",)))
+    run(body, STAY, BORROW, STAY, ("to_training", ("rollout-2",)))
 
 
 def test_a_borrow_that_was_decided_for_other_processes_is_called_off():

@@ -90,11 +90,12 @@ def _look() -> subprocess.CompletedProcess[str]:
     """Returns what the other process said. A failure is kept, too: no second test waits for it."""
     code = """
 import json, sys
-import generated, config_help
+import generated
+from libra_jax.config import listing
 from libra_jax.simulator import settings
 flags = {name: [flag.name for flag in generated.script_flags(name)[1]] for name in generated.scripts()}
 kinds = {"run": generated.libra_config.RunConfig, "simulated": settings.SimulatedRun}
-fields = {name: {s.name: s.meaning for s in config_help.settings(kind)} for name, kind in kinds.items()}
+fields = {name: {s.name: s.meaning for s in listing.settings(kind)} for name, kind in kinds.items()}
 json.dump({"flags": flags, "fields": fields}, sys.stdout)
 """
     path = os.pathsep.join(map(str, (ROOT / "docs" / "_ext", ROOT / "launch", ROOT)))

@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import absent_modules  # noqa: F401 (see there)
+from support import cli
+
 from absl import flags
 from rich import console
 
-import cli
 from libra_jax import protocols
 from tests.drills import faults, judging, kills, partition, report, runs
 

@@ -12,11 +12,11 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.elastic import pool, states
-from libra_jax.elastic.states import State
+from libra_jax.elastic import pool
+from libra_jax.elastic.pool import State
 
 NAMES = ("engine-1", "engine-2", "engine-3")
-LIMITS = {state: 10.0 * place for place, state in enumerate(states.UNDER_WAY, start=1)}
+LIMITS = {state: 10.0 * place for place, state in enumerate(pool.UNDER_WAY, start=1)}
 RESTARTS = 2
 
 WAY = ["rollout", "draining", "fetching", "warming", "joining", "training", "leaving", "activating", "rollout"]
@@ -28,8 +28,8 @@ TRANSITIONS = {
     ("failed", "activating"),
 }
 POSSIBLE = {
-    "borrow": ("rollout",),
-    "release": ("training",),
+    "to_training": ("rollout",),
+    "to_rollout": ("training",),
     "cancel": TO_TRAINING,
     "recover": ("failed",),
     "advance": (*TO_TRAINING, "leaving", "activating"),
@@ -47,10 +47,10 @@ def brought_to(state: State, made: pool.Pool, name: str = NAMES[0]) -> pool.Work
     if state is State.FAILED:
         made.fail(made.worker(name).ticket, "broke", 0.0)
         return made.worker(name)
-    if state in (*states.BORROWED, State.TRAINING):
-        made.borrow(name, "training is slow", 0.0)
+    if state in (*pool.TO_TRAINING, State.TRAINING):
+        made.switch_to_training(name, "training is slow", 0.0)
     elif state is not State.ROLLOUT:
-        made.cancel(made.borrow(name, "training is slow", 0.0).name, "changed its mind", 0.0)
+        made.cancel(made.switch_to_training(name, "training is slow", 0.0).name, "changed its mind", 0.0)
     while made.worker(name).state is not state:
         made.advance(made.worker(name).ticket, 0.0)
     return made.worker(name)
@@ -60,8 +60,8 @@ def every_ask(made: pool.Pool, name: str, now: float):
     """All that can be said of a worker with its present ticket."""
     ticket = made.worker(name).ticket
     return {
-        "borrow": lambda: made.borrow(name, "why", now),
-        "release": lambda: made.release(name, "why", now),
+        "to_training": lambda: made.switch_to_training(name, "why", now),
+        "to_rollout": lambda: made.switch_to_rollout(name, "why", now),
         "cancel": lambda: made.cancel(name, "why", now),
         "recover": lambda: made.recover(name, now),
         "advance": lambda: made.advance(ticket, now),
@@ -70,9 +70,9 @@ def every_ask(made: pool.Pool, name: str, now: float):
 
 
 def test_the_table_has_every_transition_and_no_other():
-    assert {(before.value, after.value) for before in State for after in states.LEGAL[before]} == TRANSITIONS
-    assert set(states.UNDER_WAY) | states.AT_REST == set(State)
-    assert not set(states.UNDER_WAY) & states.AT_REST
+    assert {(before.value, after.value) for before in State for after in pool.LEGAL[before]} == TRANSITIONS
+    assert set(pool.UNDER_WAY) | pool.AT_REST == set(State)
+    assert not set(pool.UNDER_WAY) & pool.AT_REST
 
 
 @pytest.mark.parametrize("ask", POSSIBLE)
@@ -137,12 +137,12 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         self.now += seconds
 
     @stateful.rule(name=st.sampled_from(NAMES))
-    def borrow(self, name: str) -> None:
-        self.asked("borrow", name, "draining")
+    def switch_to_training(self, name: str) -> None:
+        self.asked("to_training", name, "draining")
 
     @stateful.rule(name=st.sampled_from(NAMES))
-    def release(self, name: str) -> None:
-        self.asked("release", name, "leaving")
+    def switch_to_rollout(self, name: str) -> None:
+        self.asked("to_rollout", name, "leaving")
 
     @stateful.rule(name=st.sampled_from(NAMES))
     def cancel(self, name: str) -> None:
@@ -164,7 +164,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
     def work(self, name: str, times: int) -> None:
         """All goes well for a while: most workers would never train otherwise."""
         for _ in range(times):
-            {"rollout": self.borrow, "failed": self.recover}.get(self.state[name], self.advance)(name)
+            {"rollout": self.switch_to_training, "failed": self.recover}.get(self.state[name], self.advance)(name)
 
     @stateful.rule(name=st.sampled_from(NAMES), unlucky=st.integers(0, 4))
     def fail(self, name: str, unlucky: int) -> None:
@@ -196,14 +196,14 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         assert set(self.pool.members().values()) <= self.drawn
         for worker in self.pool.workers:
             assert worker.lost == (worker.state is State.FAILED and self.restarts[worker.name] == RESTARTS)
-            assert len(worker.phases) <= len(states.UNDER_WAY)
+            assert len(worker.phases) <= len(pool.UNDER_WAY)
             assert worker.limit == LIMITS.get(worker.state, float("inf"))
 
     def teardown(self) -> None:
         """From wherever they are, workers come to rest: if all answer, and if none ever does."""
         willing = copy.deepcopy(self.pool)
         for worker in willing.workers:
-            for _ in states.UNDER_WAY:
+            for _ in pool.UNDER_WAY:
                 if not willing.worker(worker.name).at_rest:
                     willing.advance(willing.worker(worker.name).ticket, self.now)
         assert all(worker.at_rest for worker in willing.workers)
@@ -223,7 +223,7 @@ TestHybridPool = PoolMachine.TestCase
 
 def test_a_worker_goes_round_and_leaves_a_record_of_each_way():
     made, now = make(), 0.0
-    made.borrow("engine-2", "training takes 20.0 s", now)
+    made.switch_to_training("engine-2", "training takes 20.0 s", now)
     while not (worker := made.worker("engine-2")).at_rest:
         now += 1.5
         worker = made.advance(worker.ticket, now)
@@ -239,7 +239,7 @@ def test_a_worker_goes_round_and_leaves_a_record_of_each_way():
     }
     assert json.loads(json.dumps(record)) == record
     assert made.members() == {"engine-2": worker.epoch}
-    made.release("engine-2", "rollout takes 20.0 s", 10.0)
+    made.switch_to_rollout("engine-2", "rollout takes 20.0 s", 10.0)
     for now in (11.0, 13.0):
         worker = made.advance(made.worker("engine-2").ticket, now)
     assert worker.record()["phases"] == {"leaving": 1.0, "activating": 2.0}
@@ -247,7 +247,7 @@ def test_a_worker_goes_round_and_leaves_a_record_of_each_way():
     assert made.members() == {}
 
 
-def test_a_borrow_given_up_or_broken_says_why_in_its_record():
+def test_a_switch_given_up_or_broken_says_why_in_its_record():
     made = make()
     brought_to(State.WARMING, made)
     made.cancel(NAMES[0], "rollout is slow now", 1.0)
@@ -304,8 +304,10 @@ def test_a_pool_that_cannot_be_is_refused(arguments, problem):
 
 def test_nonsense_is_refused_with_a_sentence():
     made = make()
-    made.borrow(NAMES[0], "why", 0.0)
-    with pytest.raises(protocols.LibraError, match="engine-1 cannot be borrowed: it is in draining, and would have to"):
-        made.borrow(NAMES[0], "why", 0.0)
+    made.switch_to_training(NAMES[0], "why", 0.0)
+    with pytest.raises(
+        protocols.LibraError, match="engine-1 cannot switch to training: it is in draining, and would have to"
+    ):
+        made.switch_to_training(NAMES[0], "why", 0.0)
     with pytest.raises(protocols.LibraError, match="there is no hybrid worker engine-9; there are engine-1, engine-2"):
-        made.borrow("engine-9", "why", 0.0)
+        made.switch_to_training("engine-9", "why", 0.0)

@@ -15,8 +15,8 @@ import pytest
 import seeds
 
 from libra_jax import protocols
-from libra_jax.elastic import pool, states
-from libra_jax.elastic.states import State
+from libra_jax.elastic import pool
+from libra_jax.elastic.pool import State
 
 QUIET = 300.0
 """Virtual seconds after which nobody is asked for anything any more."""
@@ -35,7 +35,7 @@ class Simulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.limits = {state: rng.uniform(2.0, 20.0) for state in states.UNDER_WAY}
+        self.limits = {state: rng.uniform(2.0, 20.0) for state in pool.UNDER_WAY}
         names = [f"engine-{number}" for number in range(rng.randint(1, 4))]
         self.pool = pool.Pool(names, self.limits, rng.choice((0, 3, 1_000)))
         self.faults = {name: rng.choice((0.0, 0.05, 0.2)) for name in ("dies", "hangs", "late", "twice")}
@@ -79,7 +79,9 @@ class Simulation:
         if self.now > QUIET:
             return
         worker = self.rng.choice(self.pool.workers)
-        ask = self.rng.choice((self.pool.borrow, self.pool.borrow, self.pool.release, self.pool.cancel))
+        ask = self.rng.choice(
+            (self.pool.switch_to_training, self.pool.switch_to_training, self.pool.switch_to_rollout, self.pool.cancel)
+        )
         try:
             if worker.state in (State.ROLLOUT, State.TRAINING) and self.rng.random() < 0.05:
                 self.seen["dies", worker.state] += 1
@@ -107,7 +109,7 @@ class Simulation:
         for worker in self.pool.workers:
             old = before[worker.name]
             if worker.serial == old.serial + 1:
-                assert worker.state in states.LEGAL[old.state]
+                assert worker.state in pool.LEGAL[old.state]
             assert worker.at_rest or self.now - worker.began <= self.bound(), f"{worker} is stuck at {self.now}"
         members = {worker.name: worker.epoch for worker in self.pool.workers if worker.state is State.TRAINING}
         assert self.pool.members() == members
@@ -142,7 +144,9 @@ def test_the_simulations_reach_every_state_with_every_fault():
     seen: Counter[tuple[str, State]] = Counter()
     for seed in range(200):
         seen += simulate(seed).seen
-    for state in states.UNDER_WAY:
+    for state in pool.UNDER_WAY:
         assert all(seen[fault, state] >= 5 for fault in ("", "dies", "hangs", "late", "twice")), (state, seen)
-    assert all(seen["cancel", state] >= 5 for state in states.BORROWED), seen
-    assert min(seen["dies", State.ROLLOUT], seen["dies", State.TRAINING], seen["release", State.TRAINING]) >= 5, seen
+    assert all(seen["cancel", state] >= 5 for state in pool.TO_TRAINING), seen
+    assert (
+        min(seen["dies", State.ROLLOUT], seen["dies", State.TRAINING], seen["switch_to_rollout", State.TRAINING]) >= 5
+    ), seen

@@ -246,7 +246,7 @@ def test_a_single_worker_lives_in_the_core_process_which_keeps_to_its_cores(host
 def test_a_killed_process_fails_running_requests_at_once_and_leaves_nothing(host):
     """The core process at tensor parallel 1, a worker at 2."""
     victim = host.info.process_ids[0 if host.info.tensor_parallel == 1 else -1]
-    segments = set(host.engine._launch._segments)
+    segments = set(host.engine._launch.segments)
     assert bool(segments) == (host.info.tensor_parallel > 1)  # a single worker is in the core process
 
     async def body():

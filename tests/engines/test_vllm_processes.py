@@ -33,7 +33,7 @@ async def main():
     engine = vllm_engine.create("orphan", shape, rollout, 2, seed=0)
     info = await engine.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    print(json.dumps([list(info.process_ids), sorted(engine._launch._segments)]), flush=True)
+    print(json.dumps([list(info.process_ids), sorted(engine._launch.segments)]), flush=True)
     await asyncio.sleep(600)
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """The transports that need CUDA, as far as they go without it: keys and values between engines, weights to one."""
 
+import asyncio
 import dataclasses
 import importlib.util
+import os
 import threading
+import types
 
 import pytest
 import torch
 import vllm_host
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_engine, vllm_kv_transfer, vllm_weight_sender
+from libra_jax.engines import vllm_engine, vllm_launch, vllm_weight_sender
 from libra_jax.models import config as models_config
 from libra_jax.weights import snapshot
 
@@ -24,24 +27,64 @@ def test_a_transfer_of_keys_and_values_without_cuda_is_refused_by_field():
 
 
 def test_a_transfer_without_its_package_is_refused_by_field(monkeypatch):
+    find = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "nixl" else find(name, *rest))
+    rollout = config.to_dict(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
     with pytest.raises(protocols.ConfigError, match=r"rollout\.kv_transfer: the nixl package is not installed"):
-        vllm_kv_transfer.check(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
+        vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
 
 
-def test_a_transfer_is_vllms_own_connector_and_its_parameters_go_with_the_request():
+PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
+
+def started_with(monkeypatch, rollout: config.RolloutConfig) -> tuple[object, str | None]:
+    """The connector and the port with which vLLM would be started; it is not started."""
+    seen = []
+
+    def refuse(arguments, **_):
+        seen.append((arguments.kv_transfer_config, os.environ.get(PORT)))
+        raise RuntimeError("not in this test")
+
+    monkeypatch.setattr(vllm_launch.async_llm.AsyncLLM, "from_engine_args", refuse)
+    launch = vllm_launch.Launch("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, 0, "nobind", "")
+    with pytest.raises(protocols.WorkerLost, match="engine remote did not start: RuntimeError: not in this test"):
+        launch.start()
+    assert PORT not in os.environ
+    return seen[0]
+
+
+def test_a_transfer_is_vllms_own_connector_at_a_free_port(monkeypatch):
     rollout = dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl")
-    connector = vllm_kv_transfer.engine_arguments(rollout)["kv_transfer_config"]
+    connector, port = started_with(monkeypatch, rollout)
     assert (connector.kv_connector, connector.is_kv_producer, connector.is_kv_consumer) == ("NixlConnector", True, True)
-    ports = {vllm_kv_transfer.variables(rollout)["VLLM_NIXL_SIDE_CHANNEL_PORT"] for _ in range(3)}
-    assert all(1024 < int(port) < 65536 for port in ports)
-    giving = vllm_kv_transfer.giving()
+    assert 1024 < int(port) < 65536
+    assert started_with(monkeypatch, vllm_host.ROLLOUT) == (None, None)
+
+
+class Keeping:
+    """Stands for a vLLM that keeps a context's keys and values."""
+
+    async def generate(self, prompt, params, request_id):
+        self.asked = params
+        yield types.SimpleNamespace(kv_transfer_params={"remote_port": 7})
+
+
+def test_keys_and_values_are_kept_by_one_request_and_taken_by_the_next():
+    async def hand_over():
+        rollout = config.to_dict(vllm_host.ROLLOUT)
+        engine = vllm_engine.create("giving", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
+        engine._engine, engine._death = Keeping(), asyncio.get_running_loop().create_future()
+        request = protocols.GenerationRequest("a", (5, 6), protocols.SamplingParams(1.0, 8, ()))
+        return await engine.hand_over(request), engine._engine.asked
+
+    source, giving = asyncio.run(hand_over())
+    assert source == {"remote_port": 7}
     assert (giving.max_tokens, giving.extra_args["kv_transfer_params"]["do_remote_decode"]) == (1, True)
-    assert vllm_kv_transfer.taking({"remote_port": 7}) == {"kv_transfer_params": {"remote_port": 7}}
-    assert vllm_kv_transfer.taking(None) is None
-    assert not vllm_kv_transfer.engine_arguments(vllm_host.ROLLOUT)
-    assert not vllm_kv_transfer.variables(vllm_host.ROLLOUT)
+    sampling = protocols.SamplingParams(1.0, 8, ())
+    taking = vllm_engine.sampling_params(sampling, 100, source)
+    assert taking.extra_args == {"kv_transfer_params": {"remote_port": 7}}
+    assert vllm_engine.sampling_params(sampling, 100, None).extra_args is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -28,7 +28,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import placement
-from libra_jax.elastic import borrowing
+from libra_jax.elastic import switching
 from libra_jax.planning import replanning
 from libra_jax.runs import preflight, wiring, workdirs
 
@@ -128,7 +128,7 @@ def main() -> None:
         return
     placement.ENGINES["fake"] = "moving_doubles:engine"
     wiring.global_planner = lambda *_: Mover()  # type: ignore[assignment]
-    borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
+    switching.Switching = restless_run.Restless  # type: ignore[misc, assignment]
     tell_nodes()
     with ray_nodes.two_nodes(cpus=2) as address:  # which a trainer, two successors and a replica fill
         train(config(2_000), workdir, address)

@@ -24,7 +24,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import emulated, placement
-from libra_jax.elastic import borrowing
+from libra_jax.elastic import switching
 from libra_jax.engines import fake_engine
 from libra_jax.runs import preflight, wiring, workdirs
 from libra_jax.weights import memfd, relay_tree
@@ -88,7 +88,7 @@ def kill_relays() -> None:
 
 def main() -> None:
     placement.ENGINES["fake"] = "relayed_hybrid_run:engine"
-    borrowing.Borrowing = restless_run.Restless  # type: ignore[misc, assignment]
+    switching.Switching = restless_run.Restless  # type: ignore[misc, assignment]
     kill_relays()
     with emulated.EmulatedHosts(3, accelerators=1) as hosts:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then

@@ -21,8 +21,8 @@ from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
-from libra_jax.elastic import borrowing, pool, transitions
-from libra_jax.elastic.states import State
+from libra_jax.elastic import pool, switching, transitions
+from libra_jax.elastic.pool import State
 from libra_jax.runs import preflight, wiring, workdirs
 
 GROUPS, ATTEMPTS = 4, 2
@@ -54,17 +54,17 @@ def config(steps: int) -> libra_config.RunConfig:
 
 
 class Restless:
-    """In place of `borrowing.Borrowing`: who is at rest is told to change sides, after every third step."""
+    """In place of `switching.Switching`: who is at rest is told to change sides, after every third step."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+    def look(self, sight: switching.Sight) -> switching.Decision:
         if not sight.workers or sight.step % 3:
-            return borrowing.Decision(sight.step, "stay", (), "", 1.0, 1.0)
+            return switching.Decision(sight.step, "stay", (), "", 1.0, 1.0)
         (worker,) = sight.workers
-        kind: borrowing.Kind = "release" if worker.trains else "borrow"
-        return borrowing.Decision(sight.step, kind, (worker.name,), "it is restless", 1.0, 1.0)
+        kind: switching.Kind = "to_rollout" if worker.trains else "to_training"
+        return switching.Decision(sight.step, kind, (worker.name,), "it is restless", 1.0, 1.0)
 
 
 class Killer:
@@ -94,7 +94,7 @@ class Killer:
 
 def main() -> None:
     workdir, steps, killer = Path(sys.argv[1]), int(sys.argv[2]), Killer(sys.argv[3:])
-    borrowing.Borrowing = Restless  # type: ignore[misc, assignment]
+    switching.Switching = Restless  # type: ignore[misc, assignment]
     in_state, rested = transitions.Transitions._in_state, transitions.Transitions._rested
 
     def watched(self: transitions.Transitions, worker: pool.Worker) -> Any:

@@ -1,6 +1,7 @@
 """What looks like a secret, and what only sounds like one."""
 
-import cleartext
+from support import overrides
+
 import pytest
 
 from libra_jax.protocols import ConfigError
@@ -23,7 +24,7 @@ from libra_jax.protocols import ConfigError
 )
 def test_a_secret_is_refused_without_being_repeated(name, value):
     with pytest.raises(ConfigError, match=r"--flag: the value of .* looks like a secret") as refused:
-        cleartext.refuse("--flag", name, value, "do otherwise")
+        overrides.refuse_secret("--flag", name, value, "do otherwise")
     assert "anything" not in str(refused.value)
     assert str(refused.value).endswith("do otherwise")
 
@@ -44,4 +45,4 @@ def test_a_secret_is_refused_without_being_repeated(name, value):
     ],
 )
 def test_what_only_sounds_like_one_is_not(name, value):
-    cleartext.refuse("--flag", name, value, "do otherwise")
+    overrides.refuse_secret("--flag", name, value, "do otherwise")

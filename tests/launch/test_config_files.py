@@ -3,14 +3,15 @@
 import subprocess
 import sys
 
-import config_files
-import config_help
+from support import config_files
+
 import pytest
 import scripts
 from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import config
+from libra_jax.config import listing
 
 FILE = """from libra_jax import config
 
@@ -82,7 +83,7 @@ def test_a_script_answers_a_broken_config_file_in_a_sentence(tmp_path, script, c
 LOOPS = """
 import sys
 sys.path.insert(0, "launch")
-import config_files
+from support import config_files
 with config_files.watched(sys.argv[1]):
     exec(compile(open(sys.argv[1]).read(), sys.argv[1], "exec"))
 """
@@ -107,7 +108,7 @@ def test_a_config_that_loops_is_told_of_and_ended_in_a_sentence(tmp_path):
 
 
 def test_settings_are_listed_with_default_and_meaning():
-    shown = config_help.listing(config.RunConfig)
+    shown = listing.listing(config.RunConfig)
     assert "--config.optimizer.learning_rate=0.001\n      peak learning rate\n" in shown
     assert "--config.trainer.restarts=3\n      Times that a lost trainer is restarted" in shown, (
         "comments above a field"
@@ -118,12 +119,12 @@ def test_settings_are_listed_with_default_and_meaning():
 
 
 def test_settings_are_found_by_a_word_of_their_name_or_meaning():
-    found = config_help.listing(config.RunConfig, "Learning_Rate").splitlines()
+    found = listing.listing(config.RunConfig, "Learning_Rate").splitlines()
     assert [line for line in found if line.startswith("--")] == [
         "--config.optimizer.learning_rate=0.001",
         "--config.warm_start.learning_rate=0.003",
     ]
-    assert "--config.trainer.pack=True" in config_help.listing(config.RunConfig, "segment ids")
+    assert "--config.trainer.pack=True" in listing.listing(config.RunConfig, "segment ids")
 
 
 def test_help_names_the_flag_that_lists_settings():

@@ -1,6 +1,7 @@
 """Flags that launchers share: one name, one meaning; and which texts hold a secret."""
 
-import job_flags
+from support import job_flags
+
 import pytest
 import scripts
 

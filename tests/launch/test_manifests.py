@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from support import manifests, rendering
+
 import crds
-import manifests
 import pytest
-import rendering
 
 from libra_jax.protocols import ConfigError
 

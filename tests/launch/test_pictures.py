@@ -2,7 +2,6 @@
 
 import itertools
 
-import plan_picture
 import pytest
 from matplotlib import figure
 from matplotlib.backends import backend_agg
@@ -72,7 +71,7 @@ def test_a_plan_is_drawn_where_it_is_the_only_split(shown, tmp_path, others):
     asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, wanted=scripts.Wanted(2000.0))
     wider = [meshes.Mesh(2 + each, 4, 1, 9.0 - each, 1e9) for each in range(others)]
     splits = [BEST, *(search.Split(mesh, BEST.rollout, 40.0, 40.0) for mesh in wider)]
-    plan_picture.draw(tmp_path / "a.svg", BEST, splits, planned.case(config, asked))
+    planned.draw(tmp_path / "a.svg", BEST, splits, planned.case(config, asked))
     check_legible(shown[0])
     title = " ".join(shown[0]._suptitle.get_text().split())
     assert "Plan: 4 train, 30 s a step" in title

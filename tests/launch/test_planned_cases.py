@@ -1,7 +1,8 @@
 """What launch/plan.py plans: one place says each thing, and a field that it does not read is refused by name."""
 
+from support import overrides
+
 import pytest
-import unread
 
 from configs import simulate
 from libra_jax import config as libra_config
@@ -79,8 +80,8 @@ def test_a_flag_and_the_field_that_says_the_same_are_refused_together():
 def test_a_field_that_no_plan_reads_is_refused_with_the_one_that_counts(name, counts):
     read = ["simulation.model", "simulation.coefficients.memory_share", "workload.shape", "rollout.max_context"]
     with pytest.raises(protocols.ConfigError, match=rf"--config\.{name}: launch/plan\.py does not read it; {counts}"):
-        unread.refuse([*read, name], script="plan.py", read=planned.OF_SIMULATION, instead=settings.COUNTS)
-    unread.refuse(read, script="plan.py", read=planned.OF_SIMULATION, instead=settings.COUNTS)
+        overrides.refuse_unread([*read, name], script="plan.py", read=planned.OF_SIMULATION, instead=settings.COUNTS)
+    overrides.refuse_unread(read, script="plan.py", read=planned.OF_SIMULATION, instead=settings.COUNTS)
 
 
 @pytest.mark.parametrize(

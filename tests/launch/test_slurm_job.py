@@ -7,8 +7,9 @@ import pathlib
 import shutil
 import subprocess
 
+from support import slurm_job
+
 import pytest
-import slurm_job
 
 from configs import quickstart, qwen3_1p7b_8gpu
 from libra_jax import config as libra_config

@@ -8,9 +8,10 @@ import os
 import pathlib
 import sys
 
+from support import slurm_job
+
 import pytest
 import scripts
-import slurm_job
 import slurm_node
 
 from configs import quickstart

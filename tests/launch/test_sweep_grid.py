@@ -1,6 +1,7 @@
 """The runs of a sweep: every config with every combination of values, and a sentence for what cannot be read."""
 
-import grid
+from support import sweeps
+
 import pytest
 
 from libra_jax.protocols import ConfigError
@@ -9,8 +10,8 @@ QUICK = "configs/quickstart.py"
 
 
 def test_several_sweeps_make_a_product_and_overrides_reach_every_run():
-    sweeps = ["optimizer.learning_rate=1e-4,3e-4", "config.coordinator.group_size=2,4"]
-    made = grid.cells(QUICK, None, ["--config.task.max_turns=2"], sweeps)
+    tried = ["optimizer.learning_rate=1e-4,3e-4", "config.coordinator.group_size=2,4"]
+    made = sweeps.cells(QUICK, None, ["--config.task.max_turns=2"], tried)
     assert [cell.name for cell in made] == [
         f"{QUICK} learning_rate={rate}, group_size={size}" for rate in ("1e-4", "3e-4") for size in ("2", "4")
     ]
@@ -22,27 +23,27 @@ def test_several_sweeps_make_a_product_and_overrides_reach_every_run():
 
 
 def test_commas_in_brackets_and_quotation_marks_belong_to_the_value():
-    (one, two) = grid.cells(QUICK, None, [], ["rollout.tensor_parallel=(1,1),(2,)"])
+    (one, two) = sweeps.cells(QUICK, None, [], ["rollout.tensor_parallel=(1,1),(2,)"])
     assert [cell.settings[0] for cell in (one, two)] == [
         "--config.rollout.tensor_parallel=(1,1)",
         "--config.rollout.tensor_parallel=(2,)",
     ]
-    assert len(grid.cells(QUICK, None, [], ["name='a,b',c"])) == 2
+    assert len(sweeps.cells(QUICK, None, [], ["name='a,b',c"])) == 2
 
 
 def test_fields_of_one_name_are_told_apart_by_their_group():
-    (cell,) = grid.cells(QUICK, None, [], ["evaluation.every=1", "checkpoint.every=2"])
+    (cell,) = sweeps.cells(QUICK, None, [], ["evaluation.every=1", "checkpoint.every=2"])
     assert cell.name.endswith("evaluation.every=1, checkpoint.every=2")
 
 
 def test_settings_of_the_runs_are_taken_from_the_command_line():
-    ours, theirs = grid.taken(["sweep.py", "--seeds=0", "--config.steps=5", "-config.planner.shadow", "--configs=a"])
+    ours, theirs = sweeps.taken(["sweep.py", "--seeds=0", "--config.steps=5", "-config.planner.shadow", "--configs=a"])
     assert ours == ["sweep.py", "--seeds=0", "--configs=a"]
     assert theirs == ["--config.steps=5", "--config.planner.shadow"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sweeps", "message"),
+    ("given", "tried", "message"),
     [
         ([], ["learning_rate"], "--sweep: 'learning_rate' names no field and values"),
         ([], ["optimizer.learning_rate="], "names no field and values"),
@@ -55,6 +56,6 @@ def test_settings_of_the_runs_are_taken_from_the_command_line():
         ([], ["a.b=" + ",".join(map(str, range(1001)))], "--sweep: 1,001 combinations are more than 1,000"),
     ],
 )
-def test_what_cannot_be_swept_is_a_sentence(overrides, sweeps, message):
+def test_what_cannot_be_swept_is_a_sentence(given, tried, message):
     with pytest.raises(ConfigError, match=message):
-        grid.cells(QUICK, None, overrides, sweeps)
+        sweeps.cells(QUICK, None, given, tried)

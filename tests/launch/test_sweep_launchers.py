@@ -8,9 +8,10 @@ import stat
 import threading
 import time
 
+from support import sweeps
+
 import pytest
 import scripts
-import submission
 
 from libra_jax import config as libra_config
 from libra_jax.protocols import ConfigError, LibraError
@@ -54,12 +55,11 @@ def sweep(tmp_path, monkeypatch):
     """Two runs, and a launcher that notes how it was called: returns (runs, folder, its calls)."""
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
-    monkeypatch.setattr(submission, "LAUNCHERS", dict.fromkeys(submission.LAUNCHERS, str(script)))
+    monkeypatch.setattr(sweeps, "LAUNCHERS", dict.fromkeys(sweeps.LAUNCHERS, str(script)))
     folder = tmp_path / "sweep"
     config = libra_config.parse(libra_config.RunConfig, {"steps": 2, "seed": 3})
     runs = [
-        submission.Run(name, f"configs/{name}.py", config, 2, submission.workdir(folder, name, config))
-        for name in ("a", "b")
+        sweeps.Run(name, f"configs/{name}.py", config, 2, sweeps.workdir(folder, name, config)) for name in ("a", "b")
     ]
 
     def calls():
@@ -84,7 +84,7 @@ time.sleep(60)
 
 
 def submit(runs, folder, launcher, flags="", **options):
-    submission.run(runs, folder, launcher, flags, **{"jobs": 1, "again": False, **options})
+    sweeps.run(runs, folder, launcher, flags, **{"jobs": 1, "again": False, **options})
 
 
 def test_a_sweep_that_is_stopped_lets_its_run_save_and_begins_no_other(sweep, tmp_path, capsys):
@@ -112,7 +112,7 @@ def test_a_table_and_a_picture_have_means_and_spreads_over_seeds(tmp_path, monke
     """Settings with two seeds each, of which one setting's runs fail: rows with their sentences, and no mean."""
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER.replace('"reward/mean": 0.5', '"reward/mean": 0.25 + 0.5 * int(given["config.seed"])'))
-    monkeypatch.setattr(submission, "LAUNCHERS", dict.fromkeys(submission.LAUNCHERS, str(script)))
+    monkeypatch.setattr(sweeps, "LAUNCHERS", dict.fromkeys(sweeps.LAUNCHERS, str(script)))
     folder = tmp_path / "sweep"
     runs = []
     for name, rate in (("a", "1e-4"), ("b", "3e-4")):
@@ -120,8 +120,8 @@ def test_a_table_and_a_picture_have_means_and_spreads_over_seeds(tmp_path, monke
             values = {"steps": 2, "seed": seed, "optimizer": {"learning_rate": float(rate)}}
             config = libra_config.parse(libra_config.RunConfig, values)
             settings = (f"--config.optimizer.learning_rate={rate}",)
-            workdir = submission.workdir(folder, name, config)
-            runs.append(submission.Run(name, "configs/a.py", config, None, workdir, settings))
+            workdir = sweeps.workdir(folder, name, config)
+            runs.append(sweeps.Run(name, "configs/a.py", config, None, workdir, settings))
     with pytest.raises(LibraError, match="2 of 4 runs failed, the others are kept"):
         submit(runs, folder, "here", "--train --fail")
     calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
@@ -197,7 +197,7 @@ def test_what_could_not_be_submitted_is_told_and_submitted_the_next_time(sweep, 
 
 def test_a_launcher_that_does_not_answer_is_given_up(sweep, monkeypatch):
     runs, folder, _ = sweep
-    monkeypatch.setattr(submission, "SUBMIT_SECONDS", 0.01)
+    monkeypatch.setattr(sweeps, "SUBMIT_SECONDS", 0.01)
     with pytest.raises(LibraError, match=r"did not submit it within 0\.01 s"):
         submit(runs[:1], folder, "slurm")
 

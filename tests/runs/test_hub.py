@@ -6,8 +6,9 @@ import threading
 import time
 import types
 
+from support import job_flags
+
 import huggingface_hub
-import job_flags
 import pytest
 import scripts
 from huggingface_hub import constants

@@ -12,10 +12,9 @@ from importlib import metadata
 import pytest
 import scripts
 
-import dry_run
 from libra_jax import config, protocols
 from libra_jax.planning import memory
-from libra_jax.runs import preflight, wiring
+from libra_jax.runs import dry_run, preflight, wiring
 
 
 @pytest.mark.parametrize(

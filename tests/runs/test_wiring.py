@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import dry_run
 from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
@@ -15,7 +14,7 @@ from libra_jax.cluster import granted, hosts
 from libra_jax.coordinator import checkpoints, context, fencing
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
-from libra_jax.runs import preflight, wiring
+from libra_jax.runs import dry_run, preflight, wiring
 
 
 def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, state
+from libra_jax.scheduling import buckets
 
 SLOTS = (1, 3, 2, 3)
 EVENTS = st.lists(st.tuples(st.sampled_from(["occupy", "release", "least"]), st.integers(0, 3)), max_size=120)
@@ -16,23 +16,23 @@ CONTEXTS = st.lists(
 QUEUES = st.lists(st.tuples(st.sampled_from(["join", "leave", "longest"]), st.integers(0, 3)), max_size=120)
 
 
-def servers() -> list[state.Server]:
+def servers() -> list[buckets.Server]:
     made = []
     for place, slots in enumerate(SLOTS):
         instance = protocols.Instance(f"engine-{place}", 1, slots)
-        made.append(state.Server(instance, place, buckets.Queue(buckets.fcfs)))
+        made.append(buckets.Server(instance, place, buckets.Queue(buckets.ORDERS["fcfs"])))
         made[-1].announce(instance, place)
     return made
 
 
-def bucket_of(items: list[state.Server], busy) -> buckets.Bucket:
-    bucket = buckets.Bucket(0, buckets.Queue(buckets.fcfs), busy)
+def bucket_of(items: list[buckets.Server], busy) -> buckets.Bucket:
+    bucket = buckets.Bucket(0, buckets.Queue(buckets.ORDERS["fcfs"]), busy)
     for server in items:
         bucket.add(server)
     return bucket
 
 
-def check(bucket: buckets.Bucket, items: list[state.Server], busy) -> None:
+def check(bucket: buckets.Bucket, items: list[buckets.Server], busy) -> None:
     free = [server for server in items if not server.full]
     assert bucket.free == sum(server.slots - server.load for server in items)
     if free:
@@ -56,7 +56,7 @@ def test_the_least_loaded_instance_is_the_one_that_a_look_at_all_finds(events):
 
 @hypothesis.given(CONTEXTS)
 def test_so_is_the_one_with_the_least_context_which_changes_apart_from_the_load(events):
-    def busy(server: state.Server) -> float:
+    def busy(server: buckets.Server) -> float:
         return server.context
 
     items = servers()

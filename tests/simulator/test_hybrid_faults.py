@@ -17,26 +17,26 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.elastic import borrowing, hybrid
-from libra_jax.elastic.states import State
+from libra_jax.elastic import hybrid, switching
+from libra_jax.elastic.pool import State
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world
 from libra_jax.trainer_control import resize
 
 
 class Restless:
-    """In place of `borrowing.Borrowing`: whoever may change sides may be told to, after any step."""
+    """In place of `switching.Switching`: whoever may change sides may be told to, after any step."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
-    def look(self, sight: borrowing.Sight) -> borrowing.Decision:
+    def look(self, sight: switching.Sight) -> switching.Decision:
         if not sight.workers or self._rng.random() < 0.3:
-            return borrowing.Decision(sight.step, "stay", (), "", 1.0, 1.0)
-        kind = self._rng.choice(["release" if worker.trains else "borrow" for worker in sight.workers])
-        able = [worker.name for worker in sight.workers if worker.trains == (kind == "release")]
+            return switching.Decision(sight.step, "stay", (), "", 1.0, 1.0)
+        kind = self._rng.choice(["to_rollout" if worker.trains else "to_training" for worker in sight.workers])
+        able = [worker.name for worker in sight.workers if worker.trains == (kind == "to_rollout")]
         workers = tuple(self._rng.sample(able, self._rng.randint(1, len(able))))
-        return borrowing.Decision(sight.step, kind, workers, "chance", 1.0, 1.0)
+        return switching.Decision(sight.step, kind, workers, "chance", 1.0, 1.0)
 
 
 BREAKABLE = ("draining", "fetching", "warming", "joining", "training", "leaving", "activating")
@@ -104,7 +104,7 @@ def simulate(
     simulation = replace(doubles.SIMULATION, warm_seconds=2.0)
     recorder = results.StepRecorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(borrowing, "Borrowing", lambda *_, **__: Restless(seed))
+        patch.setattr(switching, "Switching", lambda *_, **__: Restless(seed))
         patch.setattr(hybrid, "HybridWorkers", Watched)
         workload = doubles.SeededWorkload(seed, turns=2, tokens=50)
         parts = replace(

@@ -10,8 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import job_flags
-import rendering
+from support import job_flags, rendering
 
 from libra_jax import config as libra_config
 from libra_jax.cluster import hosts, placement
@@ -154,7 +153,7 @@ def make(
         name=config.name,
         folder=str(folder),
         workdir=str(workdir),
-        launch=str(Path(__file__).parent),
+        launch=str(Path(__file__).parents[1]),
         arguments=tuple(arguments),
         export=(*EXPORTED, *(name for name in names if name not in EXPORTED)),
         environment=environment,

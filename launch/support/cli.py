@@ -20,20 +20,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-import config_files
-import config_help
+from support import config_files
+
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.config import listing
 from libra_jax.telemetry import escapes
 
 
 class _MappingParser(flags.ArgumentParser):
     """Reads a field that is a mapping, such as --config.task.arguments="{'phases': 2}"."""
 
-    def parse(self, argument: Any) -> dict[str, Any]:
+    def parse(self, argument: Any) -> dict[str, object]:
         if isinstance(argument, Mapping):
             return dict(argument)
         try:
@@ -55,7 +56,7 @@ defaults have it spend a quarter of a busy scheduler's time looking for those.""
 FAILED, MISTAKEN = 1, 2
 """Exit statuses of work that fails, and of a command that has to change first: its flags, its config, a setting."""
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 """Folder that holds `launch/` and `configs/`. Scripts may be started from any folder."""
 
 HELP_FLAG = "config_help"
@@ -150,8 +151,8 @@ def check_output(path: Path) -> None:
         raise protocols.DataError(f"--output: {path} cannot be written ({error.strerror or error})") from error
 
 
-def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Returns what a config file says under `--config.` flags, as launch/train.py would read both.
+def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> libra_config.RunConfig:
+    """Returns the config of a file, not checked yet, under `--config.` flags, as launch/train.py would read both.
 
     Args:
       config_type: dataclass of the file's config, for the nearest field to a mistyped flag.
@@ -167,7 +168,8 @@ def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> d
         with config_files.watched(path):
             own(argv)
             _check_made(path, own.config)
-            return libra_config.to_dict(own.config)
+            made: libra_config.RunConfig = own.config
+            return made
     except Exception as error:  # the file is a user's program, which may raise anything
         said = config_files.sentence(error, path) or _flag_sentence(config_type, argv, error)
         raise protocols.ConfigError(said) from error
@@ -299,7 +301,7 @@ def _help(config_type: type[Any], argv: Sequence[str]) -> None:
     words = [word for name, _, word in asked if name == HELP_FLAG]
     if not words or "config" not in flags.FLAGS:
         return
-    shown = config_help.listing(config_type, words[-1])
+    shown = listing.listing(config_type, words[-1])
     if not shown:
         print(f"error: --{HELP_FLAG}={words[-1]}: no setting's name or meaning holds this word", file=sys.stderr)
         sys.exit(MISTAKEN)

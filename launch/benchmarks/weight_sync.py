@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from typing import Any
 
 import jax
 
@@ -46,7 +45,7 @@ class Weights:
         self.publisher.close(policy_version)
 
 
-async def measure(rounds: int) -> dict[str, Any]:
+async def measure(rounds: int) -> workload.Figures:
     """Times syncs of the bridge's 256 MB model to one idle vLLM engine of degree 1; the first round is not counted."""
     config = configuration.RunConfig(
         rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25)
@@ -68,7 +67,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         weights.publisher.shutdown()
     return {
         "megabytes": weights.publisher.nbytes / 1e6,
-        "publication_seconds": statistics.median(seconds[1:]),
+        "weight_sync_seconds": statistics.median(seconds[1:]),
         "of_which_snapshot_seconds": statistics.median(weights.snapshot_seconds[1:]),
         "rounds": rounds,
     }

@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import cleartext
-import overrides
+from support import cli, overrides
+
 from absl import flags
 from ml_collections import config_flags
 
-import cli
 from libra_jax import config as libra_config
 from libra_jax.models import hub
 from libra_jax.protocols import ConfigError, DataError
@@ -125,15 +124,14 @@ def run() -> Run:
     _check_lines()
     flag = flags.FLAGS["config"]
     given = overrides.arguments(flag)  # first, because another error could show a secret
-    values = overrides.values(flag, PLAN.value)
-    if values["cluster"]["address"] not in ("", "auto"):
+    address = flag.value.cluster.address
+    if address not in ("", "auto"):
         raise ConfigError(
-            f"config.cluster.address: {values['cluster']['address']!r} is another cluster's, and a job starts a Ray of "
+            f"config.cluster.address: {address!r} is another cluster's, and a job starts a Ray of "
             "its own; leave it empty"
         )
     # The job starts a Ray of its own, which the driver finds by itself.
     ours = {"backend": "ray", "address": "auto"}
-    values["cluster"].update(ours)
     settings = [argument for argument in given if not argument.startswith("--config.cluster.backend=")]
     settings += [f"--config.cluster.{name}={value}" for name, value in ours.items()]
     further = [f"--plan={PLAN.value}"] if PLAN.value is not None else []
@@ -141,7 +139,7 @@ def run() -> Run:
     if allowed:
         further.append(f"--allow_changes={_ALLOW_CHANGES.value}")
     return Run(
-        libra_config.parse(libra_config.RunConfig, values),
+        overrides.config(flag, PLAN.value, ours),
         (f"--config={config_flags.get_config_filename(flag)}", *sorted(settings), *further),
         allowed,
     )
@@ -189,10 +187,10 @@ def check_image(image: str) -> None:
 
 def check_text(flag: str, text: str, instead: str) -> None:
     """Raises ConfigError if a shell's text holds a secret in the clear; `instead` is the advice."""
-    cleartext.refuse(f"--{flag}", "it", text, instead)
+    overrides.refuse_secret(f"--{flag}", "it", text, instead)
     for name, value in re.findall(r"([\w.-]+)=([^\s,;]+)", text):
         if not value.lstrip("'\"").startswith(("$", "`")):  # these refer to a value that is elsewhere
-            cleartext.refuse(f"--{flag}", name.lstrip("-"), value.strip("'\""), instead)
+            overrides.refuse_secret(f"--{flag}", name.lstrip("-"), value.strip("'\""), instead)
 
 
 def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[str]]:
@@ -211,7 +209,7 @@ def variables(lines: Sequence[str], instead: str) -> tuple[dict[str, str], list[
         if not _NAME.fullmatch(name):
             raise ConfigError(f"--environment={name}: is no name of a variable; write NAME=VALUE")
         if separator:
-            cleartext.refuse("--environment", name, value, instead.format(name=name))
+            overrides.refuse_secret("--environment", name, value, instead.format(name=name))
             values[name] = value
         else:
             names.append(name)

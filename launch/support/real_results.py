@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rich import console, markup, table
 
@@ -18,7 +19,7 @@ from libra_jax.simulator import report
 from libra_jax.telemetry import metrics, status
 
 if TYPE_CHECKING:
-    import submission
+    from support import sweeps
 
 LAST = 10
 """Number of last training steps whose mean reward judges a run."""
@@ -27,6 +28,18 @@ MOST_CURVES = 6
 """Most settings whose rewards are drawn step by step; more could not be told apart."""
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
+
+
+class OutcomeRecord(TypedDict):
+    """A run's entry in `sweep.json`."""
+
+    seed: int
+    state: str
+    sentence: str
+    workdir: str
+    steps: int
+    reward: float | None
+    accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class Outcome:
       accuracy: accuracy of its last evaluation; None without one.
     """
 
-    run: submission.Run
+    run: sweeps.Run
     state: str
     sentence: str
     rewards: dict[int, float]
@@ -52,8 +65,8 @@ class Outcome:
         """Mean reward of the last `LAST` steps."""
         return statistics.fmean(list(self.rewards.values())[-LAST:]) if self.rewards else None
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the outcome as plain values."""
+    def as_json(self) -> OutcomeRecord:
+        """Returns the outcome as `sweep.json` has it."""
         return {
             "seed": self.run.config.seed,
             "state": self.state,
@@ -65,7 +78,7 @@ class Outcome:
         }
 
 
-def outcome(run: submission.Run, answers: Mapping[str, str], failed: Mapping[str, str]) -> Outcome:
+def outcome(run: sweeps.Run, answers: Mapping[str, str], failed: Mapping[str, str]) -> Outcome:
     """Returns the known result of a run.
 
     Args:
@@ -84,18 +97,12 @@ def outcome(run: submission.Run, answers: Mapping[str, str], failed: Mapping[str
         state = "done"
     elif name in failed:
         state, sentence = "failed", failed[name]
-    elif (ended := _ended(run.workdir)) is not None and ended["how"] in ("failed", "stopped"):
-        state, sentence = ended["how"], ended["sentence"]
+    else:
+        with contextlib.suppress(protocols.DataError):  # the file may be incomplete while its launcher writes it
+            record = status.read(run.workdir)
+            if record is not None and (ended := record["ended"]) is not None and ended["how"] != "done":
+                state, sentence = ended["how"], ended["sentence"]
     return Outcome(run, state, sentence, rewards, accuracies[-1] if accuracies else None)
-
-
-def _ended(workdir: Path) -> Mapping[str, str] | None:
-    """Returns how a run says that it ended; None if it does not say."""
-    try:
-        record = status.read(workdir)
-    except protocols.DataError:  # the file may be incomplete while its launcher writes it
-        return None
-    return None if record is None else record["ended"]
 
 
 def show(outcomes: Sequence[Outcome]) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from libra_jax import protocols
-from libra_jax.engines import vllm_weight_check
+from libra_jax.engines import vllm_weights
 from libra_jax.models import config as models_config
 from libra_jax.models import hf_names
 
@@ -22,7 +22,7 @@ def chunk(entries=ENTRIES, version=3, index=0, count=1) -> protocols.WeightChunk
 
 @pytest.fixture
 def checker():
-    made = vllm_weight_check.Checker("rollout-0", models_config.to_hf(SHAPE))
+    made = vllm_weights.Checker("rollout-0", models_config.to_hf(SHAPE))
     made.start(3)
     return made
 
@@ -66,6 +66,6 @@ def test_a_new_update_forgets_the_one_that_was_refused(checker):
 
 
 def test_the_workers_payload_is_plain(checker):
-    payload = vllm_weight_check.payload(chunk())
+    payload = vllm_weights.payload(chunk())
     assert payload["entries"][0] == ("model.embed_tokens.weight", "float32", [128, 128], 0, 4)
     assert payload["transport"] == {"kind": "memfd", "pid": 1, "fd": 2}

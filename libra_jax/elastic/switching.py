@@ -32,7 +32,7 @@ WAITED = 0.15
 NEAR = 0.2
 """Largest share of the rollout slots that several workers may take away or add together. One worker may have more."""
 
-Kind = Literal["borrow", "release", "stay"]
+Kind = Literal["to_training", "to_rollout", "stay"]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> fl
     return train + rollout if synchronous else max(train, rollout)
 
 
-class Borrowing:
+class Switching:
     """Decides after each step. A decision counts as carried out: the worker's cooldown starts with it.
 
     Args:
@@ -236,22 +236,22 @@ class Borrowing:
             for worker in sight.workers
             if sight.step - self._changed.get(worker.name, -math.inf) >= self._config.cooldown
         ]
-        kinds: tuple[Kind, Kind] = ("borrow", "release")
+        kinds: tuple[Kind, Kind] = ("to_training", "to_rollout")
         for kind in kinds:
             # The first worker to switch to training loses the fewest slots for its speed, and comes back last.
             able = sorted(
-                (worker for worker in free if worker.trains == (kind == "release")),
+                (worker for worker in free if worker.trains == (kind == "to_rollout")),
                 key=lambda worker: worker.slots / max(worker.speed, 1e-9),
-                reverse=kind == "release",
+                reverse=kind == "to_rollout",
             )
             names = [worker.name for worker in able]
             moved = itertools.accumulate(worker.slots for worker in able)
             together = sum(slots <= most for slots in moved)
             several = (tuple(names[:count]) for count in range(2, together + 1))
             for workers in itertools.chain(((name,) for name in names), several):
-                # Symmetric difference: workers join the set on "borrow" and leave it on "release".
+                # Symmetric difference: workers join the set on "to_training" and leave it on "to_rollout".
                 after = before ^ set(workers)
-                if kind == "borrow" and sight.instances(after) < self._config.floor:
+                if kind == "to_training" and sight.instances(after) < self._config.floor:
                     continue
                 predicted = predict(sight, after, synchronous=self._synchronous)
                 short = self._short.get((before, after))
@@ -280,7 +280,7 @@ class Borrowing:
         """Switches the worker with the most slots to rollout at once, because fewer than the floor roll out."""
         worker = max((worker for worker in sight.workers if worker.trains), key=lambda worker: worker.slots)
         why = f"{sight.instances(sight.training)} instances roll out, fewer than elastic.floor = {self._config.floor}"
-        return self._change(sight, "release", (worker.name,), why, sight.step_seconds, sight.step_seconds)
+        return self._change(sight, "to_rollout", (worker.name,), why, sight.step_seconds, sight.step_seconds)
 
     def _stay(self, sight: Sight, why: str) -> Decision:
         """Returns a decision to stay, without a prediction."""
@@ -316,7 +316,7 @@ class Borrowing:
 def _numbers(sight: Sight, best: _Change, now: float) -> str:
     """Returns the effect of the best change as text, for the log."""
     gain = 100 * (1.0 - best.seconds / now) if now > 0 else 0.0
-    side = "in training" if best.kind == "borrow" else "back in rollout"
+    side = "in training" if best.kind == "to_training" else "back in rollout"
     return (
         f"training takes {sight.train_seconds:.1f} s, rollout {sight.rollout_seconds:.1f} s, and the trainer waits "
         f"{sight.wait_seconds:.1f} s; with {', '.join(best.workers)} {side} a step takes {best.seconds:.1f} s instead "

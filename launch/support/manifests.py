@@ -15,9 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import rendering
+from support import rendering
 
 from libra_jax.cluster import granted, guard
 from libra_jax.protocols import ConfigError
@@ -117,7 +117,7 @@ class Job:
     ray_version: str = ""
     repository: str = "/libra-jax"
 
-    def variables(self, group: Group, operated: bool) -> list[dict[str, Any]]:
+    def variables(self, group: Group, operated: bool) -> list[rendering.Manifest]:
         """Returns the variables of a group's containers by name; `operated`: KubeRay adds Ray's variables and
         labels."""
         plain = {**self.environment, "LIBRA_JAX_GRACE": str(self.grace), "LIBRA_JAX_WORKDIR": self.workdir}
@@ -134,13 +134,15 @@ class Job:
             if group.name == "head":
                 plain["LIBRA_JAX_HOSTS"] = str(sum(group.count for group in self.groups))
         # Kubernetes replaces $(NAME) in values; a doubled dollar stays a dollar.
-        found: dict[str, dict[str, Any]] = {name: {"value": text.replace("$(", "$$(")} for name, text in plain.items()}
+        found: dict[str, rendering.Manifest] = {
+            name: {"value": text.replace("$(", "$$(")} for name, text in plain.items()
+        }
         for name, (of, key) in secret.items():
             found[name] = {"valueFrom": {"secretKeyRef": {"name": of, "key": key}}}
         return [{"name": name, **found[name]} for name in sorted(found)]
 
 
-def documents(job: Job, kind: Kind) -> list[dict[str, Any]]:
+def documents(job: Job, kind: Kind) -> list[rendering.Manifest]:
     """Returns the objects to apply, in order: the claim, if the job makes it, and the job.
 
     Raises:

@@ -169,5 +169,8 @@ def _tasks(config: libra_config.RunConfig) -> str:
 def _prompt(payload: Mapping[str, Any]) -> str:
     """Returns a task's question. Only the environment knows what the policy sees, and a dry run starts no
     environment."""
-    text = next((payload[name] for name in ("prompt", "question", "expression") if name in payload), dict(payload))
-    return text if isinstance(text, str) else json.dumps(text, default=str)
+    # Names of the environments that ship; the payload of any other environment is shown whole.
+    text = next((payload[name] for name in ("prompt", "question", "expression", "issue") if name in payload), payload)
+    if isinstance(text, list):  # a prompt of several messages, of which the last one asks
+        text = text[-1]["content"]
+    return text if isinstance(text, str) else json.dumps(dict(text), default=str)

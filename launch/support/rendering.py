@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import jinja2
 import markupsafe
 import yaml
 
-TEMPLATES = Path(__file__).parent / "templates"
+Manifest = Mapping[str, object]
+"""An object of Kubernetes, as YAML has it."""
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
 
 
 def shell(template: str, **values: object) -> str:
@@ -21,7 +25,7 @@ def shell(template: str, **values: object) -> str:
     return environment.get_template(template).render(values)
 
 
-def manifests(template: str, **values: object) -> list[dict[str, Any]]:
+def manifests(template: str, **values: object) -> list[Manifest]:
     """Returns the objects of a YAML template, in which every value is written as JSON, a subset of YAML."""
     # autoescape marks the result of a macro, so that `_as_json` does not write it twice.
     environment = _environment(autoescape=True, finalize=_as_json)
@@ -43,7 +47,7 @@ def _as_json(value: object) -> markupsafe.Markup:
     return value if isinstance(value, markupsafe.Markup) else markupsafe.Markup(json.dumps(value, default=dict))
 
 
-def dump(objects: list[dict[str, Any]]) -> str:
+def dump(objects: Sequence[Manifest]) -> str:
     """Returns the objects as YAML with sorted keys, so that a diff shows only real differences."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=True, explicit_start=True, width=120)
 

@@ -1,6 +1,6 @@
-"""Explains in one sentence which module a script lacks, and with what Python to run it.
+"""Modules that the commands in launch/ share. Importing the package first explains a missing module in one sentence.
 
-Each script imports this module before any module that may be missing.
+Each command imports from here before it imports a package that may be missing: pyproject.toml orders imports so.
 """
 
 from __future__ import annotations

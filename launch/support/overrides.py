@@ -1,0 +1,133 @@
+"""Reads the settings given beside --config, passes them on, and refuses secrets and settings that nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ml_collections import config_flags
+
+from libra_jax import config as libra_config
+from libra_jax.planning import plans
+from libra_jax.protocols import ConfigError
+from libra_jax.telemetry import redaction
+
+_OWN = ("cluster.address",)
+"""Settings that the launcher decides."""
+
+
+Overrides = Mapping[str, object]
+"""Values by the name of their setting."""
+
+
+def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxyType({})) -> libra_config.RunConfig:
+    """Returns the checked config of a real run.
+
+    Args:
+      flag: the config flag, `flags.FLAGS["config"]`.
+      plan: file of launch/plan.py to lay the run out by; None keeps the config's layout.
+      cluster: settings of `config.cluster` that the launcher decides.
+
+    Raises:
+      ConfigError: a setting is wrong, or the config is a simulation's.
+      DataError: the plan cannot be read.
+    """
+    found = libra_config.to_dict(flag.value)
+    if "simulation" in found:
+        file = config_flags.get_config_filename(flag)
+        raise ConfigError(f"--config={file}: is a config for launch/simulate.py; give it to that script")
+    if plan is not None:
+        found = plans.applied(found, plans.read(Path(plan)))
+    found["cluster"].update(cluster)
+    return libra_config.parse(libra_config.RunConfig, found)
+
+
+def arguments(flag: Any) -> list[str]:
+    """Returns the settings that were given beside `--config`, an argument each, in their order.
+
+    Args:
+      flag: the config flag, `flags.FLAGS["config"]`.
+
+    Raises:
+      ConfigError: a setting looks like a secret, or has several lines.
+    """
+    found = []
+    for name, value in config_flags.get_override_values(flag).items():
+        refuse_secret(f"--config.{name}", name, value, "let the code read it from a variable of its environment")
+        if "\n" in str(value):
+            raise ConfigError(f"--config.{name}: a value of several lines cannot be passed on; put it into the file")
+        if name not in _OWN:
+            found.append(f"--config.{name}={value}")
+    return found
+
+
+def fields(flag: Any) -> frozenset[str]:
+    """Returns the fields of the config that the command line sets.
+
+    Args:
+      flag: the config flag, `flags.FLAGS["config"]`.
+    """
+    return frozenset(config_flags.get_override_values(flag))
+
+
+def refuse_unread(names: Collection[str], *, script: str, read: Collection[str], instead: Mapping[str, str]) -> None:
+    """Refuses fields that the command would ignore.
+
+    Args:
+      names: from `fields`.
+      script: name of the command.
+      read: fields and groups of fields that the command reads.
+      instead: by field or group, the field that counts in its place.
+
+    Raises:
+      ConfigError: a field is not read; the message names it.
+    """
+    refuse_ignored(names, script=script, ignored=[name for name in names if not _within(name, read)], instead=instead)
+
+
+def refuse_ignored(
+    names: Collection[str], *, script: str, ignored: Collection[str], instead: Mapping[str, str]
+) -> None:
+    """Refuses fields that the command is known to ignore.
+
+    Args:
+      names: from `fields`.
+      script: name of the command.
+      ignored: fields and groups of fields that the command ignores.
+      instead: by field or group, the field that counts in its place.
+
+    Raises:
+      ConfigError: a field is ignored; the message names it.
+    """
+    for name in sorted(names):
+        if not _within(name, ignored):
+            continue
+        counts = [field for field in instead if _within(name, (field,))]
+        advice = f"config.{instead[counts[0]]} counts; set that" if counts else "leave it out"
+        raise ConfigError(f"--config.{name}: launch/{script} does not read it; {advice}")
+
+
+def _within(name: str, fields: Collection[str]) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in fields)
+
+
+def refuse_secret(flag: str, name: str, value: Any, instead: str) -> None:
+    """Refuses a value that looks like a secret, by its name or its content; the error does not repeat the value.
+
+    Args:
+      flag: flag that gave the value.
+      name: name of the variable or field.
+      value: the value; of a mapping, each entry is checked.
+      instead: advice for the error message.
+
+    Raises:
+      ConfigError: the value looks like a secret.
+    """
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            refuse_secret(flag, f"{name}.{key}", entry, instead)
+        return
+    if redaction.redacted(value, name) != value:
+        raise ConfigError(f"{flag}: the value of {name} looks like a secret, and others could read it; {instead}")

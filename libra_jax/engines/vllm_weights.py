@@ -1,0 +1,177 @@
+"""The two ends of a weight update in vLLM: the check in the engine's front end, and the loader in each worker process.
+
+Written against vLLM 0.32 (vllm/distributed/weight_transfer/base.py). Chunks are checked in the front end against the
+checkpoint's tensors, by name and shape, before a worker loads anything. vLLM itself names neither the tensor nor the
+problem, keeps old weights for missing tensors, and stays half-loaded after an error.
+
+The loader reads weights in checkpoint format from shared memory. Each layer is reloaded as a whole, because on CPU its
+kernels have repacked the weights that they loaded first. Nothing imported here reaches JAX.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import base
+from vllm.model_executor.model_loader import reload
+
+from libra_jax import protocols
+from libra_jax.models import config as models_config
+from libra_jax.models import hf_names
+from libra_jax.weights import memfd
+
+
+class Checker:
+    """Follows the weight verbs of one engine, and raises LibraError for a faulty update.
+
+    Args:
+      name: name of the engine, for errors.
+      model_config: content of the config.json from which the engine was started.
+    """
+
+    def __init__(self, name: str, model_config: Mapping[str, Any]) -> None:
+        shape = models_config.untied(models_config.from_hf(model_config))
+        self.vocab_size = shape.vocab_size
+        self._name = name
+        self._expected = {entry.hf_name: entry.shape for entry in hf_names.weight_map(shape)}
+        self.version: int | None = None
+        self._count = 0
+        self._indices: set[int] = set()
+        self._names: set[str] = set()
+
+    def start(self, version: int) -> None:
+        """Starts an update, regardless of the last one's outcome."""
+        self.version, self._count = version, 0
+        self._indices, self._names = set(), set()
+
+    def add(self, chunk: protocols.WeightChunk) -> None:
+        """Checks a chunk before it is loaded.
+
+        Raises:
+          LibraError: the chunk is of another version, or a tensor is not the model's by name or shape.
+        """
+        if chunk.policy_version != self.version:
+            self._refuse(f"a chunk of version {chunk.policy_version} came while version {self.version} is loaded")
+        for entry in chunk.entries:
+            expected = self._expected.get(entry.name)
+            if expected is None:
+                self._refuse(f"weight {entry.name} is not part of the engine's model")
+            if tuple(entry.shape) != expected:
+                self._refuse(f"weight {entry.name} has shape {tuple(entry.shape)}, not the model's {expected}")
+        self._count = chunk.count
+        self._indices.add(chunk.index)
+        self._names.update(entry.name for entry in chunk.entries)
+
+    def finish(self, version: int) -> None:
+        """Checks that the update is complete, before it takes effect.
+
+        Raises:
+          LibraError: a chunk or a tensor is missing.
+        """
+        if version != self.version:
+            self._refuse(f"version {version} was to be served while version {self.version} is loaded")
+        if len(self._indices) != self._count or not self._count:
+            self._refuse(f"{len(self._indices)} of {self._count} weight chunks of version {version} came")
+        if missing := sorted(set(self._expected) - self._names):
+            self._refuse(f"version {version} lacks {missing[0]} ({len(missing)} tensors in all)")
+        self.version = None
+
+    def _refuse(self, problem: str) -> None:
+        raise protocols.LibraError(f"engine {self._name} cannot take these weights: {problem}")
+
+
+def payload(chunk: protocols.WeightChunk) -> dict[str, Any]:
+    """Returns the chunk as plain values, for the worker's weight-transfer engine of the chunk's transport."""
+    # vLLM's own CUDA engines define the payload of their transports; the sender has written it into the address.
+    if chunk.transport["kind"] != "memfd":
+        return dict(chunk.transport["update_info"])
+    return {
+        "policy_version": chunk.policy_version,
+        "index": chunk.index,
+        "count": chunk.count,
+        "entries": [
+            (entry.name, entry.dtype, list(entry.shape), entry.offset, entry.nbytes) for entry in chunk.entries
+        ],
+        "nbytes": chunk.nbytes,
+        "transport": dict(chunk.transport),
+        "checksum": chunk.checksum,
+    }
+
+
+@dataclass
+class MemfdInitInfo(base.WeightTransferInitInfo):
+    """Empty: each chunk carries the address of its bytes."""
+
+
+@dataclass
+class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
+    """A `protocols.WeightChunk` as plain values. Entries are (name, dtype, shape, offset, nbytes)."""
+
+    policy_version: int
+    index: int
+    count: int
+    entries: list[tuple[str, str, list[int], int, int]]
+    nbytes: int
+    transport: dict[str, Any]
+    checksum: str | None = None
+
+
+class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUpdateInfo]):
+    """Loads chunks of a snapshot into this worker's shard of the model."""
+
+    init_info_cls = MemfdInitInfo
+    update_info_cls = MemfdUpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._peers = memfd.PeerMemory()
+
+    def init_transfer_engine(self, init_info: MemfdInitInfo) -> None:
+        """Does nothing: the first chunk carries its address."""
+
+    def start_weight_update(self) -> None:
+        """Prepares every layer for new weights."""
+        reload.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads one chunk. Overrides the base method, which synchronises an accelerator that a CPU does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: MemfdUpdateInfo) -> None:
+        """Loads one chunk's tensors.
+
+        Raises:
+          SharedMemoryError: the trainer's memory cannot be reached.
+          ValueError: the bytes differ from the checksum.
+        """
+        memory = self._peers.map(update_info.transport)
+        if update_info.checksum is not None:
+            digest = memfd.digest(memoryview(memory)[: update_info.nbytes])
+            if digest != update_info.checksum:
+                raise ValueError(
+                    f"chunk {update_info.index} of version {update_info.policy_version} arrived damaged: checksum "
+                    f"{digest} instead of {update_info.checksum}"
+                )
+        tensors = []
+        with warnings.catch_warnings():
+            # The mapping is read-only on purpose, and nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            for name, dtype, shape, offset, nbytes in update_info.entries:
+                kind = getattr(torch, dtype)
+                flat = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset)
+                tensors.append((name, flat.view(shape)))
+        # An incomplete layer keeps views of its tensors, until the update finishes at the latest. The trainer keeps
+        # every chunk of the snapshot in place until then.
+        self.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        """Switches to the new weights. `Checker` has checked that they are complete."""
+        reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Releases the trainer's memory."""
+        self._peers.close()
