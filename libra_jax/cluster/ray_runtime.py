@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -17,7 +18,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import psutil
@@ -101,7 +101,8 @@ class RayRuntime:
                 shutil.rmtree(abandoned, ignore_errors=True)
         self._directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=temporary)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        before = _children()
+        children = functools.partial(psutil.Process().children, recursive=True)
+        before = {child.pid for child in children()}
         try:
             with _quiet(), _at_loopback():
                 ray.init(
@@ -119,7 +120,7 @@ class RayRuntime:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise LibraError(f"Ray did not start on this machine: {actors.summary(error)}") from error
         # All children that appeared during the start are Ray's.
-        self._guard = guard.Guard(sorted(_children() - before), self._directory)
+        self._guard = guard.Guard(sorted({child.pid for child in children()} - before), self._directory)
 
     def _join(self) -> None:
         address = self._address
@@ -244,22 +245,16 @@ def _wait_for_node(address: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def _log_remark(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    """Keeps Ray's remarks on dead workers off the console: our own error names the worker in one sentence."""
-    _log.debug("ray: %s", " ".join(data.get("lines", ())))
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Ray's remarks on its own start off the console."""
     logger = logging.getLogger("ray")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    ray._private.worker.print_to_stdstream = _log_remark
+    # Remarks on dead workers, too: our own error names the worker in one sentence.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix=False: _log.debug(
+        "ray: %s", " ".join(data.get("lines", ()))
+    )
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, instances, reports, stopping
 from libra_jax.elastic import hybrid, training_sides
-from libra_jax.planning import replanning
+from libra_jax.planning import planner as planner_lib
 from libra_jax.trainer_control import resize
 from libra_jax.weights import sync
 
@@ -37,11 +37,11 @@ class Planner(Protocol):
     def after(
         self,
         step: int,
-        measured: replanning.Measured,
+        measured: planner_lib.Measured,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
-    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
+    ) -> tuple[planner_lib.Decision[protocols.Plan] | None, dict[str, float]]:
         """Returns the decision after a training step (None without a look) and its metrics. Updates `plan`."""
         ...
 
@@ -119,7 +119,7 @@ class PlanFollower:
         times = report.times
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
         lost = self._engines.losses - self._losses  # reported until the planner may act on the loss
-        measured = replanning.Measured(
+        measured = planner_lib.Measured(
             step=step_seconds,
             train=times.train,
             sync=times.sync,
