@@ -91,7 +91,11 @@ class Placement:
         environment = dict(spec.environment)
         if node.accelerators and environment.get(_VISIBLE):
             environment[_VISIBLE] = granted.own(node, environment[_VISIBLE])
-        options = {"num_cpus": 0.0, "num_gpus": 0.0, "scheduling_strategy": self._within(self._bundles[spec.host])}
+        options = {
+            "num_cpus": 0.0,
+            "num_gpus": 0.0,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, self._bundles[spec.host]),
+        }
         return dataclasses.replace(spec, environment=environment), options
 
     def doubt(self, host: int | None) -> None:
@@ -181,7 +185,9 @@ class Placement:
         All of the host's accelerators are free for this call: actors get theirs through the bundle, not from Ray.
         """
         count = self._layout.hosts[host].accelerators
-        options: dict[str, Any] = {"scheduling_strategy": self._within(self._bundles[host])}
+        options: dict[str, Any] = {
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, self._bundles[host])
+        }
         if self._resource == "GPU":
             options["num_gpus"] = count
         elif self._resource != "CPU":
@@ -242,9 +248,6 @@ class Placement:
             )
             for node in alive
         ]
-
-    def _within(self, bundle: int) -> Any:
-        return strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
 
     def _tell(self, nodes: Any) -> None:
         self._granted = granted.Granted(self._layout, tuple(nodes), self._resource)

@@ -104,7 +104,8 @@ class RayRuntime:
         children = functools.partial(psutil.Process().children, recursive=True)
         before = {child.pid for child in children()}
         try:
-            with _quiet(), _at_loopback():
+            _quieten()
+            with _at_loopback():
                 ray.init(
                     address="local",
                     num_cpus=int(_PLENTY_OF_CPUS),
@@ -133,8 +134,8 @@ class RayRuntime:
             if address != "auto":
                 _reach(address, min(_REACH_SECONDS, self._start_seconds))
             _wait_for_node(address, min(_NODE_SECONDS, self._start_seconds))
-            with _quiet():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            _quieten()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ValueError, OSError, RuntimeError, ray.exceptions.RayError) as error:
             if "Version mismatch" in str(error):
                 raise ConfigError(
@@ -147,7 +148,7 @@ class RayRuntime:
             ) from error
         names = {node["NodeManagerAddress"]: node["NodeName"] for node in ray.nodes() if node["Alive"]}
         if len(names) > 1 and not self._hosts:
-            self._end()
+            ray.shutdown()
             raise ConfigError(
                 "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host, and the Ray cluster "
                 f"at {address!r} has {len(names)} ({granted.listed(names.values())}); set it to what a host has, or "
@@ -166,7 +167,7 @@ class RayRuntime:
             self._watching.cancel()
         thread, self._thread = self._thread, None
         try:
-            await asyncio.wait_for(thread.submit("shutdown", self._end), seconds)
+            await asyncio.wait_for(thread.submit("shutdown", ray.shutdown), seconds)
         except TimeoutError:
             raise DeadlineMissed(f"Ray was still shutting down after {seconds:g} s; its processes are killed") from None
         finally:
@@ -174,10 +175,6 @@ class RayRuntime:
             if self._guard is not None:
                 self._guard.fire(seconds)
                 self._guard = None
-
-    def _end(self) -> None:
-        with _quiet():
-            ray.shutdown()
 
 
 async def watch_head(address: str) -> None:
@@ -245,20 +242,14 @@ def _wait_for_node(address: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Ray's remarks on its own start off the console."""
+def _quieten() -> None:
+    """Keeps Ray's remarks on its own start and end off the console, from now on."""
     logger = logging.getLogger("ray")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(max(logger.level, logging.ERROR))
     # Remarks on dead workers, too: our own error names the worker in one sentence.
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix=False: _log.debug(
         "ray: %s", " ".join(data.get("lines", ()))
     )
-    try:
-        yield
-    finally:
-        logger.setLevel(max(level, logging.ERROR))
 
 
 @contextlib.contextmanager

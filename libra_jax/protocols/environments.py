@@ -12,7 +12,14 @@ from libra_jax.protocols.trajectories import ToolStatus
 
 @dataclass(frozen=True)
 class ToolReturn:
-    """The result of a tool call: data that the policy sees, even after a failure or a time-out."""
+    """The result of a tool call: data that the policy sees, even after a failure or a time-out.
+
+    Attributes:
+      tool: name of the tool.
+      status: outcome of the call.
+      content: text that the policy sees.
+      seconds: seconds that the tool ran.
+    """
 
     tool: str
     status: ToolStatus
@@ -50,7 +57,11 @@ class Environment(Protocol):
         ...
 
     async def step(self, output: str) -> StepResult:
-        """Reads one model output (decoded text, stop token removed), runs its tool calls, and answers."""
+        """Reads one model output (decoded text, stop token removed), runs its tool calls, and answers.
+
+        A tool's failure is a `ToolReturn`. An error that this method raises counts as a crash of the environment: the
+        rollout starts afresh in a new one.
+        """
         ...
 
     async def close(self) -> None:

@@ -42,6 +42,7 @@ class GenerationRequest:
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
+    # vLLM's own values, which the coordinator passes from one engine to the other without reading them.
     kv_source: Mapping[str, Any] | None = None
 
 
@@ -59,6 +60,7 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     policy_versions: tuple[int, ...]
+    # "abort" means that the output is incomplete: the request may continue on another engine.
     finish_reason: FinishReason | None = None
 
 

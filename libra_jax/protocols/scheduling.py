@@ -103,6 +103,7 @@ class Placement(NamedTuple):
 
     request_id: str
     instance: str
+    # Decided together with the placement: comparing instance names later would miss the reason.
     move: Move | None = None
 
 

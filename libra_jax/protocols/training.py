@@ -23,6 +23,7 @@ class TrainerInfo:
 
     policy_version: int
     parameters: int
+    # By name, because a mesh may have further axes of size 1.
     mesh: Mapping[str, int]
     platform: str
 
@@ -182,6 +183,12 @@ class Trainer(WeightStager, Protocol):
           shares: parts that hybrid workers compute meanwhile (`Replica.contribute`, with the same arguments). The
             trainer computes a share that is late or unusable, and closes that worker's channel. `shares/late` counts
             these micro-batches, and `shares/late/<member>` exists for each such worker.
+
+        Raises:
+          DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
+          ConfigError: the shares leave the core nothing.
+          LibraError: the batch is for another version, or too many steps in a row were not finite.
+          StepGivenUp: `give_up_step` aborted the step; version and state are unchanged.
         """
         ...
 

@@ -78,7 +78,13 @@ FINISHES = ("answered", *LIMITS)
 
 @dataclass(frozen=True)
 class CausalState:
-    """The part of a tool return that predicts what comes next (C-MLFQ, arXiv 2606.03077 section 4)."""
+    """The part of a tool return that predicts what comes next (C-MLFQ, arXiv 2606.03077 section 4).
+
+    Attributes:
+      tool: name of the tool.
+      payload_tokens: tokens that the return appended to the context.
+      status: outcome of the call.
+    """
 
     tool: str
     payload_tokens: int
@@ -156,6 +162,7 @@ class Trajectory:
 
     trajectory_id: str
     prompt_id: str
+    # Plain lists, not arrays: they grow by a few tokens at a time, and cross processes by pickle.
     token_ids: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)

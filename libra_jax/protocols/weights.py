@@ -46,6 +46,7 @@ class WeightChunk:
     count: int
     entries: tuple[WeightEntry, ...]
     nbytes: int
+    # Plain values, because vLLM's messages carry no types of ours.
     transport: Mapping[str, Any]
     checksum: str | None = None
 
