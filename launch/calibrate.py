@@ -30,7 +30,7 @@ from rich import console, table
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import hub
-from libra_jax.planning import costs, demand, hardware, meshes, profiles, streams
+from libra_jax.planning import calibration, costs, hardware, meshes, profiles, serving
 from libra_jax.runs import wiring
 from libra_jax.simulator import recording, twin
 
@@ -70,7 +70,7 @@ class Run:
     model: costs.CostModel
     steps: tuple[profiles.Measured, ...]
     work: tuple[Any, ...]
-    streams: tuple[streams.Stream, ...]
+    streams: tuple[calibration.Stream, ...]
 
     @property
     def fitted(self) -> int:
@@ -215,7 +215,7 @@ def _measured(config: libra_config.RunConfig, trainer: meshes.Trainer, step: rec
         mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
         trainer=trainer,
         lengths=step.lengths,
-        demand=demand.of_trajectories(
+        demand=serving.Demand.of_trajectories(
             [script.prompt_tokens for script in step.scripts], [script.turns for script in step.scripts]
         ),
         degree=config.rollout.tensor_parallel[0],
@@ -226,7 +226,7 @@ def _measured(config: libra_config.RunConfig, trainer: meshes.Trainer, step: rec
 
 def _fit(runs: Sequence[Run]) -> profiles.Profile:
     """Fits the profile to the first halves."""
-    by_degree: dict[int, list[Sequence[streams.Stream]]] = collections.defaultdict(list)
+    by_degree: dict[int, list[Sequence[calibration.Stream]]] = collections.defaultdict(list)
     for run in runs:
         by_degree[run.steps[0].degree].append(run.streams)
     return profiles.fit(runs[0].model, [step for run in runs for step in run.steps[: run.fitted]], by_degree)

@@ -14,14 +14,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
-from libra_jax.planning import memory
+from libra_jax import machine, protocols
 
 Kind = Literal["model", "dataset"]
 
@@ -133,7 +132,7 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
     patterns = _PATTERNS[kind] if weights else _SMALL
     if inside:
         patterns = [f"{inside}/{pattern}" for pattern in patterns]
-    get = _Snapshot(name, kind, revision)
+    get = _Snapshot(name, kind, {"repo_type": kind, "revision": revision})
     cached = get.cached(patterns)
     if cached is not None and (not weights or _is_whole(cached / inside, kind)):
         return cached / inside, f"{kind} {name}: snapshot {cached.name[:8]} of the Hugging Face cache"
@@ -148,7 +147,7 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
     )
     names = [file.rfilename for file in info.siblings]
     wanted = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=patterns))
-    size = memory.size(sum(file.size or 0 for file in info.siblings if file.rfilename in wanted))
+    size = machine.bytes_text(sum(file.size or 0 for file in info.siblings if file.rfilename in wanted))
     if not wanted:
         raise protocols.DataError(f"{matched[0]}: the {kind} on the hub holds no {', '.join(patterns)}")
     told = f"{kind} {name}: {len(wanted)} file{'s' * (len(wanted) > 1)}, {size} from the Hugging Face hub"
@@ -162,15 +161,17 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """One revision of a repository."""
+    """One revision of a repository.
+
+    Attributes:
+      name: namespace and name.
+      kind: kind of the repository.
+      where: arguments by which huggingface_hub finds the revision.
+    """
 
     name: str
     kind: Kind
-    revision: str | None
-
-    @property
-    def where(self) -> dict[str, Any]:
-        return {"repo_type": self.kind, "revision": self.revision}
+    where: Mapping[str, str | None]
 
     def cached(self, patterns: Sequence[str]) -> Path | None:
         """Returns the folder in the cache, complete or not; None if the cache has no such folder."""
@@ -242,6 +243,7 @@ def _ask(question: Callable[[], Any], here: str) -> Any:
 
     thread = threading.Thread(target=ask, name="libra-hub", daemon=True)
     thread.start()
+    # Not joined to its end: a thread that name resolution holds is left behind, and dies with the process.
     thread.join(ASK_SECONDS)
     answer = answers[0] if answers else TimeoutError(f"no answer within {ASK_SECONDS:g} s")
     if isinstance(answer, errors.RevisionNotFoundError):
