@@ -170,7 +170,7 @@ def lines(
     def draw(axes: Any) -> None:
         for line in shown:
             _draw_line(axes, line)
-        axes.yaxis.set_major_formatter(_percent if percent else thousands)
+        axes.yaxis.set_major_formatter((lambda value, _: f"{100 * value:z.3g}%") if percent else thousands)
         if whole:
             whole_ticks(axes.yaxis)
         _set_scale(axes, [value for line in shown for value in line.values.values()], scale)
@@ -293,10 +293,6 @@ def legend_above(axes: Any, columns: int) -> None:
 def thousands(value: float, _: Any = None) -> str:
     """Returns a number for an axis, without a minus sign before zero."""
     return f"{value:z,.0f}" if abs(value) >= 1000 else f"{value:zg}"
-
-
-def _percent(value: float, _: Any) -> str:
-    return f"{100 * value:z.3g}%"
 
 
 def svg(made: Any) -> str:

@@ -106,11 +106,6 @@ class Transition:
         """Kind of the transition: for example "rollout to training", or `MESH`."""
         return f"{self.source} to {self.target}" if self.source in SIDES and self.target in SIDES else MESH
 
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds. NaN if unknown."""
-        return self.end - self.start
-
 
 def parse(record: Mapping[str, Any]) -> Transition:
     """Reads a line of `transitions.jsonl`. Missing or invalid values become unknown; no line is refused."""
@@ -280,7 +275,7 @@ def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
     return (
         way,
         *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
-        _seconds(_median(change.seconds for change in done)),
+        _seconds(_median(change.end - change.start for change in done)),
         _phases(phases),
         _size(_median(change.bytes for change in done)),
         *(_seconds(_stalled(changes, side)) for side in _STALLS.values()),
@@ -290,24 +285,24 @@ def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
 
 def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:
     heads = ("step", "worker", "from", "to", "outcome", "reason", "took", "phases", "moved", *_STALLS)
-    table = page.Table(heads, [_row(change) for change in changes[-MOST_ROWS:]])
+    rows = [
+        (
+            "-" if change.step is None else str(change.step),
+            change.worker,
+            change.source,
+            change.target,
+            f"{change.outcome}: {change.why}" if change.why else change.outcome,
+            change.reason,
+            _seconds(change.end - change.start),
+            _phases(change.phases),
+            _size(change.bytes),
+            *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
+        )
+        for change in changes[-MOST_ROWS:]
+    ]
+    table = page.Table(heads, rows)
     note = f"The last {MOST_ROWS:,} of {len(changes):,}." if len(changes) > MOST_ROWS else ""
     return page.Section(title, table=table, note=note, wide=True, folded=folded)
-
-
-def _row(change: Transition) -> tuple[str, ...]:
-    return (
-        "-" if change.step is None else str(change.step),
-        change.worker,
-        change.source,
-        change.target,
-        f"{change.outcome}: {change.why}" if change.why else change.outcome,
-        change.reason,
-        _seconds(change.seconds),
-        _phases(change.phases),
-        _size(change.bytes),
-        *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
-    )
 
 
 def _median(values: Iterable[float]) -> float:

@@ -230,17 +230,6 @@ class LiveConsole(status.RunStatus):
         view = self.view()
         if self._evaluation is not None:  # the last evaluation stays visible in steps without one
             view["scalars"]["evaluation/accuracy"] = self._evaluation[1]
-        lines = [self._progress(), *numbers(view)]
-        if self._evaluation is not None:
-            lines.append(Text(f"held-out of step {self._evaluation[0]}", style="dim"))
-        if len(self._rewards) > 1:
-            spark = Text(console.sparkline(list(self._rewards)), style="green")
-            lines.append(Text.assemble(("reward, last steps ", "dim"), spark))
-        if view["workers"]:
-            lines.append(workers(view["workers"], fold=False))
-        return framed([*lines, *notes(view)], view["run"])
-
-    def _progress(self) -> RenderableType:
         pace = self._pace
         text = f" step {pace.done}/{pace.steps}   {console.seconds_text(self._clock() - pace.started)}"
         if pace.remaining_seconds and pace.done < pace.steps:
@@ -249,4 +238,12 @@ class LiveConsole(status.RunStatus):
         row.add_column(ratio=1)
         row.add_column(justify="right", no_wrap=True)
         row.add_row(ProgressBar(total=pace.steps, completed=min(pace.done, pace.steps)), text)
-        return row
+        lines: list[RenderableType] = [row, *numbers(view)]
+        if self._evaluation is not None:
+            lines.append(Text(f"held-out of step {self._evaluation[0]}", style="dim"))
+        if len(self._rewards) > 1:
+            spark = Text(console.sparkline(list(self._rewards)), style="green")
+            lines.append(Text.assemble(("reward, last steps ", "dim"), spark))
+        if view["workers"]:
+            lines.append(workers(view["workers"], fold=False))
+        return framed([*lines, *notes(view)], view["run"])

@@ -192,23 +192,22 @@ def reward_parts(steps: Steps) -> list[page.Section]:
         called, known = name.removeprefix("reward/"), curve(steps, name)
         colour, dashed = page.COLOURS[index % len(page.COLOURS)], index // len(page.COLOURS) % 2 == 1
         lines.append(page.Line(page.moving_mean(known, MEAN_STEPS), called, colour, dashed))
-        rows.append(_reward_row(steps, called, list(known.values())))
+        values = list(known.values())
+        # As in the report's first sentence: windows that share no step.
+        size = max(1, min(MEAN_STEPS, len(values) // 2))
+        seconds = list(curve(steps, f"reward_seconds/{called}").values())
+        cached = list(curve(steps, f"reward_cached/{called}").values())
+        row = (
+            called,
+            f"{sum(values[:size]) / size:z.3f}" if values else "",
+            f"{sum(values[-size:]) / size:z.3f}" if len(values) > 1 else "",
+            f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
+            f"{sum(cached) / len(cached):.0%}" if cached else "",
+        )
+        rows.append(row)
     table = page.Table(("function", "first", "last", "seconds a call", "known already"), rows)
     picture = page.lines(lines, 3.0, wide=True)
     return [page.Section("What the reward is made of", picture, table, note=REWARDS_NOTE, wide=True)]
-
-
-def _reward_row(steps: Steps, name: str, values: Sequence[float]) -> tuple[str, ...]:
-    size = max(1, min(MEAN_STEPS, len(values) // 2))  # as in the report's first sentence: windows that share no step
-    seconds = list(curve(steps, f"reward_seconds/{name}").values())
-    cached = list(curve(steps, f"reward_cached/{name}").values())
-    return (
-        name,
-        f"{sum(values[:size]) / size:z.3f}" if values else "",
-        f"{sum(values[-size:]) / size:z.3f}" if len(values) > 1 else "",
-        f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
-        f"{sum(cached) / len(cached):.0%}" if cached else "",
-    )
 
 
 def plots(steps: Steps) -> list[page.Section]:
@@ -276,22 +275,22 @@ def plan(steps: Steps, decisions: Sequence[Mapping[str, Any]]) -> list[page.Sect
         out.append(page.Section("Predicted and measured step times", picture, note=PLAN_NOTE, wide=True))
     if decisions:
         heads = ("after step", "why it looked", "present, s", "best, s", "move, s", "decision", "best plan")
-        table = page.Table(heads, [_decision(decision) for decision in decisions])
+        rows = []
+        for decision in decisions:
+            numbers = (decision[name] for name in ("present_seconds", "best_seconds", "move_seconds"))
+            seconds = ("∞" if number is None else f"{number:,.1f}" for number in numbers)
+            verdict = f"{'moved' if decision['moved'] else 'stayed'}: {decision['reason']}"
+            best = decision["plan"]
+            mesh = " x ".join(str(best[axis]) for axis in ("data", "fsdp", "tensor"))
+            rollout = ", ".join(
+                f"{bucket['count']} of degree {bucket['tensor_parallel']} to {bucket['max_remaining_tokens']:,} tokens"
+                for bucket in best["rollout"]
+            )
+            looked = str(decision["step"]), decision["why"]
+            rows.append((*looked, *seconds, verdict, f"train on {mesh}; {rollout}"))
+        table = page.Table(heads, rows)
         out.append(page.Section("Looks for a better plan", table=table, wide=True))
     return out
-
-
-def _decision(decision: Mapping[str, Any]) -> tuple[str, ...]:
-    numbers = (decision[name] for name in ("present_seconds", "best_seconds", "move_seconds"))
-    seconds = ("∞" if number is None else f"{number:,.1f}" for number in numbers)
-    verdict = f"{'moved' if decision['moved'] else 'stayed'}: {decision['reason']}"
-    best = decision["plan"]
-    mesh = " x ".join(str(best[axis]) for axis in ("data", "fsdp", "tensor"))
-    rollout = ", ".join(
-        f"{bucket['count']} of degree {bucket['tensor_parallel']} to {bucket['max_remaining_tokens']:,} tokens"
-        for bucket in best["rollout"]
-    )
-    return str(decision["step"]), decision["why"], *seconds, verdict, f"train on {mesh}; {rollout}"
 
 
 def lengths(generated_tokens: Sequence[int]) -> list[page.Section]:

@@ -155,6 +155,13 @@ class RunStatus(sinks.Sink):
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
         seconds = (now if self._ended_at is None else self._ended_at) - self._began
+        problems = [
+            f"{wait.subject} has taken {wait.seconds:.0f} s of the {wait.deadline:g} s it may take."
+            for wait in waits
+            if wait.seconds > wait.deadline and not wait.queued
+        ]
+        if silent > SILENT_SECONDS:
+            problems.insert(0, f"The event loop has not answered for {silent:.0f} s.")
         return {
             **self._fixed,
             "step": self._step,
@@ -177,25 +184,12 @@ class RunStatus(sinks.Sink):
             "notes": list(self._notes),
             "endpoint": self.endpoint,
             "ended": self._ended,
-            "problems": [] if self._ended else _problems(silent, waits),
+            "problems": [] if self._ended else problems,
         }
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
-    """Returns the problems of a live run, as sentences."""
-    found = []
-    if silent > SILENT_SECONDS:
-        found.append(f"The event loop has not answered for {silent:.0f} s.")
-    found += [
-        f"{wait.subject} has taken {wait.seconds:.0f} s of the {wait.deadline:g} s it may take."
-        for wait in waits
-        if wait.seconds > wait.deadline and not wait.queued
-    ]
-    return found
 
 
 def _process_began(pid: int) -> int:
@@ -422,10 +416,9 @@ class Heartbeat:
                 partial.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 os.utime(self._file)  # this needs no room on the disk, and shows watchers that the run is alive
-            self._say(f"{self._file.name} cannot be written ({error.strerror or error}); the run goes on without it.")
-
-    def _say(self, sentence: str) -> None:
-        if not self._warned:
-            self._warned = True
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._run.warn, f"warning: {sentence}")
+            if not self._warned:
+                self._warned = True
+                problem = f"{self._file.name} cannot be written ({error.strerror or error})"
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    told = f"warning: {problem}; the run goes on without it."
+                    self._loop.call_soon_threadsafe(self._run.warn, told)

@@ -104,11 +104,6 @@ class Tally:
             calls.seconds.append(_number(turn.get("tool_seconds")))
             calls.payload_tokens.append(_number(turn.get("payload_tokens")))
 
-    @property
-    def by_calls(self) -> list[tuple[str, Calls]]:
-        """The tools, most called first."""
-        return sorted(self.tools.items(), key=lambda item: (-item[1].outcomes.total(), item[0]))
-
 
 def sections(tally: Tally) -> list[page.Section]:
     """Returns tables and pictures. If no tool was called, returns only how rollouts ended."""
@@ -116,18 +111,33 @@ def sections(tally: Tally) -> list[page.Section]:
         return []
     steps = sorted({step for step, _ in tally.turns})
     early, late = _quarters(steps)
-    ends = page.Section("How rollouts ended", table=_ends(tally, early, late or early), note=ENDS_NOTE, wide=True)
+    first, last = _shares(tally.ends, early), _shares(tally.ends, late or early)
+    finishes = sorted({*first, *last}, key=lambda name: (-last.get(name, 0.0), -first.get(name, 0.0), str(name)))
+    shown = [(str(name), f"{first.get(name, 0.0):.1%}", f"{last.get(name, 0.0):.1%}") for name in finishes]
+    finished = page.Table(("how", f"steps {_range(early)}", f"steps {_range(late or early)}"), shown)
+    ends = page.Section("How rollouts ended", table=finished, note=ENDS_NOTE, wide=True)
     if not tally.tools:
         return [ends]
-    pictured = tally.by_calls[:MOST_TOOLS]
+    # The most called first.
+    by_calls = sorted(tally.tools.items(), key=lambda item: (-item[1].outcomes.total(), item[0]))
+    pictured = by_calls[:MOST_TOOLS]
     further = len(tally.tools) - MOST_TOOLS
     left_out = f"The {MOST_TOOLS} most called; {further} more are in the table." if further > 0 else ""
     heads = ("tool", "calls", *trace.STATUSES, "seconds", "P90", "longest", "payload tokens", "P90")
-    table = page.Table(heads, [_row(name, calls) for name, calls in tally.by_calls])
+    rows = []
+    for name, calls in by_calls:
+        counts = calls.outcomes.total(), *(calls.of_status(status) for status in trace.STATUSES)
+        row = (
+            name,
+            *(f"{count:,}" for count in counts),
+            *(_seconds(value) for value in _quantiles(calls.seconds, (0.5, 0.9, 1.0))),
+            *(f"{value:,.0f}" for value in _quantiles(calls.payload_tokens, (0.5, 0.9))),
+        )
+        rows.append(row)
     spans = {name: _quantiles(calls.seconds, SHARES) for name, calls in pictured}
     shares = {f"steps {_range(part)}": _shares(tally.turns, part) for part in ((early, late) if late else (early,))}
     return [
-        page.Section("Tools", table=table, note=NOTE, wide=True),
+        page.Section("Tools", table=page.Table(heads, rows), note=NOTE, wide=True),
         page.Section("Tool outcomes by step", draw_outcomes(dict(pictured), steps), note=left_out, wide=True),
         page.Section("Seconds of a call", draw_seconds(spans), note=SECONDS_NOTE),
         page.Section("Turns of a rollout", draw_turns(shares)),
@@ -152,23 +162,6 @@ def _quarters(steps: Sequence[int]) -> tuple[list[int], list[int]]:
     # Rounded up, so that a quarter has at least one step.
     size = -(-len(steps) // QUARTER)
     return list(steps[:size]), list(steps[-size:]) if len(steps) > 1 else []
-
-
-def _row(name: str, calls: Calls) -> tuple[str, ...]:
-    counts = calls.outcomes.total(), *(calls.of_status(status) for status in trace.STATUSES)
-    return (
-        name,
-        *(f"{count:,}" for count in counts),
-        *(_seconds(value) for value in _quantiles(calls.seconds, (0.5, 0.9, 1.0))),
-        *(f"{value:,.0f}" for value in _quantiles(calls.payload_tokens, (0.5, 0.9))),
-    )
-
-
-def _ends(tally: Tally, early: Sequence[int], late: Sequence[int]) -> page.Table:
-    first, last = _shares(tally.ends, early), _shares(tally.ends, late)
-    names = sorted({*first, *last}, key=lambda name: (-last.get(name, 0.0), -first.get(name, 0.0), str(name)))
-    rows = [(str(name), f"{first.get(name, 0.0):.1%}", f"{last.get(name, 0.0):.1%}") for name in names]
-    return page.Table(("how", f"steps {_range(early)}", f"steps {_range(late)}"), rows)
 
 
 def _shares(counts: Mapping[tuple[int, Any], int], steps: Iterable[int]) -> dict[Any, float]:
