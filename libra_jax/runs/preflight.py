@@ -92,10 +92,11 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
         )
     # If the config names no platform, compilation finds out whether a kernel takes the rows.
     platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
-    for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets) if platform else ():
-        feasibility.choose_attention(
-            config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
-        )
+    if platform is not None:
+        for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
+            feasibility.choose_attention(
+                config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
+            )
     if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
