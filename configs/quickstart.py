@@ -4,7 +4,7 @@ The policy reads an arithmetic expression, calls the calculator with it, reads w
 with that. A short supervised warm start leaves the policy right in a third to a half of its rollouts; reinforcement
 learning does the rest.
 
-Expected: the reward (mean of 5 steps) rises from 0.37-0.56 to 0.95 or more. The held-out accuracy rises from 0.29-0.48
+Expected: the reward (mean of 5 steps) rises from 0.36-0.56 to 0.95 or more. The held-out accuracy rises from 0.29-0.48
 to 0.95 or more. It takes 5 to 6 minutes on 2 quiet cores with AVX-512; the first set-up takes 2 to 5 more.
 
   bash launch/quickstart.sh
@@ -23,6 +23,9 @@ def get_config() -> libra_config.RunConfig:
     config.task.source = "libra_jax.agents.calculator:task_source"
     config.task.environment = "libra_jax.agents.calculator:environment"
     config.task.max_turns = 3
+    # Tool returns are short, so only a policy that rambles fills the context. If such rollouts are masked (the
+    # default), nothing unteaches it: 3 runs with the mask ended at rewards of 0.945 to 0.979, others at 0.95 to 0.99.
+    config.task.cut_off = "zero"
 
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
 

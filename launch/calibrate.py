@@ -30,7 +30,7 @@ from rich import console, table
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import hub
-from libra_jax.planning import costs, demand, hardware, meshes, profiles, streams
+from libra_jax.planning import calibration, costs, hardware, meshes, profiles, serving
 from libra_jax.runs import wiring
 from libra_jax.simulator import recording, twin
 
@@ -70,7 +70,7 @@ class Run:
     model: costs.CostModel
     steps: tuple[profiles.Measured, ...]
     work: tuple[Any, ...]
-    streams: tuple[streams.Stream, ...]
+    streams: tuple[calibration.Stream, ...]
 
     @property
     def fitted(self) -> int:
@@ -114,7 +114,7 @@ def main() -> None:
             raise protocols.ConfigError(
                 f"--workdirs: {run.name} has another model or other planner.hardware than {runs[0].name}"
             )
-    by_degree: dict[int, list[Sequence[streams.Stream]]] = collections.defaultdict(list)
+    by_degree: dict[int, list[Sequence[calibration.Stream]]] = collections.defaultdict(list)
     for run in runs:
         by_degree[run.steps[0].degree].append(run.streams)
     # The first halves alone, because the other halves judge the profile.
@@ -207,7 +207,7 @@ def _read(folder: Path) -> Run:
             mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
             trainer=trainer,
             lengths=step.lengths,
-            demand=demand.of_trajectories(
+            demand=serving.Demand.of_trajectories(
                 [script.prompt_tokens for script in step.scripts], [script.turns for script in step.scripts]
             ),
             degree=config.rollout.tensor_parallel[0],

@@ -38,7 +38,7 @@ from rich import console, table
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, search, uncertainty
+from libra_jax.planning import costs, forecast, hardware, search
 from libra_jax.runs import planned
 from libra_jax.simulator import scripts, settings, workloads
 
@@ -193,7 +193,7 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
         return
     print(f"A step takes {best.step_seconds:.1f} s by the hardware sheet, not calibrated by any run.")
     print(
-        f"Were each coefficient off by {uncertainty.MOVE:.0%}: training {unsure.train:.0%}, rollout "
+        f"Were each coefficient off by {forecast.MOVE:.0%}: training {unsure.train:.0%}, rollout "
         f"{unsure.rollout:.0%}, a step {unsure.step:.0%} more or less."
     )
 

@@ -26,7 +26,7 @@ from rich import console, table
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import forecast, remedies, scale, search
+from libra_jax.planning import forecast, scale, search
 from libra_jax.simulator import comparison, settings
 
 KEPT = Path(__file__).parent / "benchmarks" / "costs.json"
@@ -180,7 +180,7 @@ def _costs(values: Mapping[str, Any]) -> scale.Costs:
 
 
 def _remedies(costs: scale.Costs, work: scale.Work, around: scale.Settings, found: scale.Loads) -> dict[str, str]:
-    return {name: remedies.remedy(costs, work, around, found.accelerators, name) for name in found.parts}
+    return {name: scale.remedy(costs, work, around, found.accelerators, name) for name in found.parts}
 
 
 def _print(

@@ -28,7 +28,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import plans
 from libra_jax.scheduling import prediction_quality
-from libra_jax.simulator import comparison, report, settings, subject
+from libra_jax.simulator import comparison, report, settings
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
 
@@ -78,7 +78,7 @@ def main() -> None:
         result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
     else:
         result, moves = comparison.compare(run, policies, seeds, jobs=jobs, progress=_progress), []
-    about = subject.Subject.of_run(run)
+    about = comparison.Subject.of_run(run)
     print(f"{about.machine}\n{about.work}")
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
@@ -110,7 +110,7 @@ def _progress(line: str) -> None:
 def _write(
     output: Path,
     run: settings.SimulatedRun,
-    about: subject.Subject,
+    about: comparison.Subject,
     result: comparison.Comparison,
     moves: Sequence[comparison.Moved],
     found: prediction_quality.PredictionQuality | None,

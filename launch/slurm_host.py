@@ -229,7 +229,7 @@ def _labels(name: str, training: str) -> list[str]:
     """Returns the label of this host's role for Ray; without a partition for training, any host may do either."""
     if not training:
         return []
-    return [f"--labels={granted.label('training' if name in training.split(',') else 'rollout')}"]
+    return [f"--labels={granted.ROLE_LABEL}={'training' if name in training.split(',') else 'rollout'}"]
 
 
 def _finish(process: subprocess.Popen[bytes], over: Callable[[], bool]) -> int:

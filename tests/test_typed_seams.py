@@ -24,7 +24,7 @@ from libra_jax.coordinator import elasticity, hybrid, instances, parts, saving, 
 from libra_jax.elastic import transitions
 from libra_jax.engines import client as engines_client
 from libra_jax.trainer_control import client, handover, recovery, resize
-from libra_jax.weights import relay_client, relay_tree, sync
+from libra_jax.weights import relay_tree, sync
 """
 
 
@@ -167,7 +167,7 @@ SEAMS = [
                 ("(await relay.receive(chunk)).number", "has no attribute"),
             ],
         )
-        for kind in ("protocols", "relay_client")
+        for kind in ("protocols", "relay_tree")
     ),
     Seam(
         "engine of the coordinator",
@@ -226,7 +226,7 @@ DOUBLES = [
     ("libra_jax.simulator.engine", "Engine", "protocols.RolloutEngine"),
     ("libra_jax.engines.fake_engine", "FakeEngine", "protocols.RolloutEngine"),
     ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),
-    ("libra_jax.weights.relay_client", "RelayClient", "protocols.RelayClient"),
+    ("libra_jax.weights.relay_tree", "RelayClient", "protocols.RelayClient"),
     ("relay_doubles", "Relay", "protocols.Relay"),
     ("handing_engine", "HandingEngine", "protocols.RolloutEngine"),
     ("coordinator_doubles", "RecordingTrainer", "protocols.Trainer"),

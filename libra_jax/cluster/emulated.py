@@ -92,8 +92,17 @@ class EmulatedHosts:
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         deadline = time.monotonic() + self._seconds
         try:
-            self.address = self._start_head(deadline)
-            self.environment |= {"RAY_ADDRESS": self.address, **_named(0)}
+            settings = json.dumps(dict(guard.RAY_SETTINGS))
+            self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={settings}")
+            self._wait(0, deadline)
+            file = self._folder / "0" / "ray_current_cluster"
+            # The head says that it has started before it writes its address.
+            while not (address := file.read_text().strip() if file.exists() else ""):
+                if time.monotonic() > deadline:
+                    raise LibraError(f"Ray's head, emulated here, did not tell its address within {self._seconds:g} s")
+                time.sleep(0.1)
+            self.address = address
+            self.environment |= {"RAY_ADDRESS": address, memfd.HOST_VARIABLE: "emulated-0"}
             for number in range(1, self._count):
                 self.add(number, seconds=0.0)
             for number in range(1, self._count):
@@ -149,17 +158,6 @@ class EmulatedHosts:
             host.wait()
         self._hosts, self._guards = {}, {}
 
-    def _start_head(self, deadline: float) -> str:
-        settings = json.dumps(dict(guard.RAY_SETTINGS))
-        self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={settings}")
-        self._wait(0, deadline)
-        file = self._folder / "0" / "ray_current_cluster"
-        while not (address := file.read_text().strip() if file.exists() else ""):  # "started" comes before the file
-            if time.monotonic() > deadline:
-                raise LibraError(f"Ray's head, emulated here, did not tell its address within {self._seconds:g} s")
-            time.sleep(0.1)
-        return address
-
     def _start(self, number: int, *arguments: str) -> None:
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
@@ -171,34 +169,28 @@ class EmulatedHosts:
             f"--object-store-memory={_OBJECT_STORE_MIB << 20}",
             *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
             "--include-log-monitor=false",
-            *([f"--labels={granted.label(self._roles[number])}"] if number in self._roles else []),
+            *([f"--labels={granted.ROLE_LABEL}={self._roles[number]}"] if number in self._roles else []),
             *arguments,
         ]
-        with self._log(number).open("wb") as log:
+        # Without this variable, a host's processes would reach other hosts' memory, which is remote in a real cluster.
+        own = {memfd.HOST_VARIABLE: f"emulated-{number}", **self._own.get(number, {})}
+        with (self._folder / f"host-{number}.log").open("wb") as log:
             self._hosts[number] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is only for the command that uses the hosts
-                env={**os.environ, **self.environment, **_named(number), **self._own.get(number, {})},
+                env={**os.environ, **self.environment, **own},
             )
         folder = str(self._folder) if number == 0 else ""
         self._guards[number] = guard.Guard([-self._hosts[number].pid], folder)
 
     def _wait(self, number: int, deadline: float) -> None:
-        host, log = self._hosts[number], self._log(number)
+        host, log = self._hosts[number], self._folder / f"host-{number}.log"
         while _STARTED not in (said := log.read_text(errors="replace")):
             if host.poll() is not None or time.monotonic() > deadline:
                 last = " ".join(said.split())[-300:]
                 why = "ended" if host.poll() is not None else f"was not up within {self._seconds:g} s"
                 raise LibraError(f"host-{number}, which Ray emulates, {why}: {last or 'it said nothing'}")
             time.sleep(0.1)
-
-    def _log(self, number: int) -> Path:
-        return self._folder / f"host-{number}.log"
-
-
-def _named(number: int) -> dict[str, str]:
-    """Returns variables by which a host's processes treat other hosts' memory as remote, as it would really be."""
-    return {memfd.HOST_VARIABLE: f"emulated-{number}"}

@@ -98,11 +98,6 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(known) if more <= 0 else f"{', '.join(known[:NAMED])} and {more} more"
 
 
-def label(role: hosts.Role) -> str:
-    """Returns the label of a node with one role, for `ray start --labels`."""
-    return f"{ROLE_LABEL}={role}"
-
-
 def natural(name: str) -> list[tuple[bool, int, str]]:
     """Returns a sort key that sorts names as people do: node-2 before node-10."""
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
@@ -138,8 +133,17 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
     for role, purpose in (("", ""), ("training", " to train"), ("rollout", " to roll out")):
         needs = [host.accelerators for host in layout.hosts if role in ("", host.role)]
         able = [node for node in nodes if not role or node.role in ("", role)]
-        if reason := refusal(needs, resource, able, purpose) or _too_few_cpus(needs, resource, able, purpose):
+        if reason := refusal(needs, resource, able, purpose):
             return reason
+        # Largest need against largest node, sorted: if this pairing fails, every other assignment fails too.
+        both = [min(node.resources.get(resource, 0), node.resources.get("CPU", 0)) for node in able]
+        if any(need > have for need, have in zip(sorted(needs)[::-1], sorted(both)[::-1], strict=False)):
+            counts = listed(f"{node.name} has {node.resources.get('CPU', 0):g}" for node in able)
+            return (
+                f"config.cluster.accelerators_per_host: the run takes as many CPUs of its {len(needs)} hosts{purpose} "
+                f"as {resource}s ({_sizes(needs, 'CPU')}), and of the Ray cluster's {len(able)}, {counts}; start Ray "
+                "with more there (`ray start --num-cpus`)"
+            )
     return ""
 
 
@@ -148,20 +152,6 @@ def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str
     taken = sum(host.accelerators for host in layout.hosts)
     kind = "CPU" if free.get(resource, 0) >= taken > free.get("CPU", 0) else resource
     return f"it takes {taken} {kind}s, and other programs leave {free.get(kind, 0):g}"
-
-
-def _too_few_cpus(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str) -> str:
-    """Explains why hosts with enough accelerators have too few CPUs; empty if they have enough."""
-    # Largest need against largest node, sorted: if this pairing fails, every other assignment fails too.
-    both = [min(node.resources.get(resource, 0), node.resources.get("CPU", 0)) for node in nodes]
-    if all(need <= have for need, have in zip(sorted(needs)[::-1], sorted(both)[::-1], strict=False)):
-        return ""
-    counts = listed(f"{node.name} has {node.resources.get('CPU', 0):g}" for node in nodes)
-    return (
-        f"config.cluster.accelerators_per_host: the run takes as many CPUs of its {len(needs)} hosts{purpose} as "
-        f"{resource}s ({_sizes(needs, 'CPU')}), and of the Ray cluster's {len(nodes)}, {counts}; start Ray with more "
-        "there (`ray start --num-cpus`)"
-    )
 
 
 def refusal(needs: Sequence[int], resource: str, nodes: Sequence[Node], purpose: str = "") -> str:

@@ -70,10 +70,6 @@ class Layout:
         """Returns the hosts that train, or the hosts that roll out."""
         return tuple(host for host in self.hosts if host.role == role)
 
-    def host_of(self, device: int) -> int:
-        """Returns the host of one of the run's accelerators."""
-        return self._numbered[device][0]
-
     def place(self, devices: Sequence[int]) -> Place:
         """Returns the place of a worker on these accelerators of the run.
 
@@ -85,6 +81,13 @@ class Layout:
             named = ", ".join(map(str, devices))
             raise LibraError(f"accelerators {named} of the run are not on one host, as a worker's have to be")
         return Place(found[0][0], tuple(local for _, local in found))
+
+    def on_one_host(self, free: Sequence[int], degree: int) -> list[int]:
+        """Returns those of the free accelerators on the last host that has `degree` of them; empty if no host has."""
+        by_host: dict[int, list[int]] = {}
+        for device in free:
+            by_host.setdefault(self._numbered[device][0], []).append(device)
+        return next((found for _, found in sorted(by_host.items(), reverse=True) if len(found) >= degree), [])
 
     @functools.cached_property
     def _numbered(self) -> tuple[tuple[int, int], ...]:
@@ -109,7 +112,17 @@ def layout(config: libra_config.RunConfig) -> Layout | None:
     training = processes[-1].host + 1
     instances = _rollout(config.rollout.tensor_parallel, each, training)
     count = max((place.host for place in instances), default=training - 1) + 1
-    return Layout(tuple(_host(number, training, processes, instances) for number in range(count)), processes, instances)
+    hosts = [
+        Host(
+            number,
+            "training" if number < training else "rollout",
+            sum(len(place.devices) for place in (*processes, *instances) if place.host == number),
+            tuple(one for one, place in enumerate(processes) if place.host == number),
+            tuple(one for one, place in enumerate(instances) if place.host == number),
+        )
+        for number in range(count)
+    ]
+    return Layout(tuple(hosts), processes, instances)
 
 
 def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ...]:
@@ -126,13 +139,15 @@ def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ..
             f"config.trainer.tensor: the {trainer.tensor} devices that split a layer must be on one host, and a host "
             f"has {together * devices} of the mesh (config.cluster.accelerators_per_host, config.trainer.processes)"
         )
+    # Neighbours in the mesh share a host, so that the mesh is contiguous over the hosts' links.
+    firsts = [process % together * devices for process in range(trainer.processes)]
     return tuple(
-        Place(process // together, _run_of(process % together * devices, devices))
-        for process in range(trainer.processes)
+        Place(process // together, tuple(range(first, first + devices))) for process, first in enumerate(firsts)
     )
 
 
 def _rollout(degrees: Sequence[int], each: int, first: int) -> tuple[Place, ...]:
+    # Accelerators in use by host. The largest instance first, because it is the one that may find no room later.
     taken: list[int] = []
     places: dict[int, Place] = {}
     for number in sorted(range(len(degrees)), key=lambda number: -degrees[number]):
@@ -146,17 +161,6 @@ def _rollout(degrees: Sequence[int], each: int, first: int) -> tuple[Place, ...]
         # If no host has room, the instance opens a new host.
         if host == len(taken):
             taken.append(0)
-        places[number] = Place(first + host, _run_of(taken[host], degree))
+        places[number] = Place(first + host, tuple(range(taken[host], taken[host] + degree)))
         taken[host] += degree
     return tuple(places[number] for number in range(len(degrees)))
-
-
-def _host(number: int, training: int, processes: Sequence[Place], instances: Sequence[Place]) -> Host:
-    its_processes = tuple(one for one, place in enumerate(processes) if place.host == number)
-    its_instances = tuple(one for one, place in enumerate(instances) if place.host == number)
-    taken = sum(len(place.devices) for place in (*processes, *instances) if place.host == number)
-    return Host(number, "training" if number < training else "rollout", taken, its_processes, its_instances)
-
-
-def _run_of(first: int, count: int) -> tuple[int, ...]:
-    return tuple(range(first, first + count))

@@ -113,7 +113,7 @@ class Engines:
         """
         taken = {device for other in others for device in other.devices}
         free = [device for device in range(self._partition.total) if device not in taken]
-        together = free if self._layout is None else _on_one_host(self._layout, free, degree)
+        together = free if self._layout is None else self._layout.on_one_host(free, degree)
         if len(together) < degree:
             where = "" if self._layout is None else ", too few of them on one host"
             raise protocols.LibraError(
@@ -122,8 +122,14 @@ class Engines:
         return self._spec(number, tuple(together[-degree:]), self._slots.get(degree, self._config.rollout.slots))
 
     def _spec(self, number: int, devices: tuple[int, ...], slots: int) -> protocols.ActorSpec:
-        config, name, cores = self._config, instance_name(number), self._cores(devices)
+        config, name = self._config, instance_name(number)
         host, local = place(config, devices)
+        # One core for each worker. None if the instance is not pinned, or replaces a part of training, whose cores are
+        # not listed one by one.
+        cores, first = config.rollout.cores, config.trainer.devices
+        cores = tuple(cores[device - first] for device in devices) if cores and min(devices) >= first else ()
+        # The last instances of the config are hybrid; an instance that a plan adds is not.
+        count = len(self._partition.instances)
         on_gpu = config.trainer.platform == "cuda"
         rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
         return protocols.ActorSpec(
@@ -138,7 +144,7 @@ class Engines:
                 "seed": config.seed + number,
                 "log_path": str(self._workdir / f"{name}.log"),
                 "cpu_cores": "|".join(map(str, cores)) or "auto",
-                "hybrid": self._is_hybrid(number),
+                "hybrid": count - config.elastic.hybrid <= number < count,
             },
             gpus=len(devices) if on_gpu else 0,
             environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))} if on_gpu else {},
@@ -146,22 +152,3 @@ class Engines:
             cores=cores,
             host=host,
         )
-
-    def _is_hybrid(self, number: int) -> bool:
-        count = len(self._partition.instances)
-        return count - self._config.elastic.hybrid <= number < count
-
-    def _cores(self, devices: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns an instance's cores, one for each of its workers; empty if it is not pinned."""
-        cores, first = self._config.rollout.cores, self._config.trainer.devices
-        if not cores or min(devices) < first:  # it replaces a part of training, whose cores are not listed one by one
-            return ()
-        return tuple(cores[device - first] for device in devices)
-
-
-def _on_one_host(layout: hosts.Layout, free: Sequence[int], degree: int) -> list[int]:
-    """Returns the free devices of the last host that has enough."""
-    by_host: dict[int, list[int]] = {}
-    for device in free:
-        by_host.setdefault(layout.host_of(device), []).append(device)
-    return next((found for _, found in sorted(by_host.items(), reverse=True) if len(found) >= degree), [])

@@ -163,13 +163,18 @@ class _Actor:
     async def kill(self, seconds: float) -> bool:
         """Ends the process and its leftovers; returns False if they still exist after `seconds`."""
         self.stopping = True
-        if not ray.is_initialized():
-            # Another part shut Ray down, which ended its actors. Any question to Ray would restart it.
-            await self._end_streams(0.0)
+        # Once another part has shut Ray down, its actors have ended, and any question to Ray would restart it.
+        running = ray.is_initialized()
+        if running:
+            ray.kill(self.handle, no_restart=True)
+            await asyncio.wait({self.death}, timeout=seconds)
+        if self._receiving is not None:
+            # The call for news fails by itself when Ray has noticed the end of the process.
+            await asyncio.wait({self._receiving}, timeout=seconds if running else 0.0)
+        if self._receiving is not None:
+            self._receiving.cancel()
+        if not running:
             return True
-        ray.kill(self.handle, no_restart=True)
-        await asyncio.wait({self.death}, timeout=seconds)
-        await self._end_streams(seconds)
         deadline = asyncio.get_running_loop().time() + seconds
         # Only processes of this host can be looked up.
         here = self.birth.node == ray.get_runtime_context().get_node_id()
@@ -178,13 +183,6 @@ class _Actor:
                 return False
             await asyncio.sleep(0.02)
         return self.death.done()
-
-    async def _end_streams(self, seconds: float) -> None:
-        """Stops waiting for news. The call for news fails by itself when Ray has noticed the end of the process."""
-        if self._receiving is not None:
-            await asyncio.wait({self._receiving}, timeout=seconds)
-        if self._receiving is not None:
-            self._receiving.cancel()
 
 
 class RayCluster:
@@ -247,10 +245,19 @@ class RayCluster:
         actor = self._actors[spec.name] = _Actor(spec, where)
         actor.death.add_done_callback(lambda _: self._ended(actor))
         try:
-            actor.birth = await self._born(actor)
+            try:
+                actor.birth = await asyncio.wait_for(actor.remote(actor.handle.born), self._start_seconds)
+            except TimeoutError:
+                left = ray.available_resources()
+                raise DeadlineMissed(
+                    f"actor {spec.name!r} was not placed within {self._start_seconds:g} s: it asks for {spec.cpus:g} "
+                    f"CPUs and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in "
+                    "all; ask for less, or raise config.deadlines.cluster_start"
+                ) from None
             methods = await actor.remote(actor.handle.make)
         except BaseException:
-            self._doubt(actor)
+            if self._placement is not None and not actor.stopping:
+                self._placement.doubt(spec.host)
             if self._actors.get(spec.name) is actor:  # otherwise `kill` was called meanwhile
                 del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
@@ -261,23 +268,9 @@ class RayCluster:
         """Warns at once of an unexpected end, because the next caller of the actor may notice it much later."""
         if actor.birth.pid and not actor.stopping:
             _log.warning("Actor %s has ended unasked (process %d).", actor.spec.name, actor.birth.pid)
-        self._doubt(actor)
-
-    def _doubt(self, actor: _Actor) -> None:
-        """Doubts the actor's host after an unexpected end, because the host may be gone."""
+        # The host may be gone with the actor.
         if self._placement is not None and not actor.stopping:
             self._placement.doubt(actor.spec.host)
-
-    async def _born(self, actor: _Actor) -> ray_host.Birth:
-        try:
-            return await asyncio.wait_for(actor.remote(actor.handle.born), self._start_seconds)
-        except TimeoutError:
-            spec, left = actor.spec, ray.available_resources()
-            raise DeadlineMissed(
-                f"actor {spec.name!r} was not placed within {self._start_seconds:g} s: it asks for {spec.cpus:g} CPUs "
-                f"and {spec.gpus:g} GPUs, and {left.get('CPU', 0):g} and {left.get('GPU', 0):g} are free in all; "
-                "ask for less, or raise config.deadlines.cluster_start"
-            ) from None
 
     async def stop(self, name: str) -> None:
         """Ends the actor and reaps its process and its children. Does nothing if it was stopped before.

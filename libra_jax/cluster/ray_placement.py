@@ -91,7 +91,11 @@ class Placement:
         environment = dict(spec.environment)
         if node.accelerators and environment.get(_VISIBLE):
             environment[_VISIBLE] = granted.own(node, environment[_VISIBLE])
-        options = {"num_cpus": 0.0, "num_gpus": 0.0, "scheduling_strategy": self._within(self._bundles[spec.host])}
+        options = {
+            "num_cpus": 0.0,
+            "num_gpus": 0.0,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, self._bundles[spec.host]),
+        }
         return dataclasses.replace(spec, environment=environment), options
 
     def doubt(self, host: int | None) -> None:
@@ -110,11 +114,10 @@ class Placement:
             await asyncio.wait({removing}, timeout=self._seconds)  # else Ray removes the group with our connection
         self._thread.close()
 
-    def _shape(self, host: hosts.Host) -> dict[str, float]:
-        return {"CPU": float(host.accelerators), self._resource: float(host.accelerators)}
-
     async def _place(self) -> None:
-        shapes = [self._shape(host) for host in self._layout.hosts]
+        shapes = [
+            {"CPU": float(host.accelerators), self._resource: float(host.accelerators)} for host in self._layout.hosts
+        ]
         not_meant = {"training": "!rollout", "rollout": "!training"}  # so nodes without a label match both
         self._group = ray.util.placement_group(
             shapes,
@@ -182,7 +185,9 @@ class Placement:
         All of the host's accelerators are free for this call: actors get theirs through the bundle, not from Ray.
         """
         count = self._layout.hosts[host].accelerators
-        options: dict[str, Any] = {"scheduling_strategy": self._within(self._bundles[host])}
+        options: dict[str, Any] = {
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, self._bundles[host])
+        }
         if self._resource == "GPU":
             options["num_gpus"] = count
         elif self._resource != "CPU":
@@ -195,17 +200,14 @@ class Placement:
             raise LibraError(f"host {host} of the run cannot tell what it is ({actors.summary(error)})") from error
         except (TimeoutError, StopIteration, ray.exceptions.RayError):
             ray.cancel(asked, force=True)
-            raise DeadlineMissed(self._silence(host, count)) from None
+            name = f" ({self._granted.nodes[host].name})" if self._granted is not None else ""
+            raise DeadlineMissed(
+                f"host {host} of the run{name} did not answer within {self._seconds:g} s, and no other node has taken "
+                f"its place: that takes {count} {self._resource}{'s' * (count != 1)} that nothing uses; start one with "
+                "`ray start`"
+            ) from None
         return dataclasses.replace(
             node, accelerators=tuple(sorted(said["accelerators"], key=granted.natural)), versions=said["versions"]
-        )
-
-    def _silence(self, host: int, count: int) -> str:
-        name = f" ({self._granted.nodes[host].name})" if self._granted is not None else ""
-        return (
-            f"host {host} of the run{name} did not answer within {self._seconds:g} s, and no other node has taken its "
-            f"place: that takes {count} {self._resource}{'s' * (count != 1)} that nothing uses; start one with `ray "
-            "start`"
         )
 
     async def _elsewhere(self, spec: ActorSpec) -> dict[str, Any]:
@@ -246,9 +248,6 @@ class Placement:
             )
             for node in alive
         ]
-
-    def _within(self, bundle: int) -> Any:
-        return strategies.PlacementGroupSchedulingStrategy(self._group, bundle)
 
     def _tell(self, nodes: Any) -> None:
         self._granted = granted.Granted(self._layout, tuple(nodes), self._resource)

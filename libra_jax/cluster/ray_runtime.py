@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import pathlib
@@ -17,7 +18,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import psutil
@@ -101,9 +101,11 @@ class RayRuntime:
                 shutil.rmtree(abandoned, ignore_errors=True)
         self._directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=temporary)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        before = _children()
+        children = functools.partial(psutil.Process().children, recursive=True)
+        before = {child.pid for child in children()}
         try:
-            with _quiet(), _at_loopback():
+            _quieten()
+            with _at_loopback():
                 ray.init(
                     address="local",
                     num_cpus=int(_PLENTY_OF_CPUS),
@@ -119,7 +121,7 @@ class RayRuntime:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise LibraError(f"Ray did not start on this machine: {actors.summary(error)}") from error
         # All children that appeared during the start are Ray's.
-        self._guard = guard.Guard(sorted(_children() - before), self._directory)
+        self._guard = guard.Guard(sorted({child.pid for child in children()} - before), self._directory)
 
     def _join(self) -> None:
         address = self._address
@@ -132,8 +134,8 @@ class RayRuntime:
             if address != "auto":
                 _reach(address, min(_REACH_SECONDS, self._start_seconds))
             _wait_for_node(address, min(_NODE_SECONDS, self._start_seconds))
-            with _quiet():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            _quieten()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ValueError, OSError, RuntimeError, ray.exceptions.RayError) as error:
             if "Version mismatch" in str(error):
                 raise ConfigError(
@@ -146,7 +148,7 @@ class RayRuntime:
             ) from error
         names = {node["NodeManagerAddress"]: node["NodeName"] for node in ray.nodes() if node["Alive"]}
         if len(names) > 1 and not self._hosts:
-            self._end()
+            ray.shutdown()
             raise ConfigError(
                 "config.cluster.accelerators_per_host: is 0, which puts the whole run on one host, and the Ray cluster "
                 f"at {address!r} has {len(names)} ({granted.listed(names.values())}); set it to what a host has, or "
@@ -165,7 +167,7 @@ class RayRuntime:
             self._watching.cancel()
         thread, self._thread = self._thread, None
         try:
-            await asyncio.wait_for(thread.submit("shutdown", self._end), seconds)
+            await asyncio.wait_for(thread.submit("shutdown", ray.shutdown), seconds)
         except TimeoutError:
             raise DeadlineMissed(f"Ray was still shutting down after {seconds:g} s; its processes are killed") from None
         finally:
@@ -173,10 +175,6 @@ class RayRuntime:
             if self._guard is not None:
                 self._guard.fire(seconds)
                 self._guard = None
-
-    def _end(self) -> None:
-        with _quiet():
-            ray.shutdown()
 
 
 async def watch_head(address: str) -> None:
@@ -244,26 +242,14 @@ def _wait_for_node(address: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def _log_remark(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    """Keeps Ray's remarks on dead workers off the console: our own error names the worker in one sentence."""
-    _log.debug("ray: %s", " ".join(data.get("lines", ())))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Ray's remarks on its own start off the console."""
+def _quieten() -> None:
+    """Keeps Ray's remarks on its own start and end off the console, from now on."""
     logger = logging.getLogger("ray")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    ray._private.worker.print_to_stdstream = _log_remark
-    try:
-        yield
-    finally:
-        logger.setLevel(max(level, logging.ERROR))
+    logger.setLevel(max(logger.level, logging.ERROR))
+    # Remarks on dead workers, too: our own error names the worker in one sentence.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix=False: _log.debug(
+        "ray: %s", " ".join(data.get("lines", ()))
+    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, failure, instances, reports
-from libra_jax.planning import replanning
+from libra_jax.planning import planner
 from libra_jax.trainer_control import resize
 
 
@@ -34,11 +34,11 @@ class Planner(Protocol):
     def after(
         self,
         step: int,
-        measured: replanning.Measured,
+        measured: planner.Measured,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
-    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
+    ) -> tuple[planner.Decision[protocols.Plan] | None, dict[str, float]]:
         """Returns the decision after a training step (None without a look) and its metrics. Updates `plan`."""
         ...
 
@@ -116,7 +116,7 @@ class PlanFollower:
         times = report.times
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
         lost = self._engines.losses - self._losses  # reported until the planner may act on the loss
-        measured = replanning.Measured(
+        measured = planner.Measured(
             step=step_seconds,
             train=times.train,
             sync=times.sync,

@@ -206,24 +206,36 @@ class Switching:
 
     def look(self, sight: Sight) -> Decision:
         """Returns the decision after a training step."""
-        if sight.training and sight.instances(sight.training) < self._config.floor:
-            return self._keep_floor(sight)
+        config, step, rolling = self._config, sight.step, sight.instances(sight.training)
+        if sight.training and rolling < config.floor:
+            # At once, without a prediction: below the floor, speed does not matter.
+            worker = max((worker for worker in sight.workers if worker.trains), key=lambda worker: worker.slots)
+            why = f"{rolling} instances roll out, fewer than elastic.floor = {config.floor}"
+            return self._change(sight, "to_rollout", (worker.name,), why, sight.step_seconds, sight.step_seconds)
         if sight.disturbed:
-            return self._stay(sight, "a change or a loss touched the step, which says nothing of those to come")
+            why = "a change or a loss touched the step, which says nothing of those to come"
+            return Decision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
         now = predict(sight, sight.training, synchronous=self._synchronous)
         self._learn(sight, now)
         best = min(self._changes(sight), key=lambda change: change.seconds, default=None)
         if best is None:
             self._said.clear()
-            return self._stay(
-                sight,
+            why = (
                 "nobody may change sides: a worker is at rest, has not failed, changed elastic.cooldown = "
-                f"{self._config.cooldown} steps ago or before, and leaves elastic.floor = {self._config.floor} "
-                "instances that roll out",
+                f"{config.cooldown} steps ago or before, and leaves elastic.floor = {config.floor} "
+                "instances that roll out"
             )
-        against, numbers = self._against(sight, best, now), _numbers(sight, best, now)
+            return Decision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
+        gain = 100 * (1.0 - best.seconds / now) if now > 0 else 0.0
+        side = "in training" if best.kind == "to_training" else "back in rollout"
+        numbers = (
+            f"training takes {sight.train_seconds:.1f} s, rollout {sight.rollout_seconds:.1f} s, and the trainer waits "
+            f"{sight.wait_seconds:.1f} s; with {', '.join(best.workers)} {side} a step takes {best.seconds:.1f} s "
+            f"instead of {now:.1f} s, {gain:.1f}% less"
+        )
+        against = self._against(sight, best, now)
         if against is not None:
-            return Decision(sight.step, "stay", (), f"{numbers}: {against}", now, best.seconds)
+            return Decision(step, "stay", (), f"{numbers}: {against}", now, best.seconds)
         self._promise = best
         return self._change(sight, best.kind, best.workers, numbers, now, best.seconds)
 
@@ -276,16 +288,6 @@ class Switching:
             return f"so say {len(self._said)} looks in a row, of elastic.patience = {config.patience}"
         return None
 
-    def _keep_floor(self, sight: Sight) -> Decision:
-        """Switches the worker with the most slots to rollout at once, because fewer than the floor roll out."""
-        worker = max((worker for worker in sight.workers if worker.trains), key=lambda worker: worker.slots)
-        why = f"{sight.instances(sight.training)} instances roll out, fewer than elastic.floor = {self._config.floor}"
-        return self._change(sight, "to_rollout", (worker.name,), why, sight.step_seconds, sight.step_seconds)
-
-    def _stay(self, sight: Sight, why: str) -> Decision:
-        """Returns a decision to stay, without a prediction."""
-        return Decision(sight.step, "stay", (), why, sight.step_seconds, sight.step_seconds)
-
     def _change(
         self, sight: Sight, kind: Kind, workers: tuple[str, ...], why: str, now: float, then: float
     ) -> Decision:
@@ -311,14 +313,3 @@ class Switching:
             self._short[key] = _Shortfall(brought / change.predicted, sight.step, times)
         else:
             self._short.pop(key, None)
-
-
-def _numbers(sight: Sight, best: _Change, now: float) -> str:
-    """Returns the effect of the best change as text, for the log."""
-    gain = 100 * (1.0 - best.seconds / now) if now > 0 else 0.0
-    side = "in training" if best.kind == "to_training" else "back in rollout"
-    return (
-        f"training takes {sight.train_seconds:.1f} s, rollout {sight.rollout_seconds:.1f} s, and the trainer waits "
-        f"{sight.wait_seconds:.1f} s; with {', '.join(best.workers)} {side} a step takes {best.seconds:.1f} s instead "
-        f"of {now:.1f} s, {gain:.1f}% less"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from libra_jax import config as configuration
@@ -189,9 +189,10 @@ class Transitions:
         while not worker.at_rest:
             name, ticket = worker.name, worker.ticket
             self._recorder.status(name, f"hybrid worker: {worker.state}")
-            work = self._in_state(worker)
             try:
-                await deadlines.within(worker.limit, work, f"Hybrid worker {name}, {worker.state},", "transition")
+                await deadlines.within(
+                    worker.limit, self._work(worker), f"Hybrid worker {name}, {worker.state},", "transition"
+                )
             # The trainer died, which is no fault of the worker and costs no restart.
             except protocols.TrainerLost as error:
                 if self._pool.worker(name).ticket == ticket:
@@ -207,45 +208,33 @@ class Transitions:
             self._changed()
         self._rested(worker, "done", "")
 
-    def _in_state(self, worker: pool.Worker) -> Awaitable[None]:
-        work = {
-            State.DRAINING: self._drain,
-            State.FETCHING: self._fetch,
-            State.WARMING: self._warm,
-            State.JOINING: self._join,
-            State.LEAVING: self._leave,
-            State.ACTIVATING: self._activate,
-        }[worker.state]
-        return work(worker)
-
-    async def _drain(self, worker: pool.Worker) -> None:
-        await self._members.ensure(worker.name)  # first, while its engine still serves
-        await self._engines.sleep(worker.name)
-
-    async def _fetch(self, worker: pool.Worker) -> None:
-        self._log.moved(worker.name, await self._members.fetch(worker.name))
-
-    async def _warm(self, worker: pool.Worker) -> None:
-        await self._members.warm(worker.name)
-
-    async def _join(self, worker: pool.Worker) -> None:
-        """Opens the gradient channel. Meanwhile the worker reads a version that came out while it compiled."""
-        self._members.follow(worker.name)
-        address = await self._trainer.listen(worker.name, worker.epoch)
-        await self._trainer.connect(worker.name, worker.epoch, address)
-        await self._members.join(worker.name, worker.epoch, address)
-
-    async def _leave(self, worker: pool.Worker) -> None:
-        with turns.queued():  # a step under way waits for its share
-            await self._shares.wait(worker.name)
-        await self._dismiss(worker.name)
-        await self._members.leave(worker.name)
-
-    async def _activate(self, worker: pool.Worker) -> None:
-        if worker.origin is State.FAILED:  # the training side may still hold the devices
-            await self._dismiss(worker.name)
-            await self._members.end(worker.name)
-        await self._engines.wake(worker.name)
+    async def _work(self, worker: pool.Worker) -> None:
+        """Does the work of the worker's state."""
+        name = worker.name
+        match worker.state:
+            case State.DRAINING:
+                await self._members.ensure(name)  # first, while its engine still serves
+                await self._engines.sleep(name)
+            case State.FETCHING:
+                self._log.moved(name, await self._members.fetch(name))
+            case State.WARMING:
+                await self._members.warm(name)
+            case State.JOINING:
+                # From here on the worker reads every version, the one that came out while it compiled included.
+                self._members.follow(name)
+                address = await self._trainer.listen(name, worker.epoch)
+                await self._trainer.connect(name, worker.epoch, address)
+                await self._members.join(name, worker.epoch, address)
+            case State.LEAVING:
+                with turns.queued():  # a step under way waits for its share
+                    await self._shares.wait(name)
+                await self._dismiss(name)
+                await self._members.leave(name)
+            case State.ACTIVATING:
+                if worker.origin is State.FAILED:  # the training side may still hold the devices
+                    await self._dismiss(name)
+                    await self._members.end(name)
+                await self._engines.wake(name)
 
     async def _dismiss(self, name: str) -> None:
         with contextlib.suppress(protocols.TrainerLost):  # its channels ended with it
@@ -269,29 +258,25 @@ class Transitions:
                 f"Hybrid worker {worker.name} is lost: it failed {worker.restarts + 1} times (elastic.restarts), the "
                 f"last time: {error} From now on it only rolls out."
             )
-            await self._dismiss_lost(worker.name)
-            await self._members.end(worker.name)
-            await self._wake_lost(worker.name)
+            # Nobody restarts it any more, so each part is ended on its own, no matter whether the others fail.
+            name = worker.name
+            try:
+                await self._dismiss(name)
+            except protocols.LibraError as dismissal:
+                self._recorder.note(
+                    f"The gradient channel of {name} stays open, and nothing that comes over it counts: {dismissal}"
+                )
+            await self._members.end(name)
+            try:
+                await self._engines.wake(name)
+            except protocols.LibraError as waking:
+                self._recorder.note(f"Hybrid worker {name} does not roll out either: {waking}")
             self._changed()
             return
         self._recorder.note(
             f"Hybrid worker {worker.name} failed while {ticket.state}, and goes back to rollout: {error}"
         )
         self.begin(self._pool.recover(worker.name, self._loop.time()))
-
-    async def _dismiss_lost(self, name: str) -> None:
-        try:
-            await self._dismiss(name)
-        except protocols.LibraError as error:
-            self._recorder.note(
-                f"The gradient channel of {name} stays open, and nothing that comes over it counts: {error}"
-            )
-
-    async def _wake_lost(self, name: str) -> None:
-        try:
-            await self._engines.wake(name)
-        except protocols.LibraError as error:
-            self._recorder.note(f"Hybrid worker {name} does not roll out either: {error}")
 
     def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
         took = self._log.rested(worker, self.step, outcome, why)

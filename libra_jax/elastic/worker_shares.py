@@ -98,9 +98,16 @@ class Shares:
                 told[name] = self._work.pop(name).result()
             else:
                 task.add_done_callback(functools.partial(self._answered, name))
+        # The core's own micro-batches and seconds: those of the workers are not its work.
+        core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
+        taken = seconds - metrics.get("shares/wait_seconds", 0.0)
         # If a share is missing, the core computed it, too, and the step's times compare nothing.
-        if len(told) == len(shares):
-            self._measure(told, metrics, seconds)
+        if len(told) == len(shares) and core > 0 and taken > 0:
+            for name, said in told.items():
+                if said.get("micro_batches", 0) and said.get("seconds", 0):
+                    speed = said["micro_batches"] / said["seconds"] / (core / taken)
+                    speed = min(MOST_SPEED, max(LEAST_SPEED, speed))
+                    self.speed[name] += SMOOTHING * (speed - self.speed[name])
         return outcomes
 
     async def wait(self, name: str) -> None:
@@ -115,17 +122,6 @@ class Shares:
 
     def _answered(self, name: str, _: asyncio.Task[Mapping[str, float]]) -> None:
         self._work.pop(name, None)
-
-    def _measure(self, told: Mapping[str, Mapping[str, float]], metrics: Mapping[str, float], seconds: float) -> None:
-        """Updates the speeds: micro-batches a second of each worker, relative to the core's in the same step."""
-        # The core's own micro-batches: those of the workers are not its work.
-        core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
-        taken = seconds - metrics.get("shares/wait_seconds", 0.0)
-        for name, said in told.items():
-            if said.get("micro_batches", 0) and said.get("seconds", 0) and core > 0 and taken > 0:
-                speed = said["micro_batches"] / said["seconds"] / (core / taken)
-                speed = min(MOST_SPEED, max(LEAST_SPEED, speed))
-                self.speed[name] += SMOOTHING * (speed - self.speed[name])
 
 
 def _looked_at(task: asyncio.Task[Any]) -> None:

@@ -28,14 +28,6 @@ def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> in
     return 3 + digest // 24 % 97
 
 
-def load_script(name: str) -> Script:
-    """Returns the function with the name `"module:function"`."""
-    module, _, function = name.partition(":")
-    if not function:
-        raise protocols.ConfigError(f'script {name!r} must have the form "module:function"')
-    return getattr(importlib.import_module(module), function)
-
-
 def log_prob(token_id: int) -> float:
     """Returns the log-probability that the double reports for a token."""
     return -0.5 - token_id % 7 / 10
@@ -240,9 +232,15 @@ def create(
       kind: class of the double.
     """
     del model_config, seed, cpu_cores, log_path, hybrid
+    found = scramble
+    if script:
+        module, _, function = script.partition(":")
+        if not function:
+            raise protocols.ConfigError(f'script {script!r} must have the form "module:function"')
+        found = getattr(importlib.import_module(module), function)
     return kind(
         name=name,
-        script=load_script(script) if script else scramble,
+        script=found,
         slots=rollout.get("slots", 64),
         max_context=rollout.get("max_context", 512),
         tensor_parallel=tensor_parallel,

@@ -131,7 +131,7 @@ class VllmEngine(protocols.RolloutEngine):
                 self._die(f"its process {process.pid} ended while it started")
                 break
             self._watches.append(watch)
-            loop.add_reader(watch, self._ended, process.pid)
+            loop.add_reader(watch, self._die, f"its process {process.pid} ended", True)
         cache = engine.vllm_config.cache_config  # the core process has reported the number of blocks
         return protocols.EngineInfo(
             name=self.name,
@@ -142,15 +142,11 @@ class VllmEngine(protocols.RolloutEngine):
             cache_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         )
 
-    def _ended(self, pid: int) -> None:
-        """Ends the engine, with the exception from the process's log if it has one."""
-        told = self._launch.reason()
-        self._die(f"its process {pid} ended" + (f": {told}" if told else ""))
-
-    def _die(self, reason: str) -> None:
-        """Fails every running and later call."""
+    def _die(self, reason: str, in_log: bool = False) -> None:
+        """Fails every running and later call. `in_log`: the engine's log may name the cause."""
         if not self._death.done():
-            self._reason = reason
+            cause = self._launch.reason() if in_log else ""
+            self._reason = f"{reason}: {cause}" if cause else reason
             self._death.set_result(None)
             if self._engine is not None:
                 self._engine.output_processor.propagate_error(exceptions.EngineDeadError())
@@ -314,11 +310,8 @@ class VllmEngine(protocols.RolloutEngine):
                 f"not {kind!r}"
             )
         if kind == "memfd":
-            await self._open_transport({})
-
-    async def _open_transport(self, init_info: Mapping[str, Any]) -> None:
-        request = weight_transfer.WeightTransferInitRequest(init_info=dict(init_info))
-        await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
+            request = weight_transfer.WeightTransferInitRequest(init_info={})
+            await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
 
     async def start_weight_update(self, policy_version: int) -> None:
         """Prepares every layer for new weights (second weight verb)."""
@@ -342,7 +335,8 @@ class VllmEngine(protocols.RolloutEngine):
         request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weights.payload(chunk))
         init_info = chunk.transport.get("init_info")
         if init_info is not None and init_info != self._init_info:
-            await self._open_transport(init_info)
+            opening = weight_transfer.WeightTransferInitRequest(init_info=dict(init_info))
+            await self._call("open the weight transport", engine.init_weight_transfer_engine(opening))
             self._init_info = init_info
         self._loading = False  # an error in a worker closes vLLM's session
         await self._call(f"load weight chunk {chunk.index}", engine.update_weights(request))

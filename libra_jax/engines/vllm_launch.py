@@ -170,7 +170,14 @@ class Launch:
         try:
             with _environment(self._variables()):
                 self._engine = async_llm.AsyncLLM.from_engine_args(self._arguments(), stat_loggers=None)
-            self._record()
+            manager = self._engine.engine_core.resources.engine_manager
+            cores = [psutil.Process(process.pid) for process in manager.processes]
+            self.processes = cores + [child for core in cores for child in core.children(recursive=True)]
+            for process in self.processes:
+                with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
+                    self.segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
+            # If this process is killed, the next engine's start removes them.
+            self._scratch.list_segments(self.segments)
         except Exception as error:
             self.processes = self._made()
             reason = self.reason() or " ".join(f"{type(error).__name__}: {error}".split())
@@ -266,18 +273,6 @@ class Launch:
             **memory,
             **options,
         )
-
-    def _record(self) -> None:
-        """Records the engine's processes and the named shared memory that vLLM uses among them."""
-        assert self._engine is not None
-        manager = self._engine.engine_core.resources.engine_manager
-        cores = [psutil.Process(process.pid) for process in manager.processes]
-        self.processes = cores + [child for core in cores for child in core.children(recursive=True)]
-        for process in self.processes:
-            with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
-                self.segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
-        assert self._scratch is not None
-        self._scratch.list_segments(self.segments)  # the next engine's start removes them if this process is killed
 
     def stop(self) -> None:
         """Ends and reaps every process in bounded time, with a kill if necessary, and removes its remains."""

@@ -91,12 +91,13 @@ class Sender:
         """
         self.end()
         self._source.snapshot = snapshot
-        return self._begin_ipc() if self._transport == "ipc" else self._begin_nccl()
-
-    def _begin_ipc(self) -> Mapping[str, Any]:
+        if self._transport == "nccl":
+            return self._begin_nccl()
         info = ipc_engine.IPCTrainerInitInfo(rank=0, packed=False)
         if self._engine is None:
-            self._engine = self._connect(info)
+            self._engine = factory.WeightTransferTrainerFactory.trainer_init(
+                info, client=self._client, source=self._source
+            )
         # Exporting handles does not wait for the receiver; the snapshot keeps the memory.
         self._engine.send_weights()
         update = dict(self._client.update_info)
@@ -136,7 +137,9 @@ class Sender:
             try:
                 # Both calls wait for the receiving workers, which join when the chunk arrives there.
                 if self._engine is None:
-                    self._engine = self._connect(self._info)
+                    self._engine = factory.WeightTransferTrainerFactory.trainer_init(
+                        self._info, client=self._client, source=self._source
+                    )
                 self._engine.send_weights()
             except BaseException as error:  # `end` raises it in the caller's thread
                 self._error = error
@@ -144,9 +147,6 @@ class Sender:
         self._thread = threading.Thread(target=send, name="send-weights-nccl", daemon=True)
         self._thread.start()
         return {"kind": "nccl", "init_info": init, "update_info": update}
-
-    def _connect(self, info: base.TrainerInitInfo) -> base.TrainerWeightTransferEngine:
-        return factory.WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
 
     def end(self) -> None:
         """Waits until everything is sent, and frees the snapshot.

@@ -1,7 +1,7 @@
 """Causal attention within segments: one dense block for short rows, online softmax over blocks for long rows.
 
-On a current mesh, each device attends over its own rows and heads (`shard_map`), because no row or
-head needs data of another device. Platform kernels are in `kernels.py`.
+On a current mesh, each device attends over its own rows and heads (`shard_map`), because no row or head needs data of
+another device. Platform kernels (Splash on TPU, cuDNN on GPU) compute the cases that their masks can express.
 
 Letters: B rows, T queries, S keys, C chunk, H query heads, N key and value heads, G = H / N query heads a key head,
 K head width.
@@ -10,13 +10,15 @@ K head width.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu import splash_attention
 
-from libra_jax.models import axes, kernels
+from libra_jax.models import feasibility, sharding
 
 SAVED_NAMES = ("attention_output", "attention_normalizer")
 """`checkpoint_name`s of the forward results that the chunked backward pass needs."""
@@ -26,10 +28,11 @@ _MASKED = -1e30
 _FLOOR = -1e20  # a query without a key has maximum _FLOOR, so that all its weights underflow to exactly 0
 
 
-class Attend(Protocol):
-    """Computes attention over one set of segments: [B, T, H, K] from queries, keys and values."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Attention over one set of segments: [B, T, H, K] from queries [B, T, H, K], keys and values [B, T, N, K]."""
 
-    def __call__(self, q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array) -> jax.Array: ...
+LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""Attention on one device: [B, T, H, K] from queries, keys, values and segment ids [B, T]."""
 
 
 def prepare(kernel: str, chunk: int, segments_BxT: jax.Array) -> Attend:
@@ -46,15 +49,21 @@ def prepare(kernel: str, chunk: int, segments_BxT: jax.Array) -> Attend:
     """
 
     def attend(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array) -> jax.Array:
-        blocks = functools.partial(chunked, chunk=chunk)
-        chosen = kernels.choose(kernel, q_BxTxHxK.shape, q_BxTxHxK.dtype)
+        _, tokens, _, head_dim = q_BxTxHxK.shape
+        chosen = feasibility.choose_attention(
+            kernel, jax.default_backend(), tokens, head_dim, jnp.dtype(q_BxTxHxK.dtype).name
+        )
+        local: LocalAttention = functools.partial(chunked, chunk=chunk)
         if chosen == "splash":
-            local = kernels.splash
+            local = splash
         elif chosen == "cudnn":
-            local = functools.partial(kernels.cudnn, otherwise=blocks)
-        else:
-            local = blocks
-        return _on_each_device(local)(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
+            local = functools.partial(cudnn, otherwise=local)
+        if (mesh := sharding.current_mesh()) is not None:
+            heads, segments = sharding.spec(("batch", None, "heads", None)), sharding.spec(("batch", None))
+            local = jax.shard_map(
+                local, mesh=mesh, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False
+            )
+        return local(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
 
     return attend
 
@@ -105,13 +114,73 @@ def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segm
     return (out / total_BxTxNxG[..., None]).astype(q_BxTxHxK.dtype).reshape(q_BxTxHxK.shape)
 
 
-def _on_each_device(local: kernels.LocalAttention) -> kernels.LocalAttention:
-    """Runs `local` on each device's rows and heads of the current mesh; without a mesh, returns `local` unchanged."""
-    mesh = axes.current_mesh()
-    if mesh is None:
-        return local
-    heads, segments = axes.spec(("batch", None, "heads", None)), axes.spec(("batch", None))
-    return jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False)
+def splash(
+    q_BxTxHxK: jax.Array,
+    k_BxTxNxK: jax.Array,
+    v_BxTxNxK: jax.Array,
+    segments_BxT: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """Runs JAX's Splash attention (Pallas, TPU) with a causal mask and segment ids; padding attends to padding.
+
+    Heads are padded with zeros to the lane width, which changes no score and no output.
+    """
+    _, tokens, heads, head_dim = q_BxTxHxK.shape
+    # Cached by shape, because every layer and every step asks for the same kernel.
+    kernel = _splash_kernel(tokens, heads, interpret)
+
+    def by_head(x_BxTxHxK: jax.Array) -> jax.Array:
+        widened = jnp.pad(x_BxTxHxK, ((0, 0), (0, 0), (0, 0), (0, -head_dim % feasibility.SPLASH_LANES)))
+        return widened.transpose(0, 2, 1, 3)
+
+    segment_ids = splash_attention.SegmentIds(q=segments_BxT, kv=segments_BxT)
+    # Splash applies no scale of its own; the true width counts, not the padded one.
+    scaled = by_head(q_BxTxHxK * head_dim**-0.5)
+    out_BxHxTxK = jax.vmap(kernel)(scaled, by_head(k_BxTxNxK), by_head(v_BxTxNxK), segment_ids)
+    return out_BxHxTxK.transpose(0, 2, 1, 3)[..., :head_dim]
+
+
+def cudnn(
+    q_BxTxHxK: jax.Array,
+    k_BxTxNxK: jax.Array,
+    v_BxTxNxK: jax.Array,
+    segments_BxT: jax.Array,
+    otherwise: LocalAttention,
+    implementation: str = "cudnn",
+) -> jax.Array:
+    """Runs cuDNN's fused attention if every row is one segment followed by padding, else `otherwise`.
+
+    cuDNN's mask is causal with one length per row, which covers only unpacked rows. The device decides at run time, so
+    one compiled step serves both cases.
+    """
+    tokens = segments_BxT.shape[1]
+    lengths_B = (segments_BxT != 0).sum(-1, dtype=jnp.int32)
+    inside_BxT = jnp.arange(tokens) < lengths_B[:, None]
+    one_segment = jnp.all(segments_BxT == jnp.where(inside_BxT, segments_BxT[:, :1], 0))
+
+    def fused(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, _: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q_BxTxHxK,
+            k_BxTxNxK,
+            v_BxTxNxK,
+            is_causal=True,
+            query_seq_lengths=lengths_B,
+            key_value_seq_lengths=lengths_B,
+            implementation=implementation,
+        )
+
+    return jax.lax.cond(one_segment, fused, otherwise, q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
+
+
+@functools.lru_cache(maxsize=8)
+def _splash_kernel(tokens: int, heads: int, interpret: bool) -> Any:
+    block = max(size for size in (128, 256, 512) if tokens % size == 0)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = splash_attention.BlockSizes(**dict.fromkeys(names, block))
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((tokens, tokens))] * heads)
+    # Built outside of any trace, so that the cached kernel holds constants and no tracer.
+    with jax.ensure_compile_time_eval():
+        return splash_attention.make_splash_mha_single_device(mask=mask, block_sizes=sizes, interpret=interpret)
 
 
 def _mask(queries_BxT: jax.Array, keys_BxS: jax.Array, ahead: jax.Array | int) -> jax.Array:

@@ -123,8 +123,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
     Raises:
       DataError: the architecture or one of its options is not supported, or a field is missing or out of range.
     """
-    architecture = _architecture(values, source)
-    _refuse_unsupported(values, source)
+    architecture = _supported_architecture(values, source)
     sizes = {name: _positive(values, name, source) for name in _REQUIRED}
     heads = sizes["num_attention_heads"]
     kv_heads = heads if values.get("num_key_value_heads") is None else _positive(values, "num_key_value_heads", source)
@@ -257,23 +256,21 @@ def parameter_count(config: TransformerConfig) -> int:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # Two norms; query and output, key and value projections; gate, up and down projections.
     layer = 2 * width + width * (2 * query + 2 * kv) + 3 * width * ffn
+    # Biases and per-head norms, where the architecture has them.
     layer += (query + 2 * kv) * config.qkv_bias + width * config.output_bias
     layer += (2 * ffn + width) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
     tables = 1 if config.tie_word_embeddings else 2
     return config.num_layers * layer + tables * config.vocab_size * width + width
 
 
-def _architecture(values: Mapping[str, Any], source: str) -> str:
+def _supported_architecture(values: Mapping[str, Any], source: str) -> str:
+    """Returns the name of the architecture; refuses options that the forward pass does not compute."""
     name = values.get("model_type")
     if name is None:
         classes = values.get("architectures") or [None]
         name = next((kind for kind, cls in ARCHITECTURES.items() if cls == classes[0]), classes[0])
     if name not in ARCHITECTURES:
         raise DataError(f"{source}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}.")
-    return str(name)
-
-
-def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise DataError(f"{source}: hidden_act {activation!r} is not supported; supported is silu.")
@@ -288,6 +285,7 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
         )
     if values.get("quantization_config"):
         raise DataError(f"{source}: quantized weights cannot be trained; use the model's unquantized release.")
+    return str(name)
 
 
 def _positive(values: Mapping[str, Any], name: str, source: str) -> int:

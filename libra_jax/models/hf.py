@@ -8,6 +8,7 @@ place when it is complete.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import safetensors
 import safetensors.numpy
 
 from libra_jax.models import config as model_config
-from libra_jax.models import gathering, hf_names, transformer
+from libra_jax.models import hf_names, sharding, transformer
 from libra_jax.protocols import DataError
 
 _INDEX = "model.safetensors.index.json"
@@ -52,15 +53,13 @@ def load(
     """
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(pathlib.Path(directory), stack)
-        for entry in hf_names.weight_map(config):
-            _check_tensor(entry, tensors, directory)
-        _refuse_strangers(config, tensors)
-        if config.tie_word_embeddings:
-            _refuse_other_head(tensors)
+        _check_tensors(config, tensors, directory)
         params: dict[str, Any] = {}
         for path, entries in _by_leaf(config).items():
             place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else _get(shardings, path)
-            _set(params, path, _read_leaf(entries, tensors, dtype, place))
+            *parents, name = path
+            module = functools.reduce(lambda tree, key: tree.setdefault(key, {}), parents, params)
+            module[name] = _read_leaf(entries, tensors, dtype, place)
     return params
 
 
@@ -83,16 +82,13 @@ def save(
     Raises:
       DataError: `directory` holds something that is not a model, or the disk refuses.
     """
-    with gathering.whole(_get(params, path) for path in _by_leaf(config)) as leaves:
-        if jax.process_index() == 0:
-            _save(leaves, _dtype(params), config, pathlib.Path(directory).absolute(), max_shard_bytes)
-
-
-def _dtype(params: transformer.Params) -> str:
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     if len(dtypes) != 1:
         raise ValueError(f"parameters of one dtype expected, not {sorted(dtypes)}")
-    return dtypes.pop()
+    # Every process enters, because taking the next leaf is a collective.
+    with sharding.whole(_get(params, path) for path in _by_leaf(config)) as leaves:
+        if jax.process_index() == 0:
+            _save(leaves, dtypes.pop(), config, pathlib.Path(directory).absolute(), max_shard_bytes)
 
 
 def _save(
@@ -111,7 +107,13 @@ def _save(
             # mkdtemp makes a folder for this user only.
             partial.chmod(0o755)
             _write(leaves, dtype, config, partial, max_shard_bytes)
-            _replace(target, partial)
+            if target.exists():
+                old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+                target.rename(old)  # a directory may be renamed onto an empty directory
+                partial.rename(target)
+                shutil.rmtree(old)
+            else:
+                partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -127,8 +129,22 @@ _Tensors = Mapping[str, tuple[pathlib.Path, Any]]
 
 
 def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tensors:
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
+    files, index = [directory / _SINGLE], directory / _INDEX
+    # The single file wins, as in transformers: an index beside it is a leftover of an older save.
+    if not files[0].is_file():
+        if not index.is_file():
+            raise DataError(
+                f"{directory}: holds neither {_SINGLE} nor {_INDEX}; download the model's safetensors release."
+            )
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{index}: is not a whole index ({error!r}); download it again.") from None
+        files = [directory / name for name in sorted(set(names))]
     tensors: dict[str, tuple[pathlib.Path, Any]] = {}
-    for file in _weight_files(directory):
+    for file in files:
         if not file.is_file():
             raise DataError(f"{file}: missing; download the model again.")
         try:
@@ -139,48 +155,28 @@ def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tens
     return tensors
 
 
-def _weight_files(directory: pathlib.Path) -> Sequence[pathlib.Path]:
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
-    # The single file wins, as in transformers: an index beside it is a leftover of an older save.
-    if (directory / _SINGLE).is_file():
-        return [directory / _SINGLE]
-    index = directory / _INDEX
-    if not index.is_file():
-        raise DataError(f"{directory}: holds neither {_SINGLE} nor {_INDEX}; download the model's safetensors release.")
-    try:
-        names = json.loads(index.read_text())["weight_map"].values()
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index}: is not a whole index ({error!r}); download it again.") from None
-    return [directory / name for name in sorted(set(names))]
+def _check_tensors(config: model_config.TransformerConfig, tensors: _Tensors, directory: str | pathlib.Path) -> None:
+    """Checks that files and model have the same tensors, by name and shape.
 
-
-def _check_tensor(entry: hf_names.HfEntry, tensors: _Tensors, directory: str | pathlib.Path) -> None:
-    if entry.hf_name not in tensors:
-        raise DataError(f"{directory}: no file holds the tensor {entry.hf_name}, which config.json implies.")
-    file, handle = tensors[entry.hf_name]
-    shape = tuple(handle.get_slice(entry.hf_name).get_shape())
-    if shape != entry.shape:
-        raise DataError(f"{file}: tensor {entry.hf_name} has shape {shape}, but config.json implies {entry.shape}.")
-
-
-def _refuse_strangers(config: model_config.TransformerConfig, tensors: _Tensors) -> None:
+    Raises:
+      DataError: a tensor is missing, misshapen or unknown; or a tied model's file holds a different output projection.
+    """
+    for entry in hf_names.weight_map(config):
+        if entry.hf_name not in tensors:
+            raise DataError(f"{directory}: no file holds the tensor {entry.hf_name}, which config.json implies.")
+        file, handle = tensors[entry.hf_name]
+        shape = tuple(handle.get_slice(entry.hf_name).get_shape())
+        if shape != entry.shape:
+            raise DataError(f"{file}: tensor {entry.hf_name} has shape {shape}, but config.json implies {entry.shape}.")
     # The untied names, because a tied model's file may still hold a copy of the head.
     known = {entry.hf_name for entry in hf_names.weight_map(model_config.untied(config))}
     for name, (file, _) in tensors.items():
         # Old checkpoints also store rotary frequencies, which follow from the config.
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
-
-
-def _refuse_other_head(tensors: _Tensors) -> None:
-    """Refuses a tied model whose file holds a different output projection, which transformers would use.
-
-    Raises:
-      DataError: the two tables differ.
-    """
-    if _HEAD not in tensors:
+    if not config.tie_word_embeddings or _HEAD not in tensors:
         return
+    # transformers would use the head that the file holds, not the tied table.
     (file, head), (_, embedding) = tensors[_HEAD], tensors[_EMBEDDING]
     left, right = head.get_slice(_HEAD), embedding.get_slice(_EMBEDDING)
     rows = right.get_shape()[0]
@@ -243,7 +239,9 @@ def _write(
     for number, shard in enumerate(_in_shards(leaves, config, max_shard_bytes), start=1):
         # Hugging Face's readers refuse files that do not name the framework of their tensor layout.
         safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
-        _flush(directory / f"{number}.safetensors")
+        # On the disk before the rename: after a power cut, the directory is the old model or the whole new one.
+        with (directory / f"{number}.safetensors").open("rb") as file:
+            os.fsync(file.fileno())
         files.append(list(shard))
         total += sum(array.nbytes for array in shard.values())
     if len(files) == 1:
@@ -276,21 +274,6 @@ def _in_shards(
     yield shard
 
 
-def _replace(target: pathlib.Path, partial: pathlib.Path) -> None:
-    if target.exists():
-        old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        target.rename(old)  # a directory may be renamed onto an empty directory
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.rename(target)
-
-
-def _flush(file: pathlib.Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
 def _by_leaf(config: model_config.TransformerConfig) -> Mapping[tuple[str, ...], Sequence[hf_names.HfEntry]]:
     leaves: dict[tuple[str, ...], list[hf_names.HfEntry]] = {}
     for entry in hf_names.weight_map(config):
@@ -302,10 +285,3 @@ def _get(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _set(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
-    *parents, name = path
-    for key in parents:
-        tree = tree.setdefault(key, {})
-    tree[name] = leaf

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
-from libra_jax.planning import memory
+from libra_jax import machine, protocols
 
 Kind = Literal["model", "dataset"]
 
@@ -148,7 +147,7 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
     )
     names = [file.rfilename for file in info.siblings]
     wanted = list(huggingface_hub.utils.filter_repo_objects(names, allow_patterns=patterns))
-    size = memory.size(sum(file.size or 0 for file in info.siblings if file.rfilename in wanted))
+    size = machine.bytes_text(sum(file.size or 0 for file in info.siblings if file.rfilename in wanted))
     if not wanted:
         raise protocols.DataError(f"{matched[0]}: the {kind} on the hub holds no {', '.join(patterns)}")
     told = f"{kind} {name}: {len(wanted)} file{'s' * (len(wanted) > 1)}, {size} from the Hugging Face hub"
@@ -242,6 +241,7 @@ def _ask(question: Callable[[], Any], here: str) -> Any:
 
     thread = threading.Thread(target=ask, name="libra-hub", daemon=True)
     thread.start()
+    # Not joined to its end: a thread that name resolution holds is left behind, and dies with the process.
     thread.join(ASK_SECONDS)
     answer = answers[0] if answers else TimeoutError(f"no answer within {ASK_SECONDS:g} s")
     if isinstance(answer, errors.RevisionNotFoundError):

@@ -24,7 +24,6 @@ def frequencies(rope: model_config.RopeConfig, head_dim: int) -> tuple[np.ndarra
       head_dim: K.
 
     Returns:
-      float32 array [K / 2] in radians per position, and the scale.
       float32 array [K / 2], in radians a position; and the scale.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -35,9 +34,12 @@ def frequencies(rope: model_config.RopeConfig, head_dim: int) -> tuple[np.ndarra
     if rope.kind == "linear":
         return inverse / np.float32(rope.factor), 1.0
     if rope.kind == "llama3":
-        return _llama3(rope, inverse), 1.0
+        turns = rope.original_max_positions * inverse / (2 * math.pi)  # full turns over the original context
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32), 1.0
     if rope.kind == "yarn":
-        return _yarn(rope, power, head_dim), _yarn_scale(rope)
+        return _yarn(rope, power, head_dim)
     return inverse, 1.0
 
 
@@ -56,19 +58,13 @@ def rotate(x_BxTxHxK: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return turned.astype(x_BxTxHxK.dtype)
 
 
-def _llama3(rope: model_config.RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    turns = rope.original_max_positions * inverse / (2 * math.pi)  # full turns over the original context
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
-    return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
-
-
-def _yarn(rope: model_config.RopeConfig, power: np.ndarray, head_dim: int) -> np.ndarray:
-    def dimension(turns: float) -> float:
-        """Returns the (real-valued) dimension that makes `turns` full turns over the original context."""
-        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+def _yarn(rope: model_config.RopeConfig, power: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
+    """Returns yarn's inverse wavelengths and scale; `power`: the unstretched wavelengths, float32 [K / 2]."""
+    # The ramp ends at the (real) dimensions that turn `beta_fast` and `beta_slow` times over the original context.
+    low, high = (
+        head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -76,15 +72,14 @@ def _yarn(rope: model_config.RopeConfig, power: np.ndarray, head_dim: int) -> np
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
     keep = 1 - np.clip(ramp, 0, 1)
     stretched, kept = 1 / (np.float32(rope.factor) * power), 1 / power
-    return (stretched * (1 - keep) + kept * keep).astype(np.float32)
+    inverse = (stretched * (1 - keep) + kept * keep).astype(np.float32)
 
-
-def _yarn_scale(rope: model_config.RopeConfig) -> float:
     def slope(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
 
+    scale = slope(1.0)
     if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return slope(rope.mscale) / slope(rope.mscale_all_dim)
-    return slope(1.0)
+        scale = rope.attention_factor
+    elif rope.mscale and rope.mscale_all_dim:
+        scale = slope(rope.mscale) / slope(rope.mscale_all_dim)
+    return inverse, scale

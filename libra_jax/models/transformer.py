@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from libra_jax import config as run_config
-from libra_jax.models import attention, axes, rope
+from libra_jax.models import attention, rope, sharding
 from libra_jax.models import config as model_config
 
 Params = Mapping[str, Any]
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         def heads(projection: Linear, norm: RMSNorm | None) -> jax.Array:
             y = projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_dim)
             y = y if norm is None else norm(y)
-            return axes.constrain(y, ("batch", "tokens", "heads", None))
+            return sharding.constrain(y, ("batch", "tokens", "heads", None))
 
         q_BxTxHxK = rope.rotate(heads(self.q_proj, self.q_norm), cos, sin)
         k_BxTxNxK = rope.rotate(heads(self.k_proj, self.k_norm), cos, sin)
@@ -118,7 +118,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
-        return self.down_proj(axes.constrain(hidden, ("batch", "tokens", "mlp")))
+        return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
 
 
 class DecoderLayer(nnx.Module):
@@ -133,7 +133,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
         x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD))
-        return axes.constrain(x_BxTxD, ("batch", "residual", None))
+        return sharding.constrain(x_BxTxD, ("batch", "residual", None))
 
 
 class Table(nnx.Module):
@@ -170,12 +170,12 @@ class Transformer(nnx.Module):
         def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
-        tokens_BxT = axes.constrain(tokens_BxT, ("batch", "tokens"))
+        tokens_BxT = sharding.constrain(tokens_BxT, ("batch", "tokens"))
         # Gathered over fsdp first: for a lookup in a table split along D, the partitioner would replicate the rows.
-        table_VxD = axes.constrain(self.embed_tokens.weight[...], ("vocab", None))
+        table_VxD = sharding.constrain(self.embed_tokens.weight[...], ("vocab", None))
         # Cast after the lookup: the gradient sums all occurrences of a token, and a bfloat16 sum loses 10% of it.
         x_BxTxD = table_VxD[tokens_BxT].astype(options.compute_dtype)
-        x_BxTxD = axes.constrain(x_BxTxD, ("batch", "residual", None))
+        x_BxTxD = sharding.constrain(x_BxTxD, ("batch", "residual", None))
         x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
         return self.norm(x_BxTxD)
 
@@ -190,7 +190,7 @@ def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: s
       dtype: dtype of every leaf.
 
     Returns:
-      The parameters. To draw each shard on its device, `jit` with `out_shardings=sharding.shardings(...)`.
+      The parameters. To draw each shard on its device, `jit` with `out_shardings=shardings(...)`.
     """
     params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(params=key)), nnx.Param))
 
@@ -242,18 +242,27 @@ def abstract_params(config: model_config.TransformerConfig, dtype: str = "float3
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
 
 
-def logical_axes(config: model_config.TransformerConfig) -> Params:
-    """Returns a tuple of logical axis names for each leaf, in the parameters' nesting."""
+def partition_specs(config: model_config.TransformerConfig) -> Any:
+    """Returns a PartitionSpec for each parameter, in the parameters' nesting."""
     _, state = _abstract(config)
-    names: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parents, name = (str(part) for part in path)
+        # The modules name the axes of one layer; the stacked leaves have one more.
         stacked = ("layers",) if parents[0] == "layers" else ()
-        functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, names)[name] = (
-            *stacked,
-            *variable.get_metadata("logical_axes"),
-        )
-    return names
+        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, specs)
+        module[name] = sharding.spec((*stacked, *variable.get_metadata("logical_axes")))
+    return specs
+
+
+def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
+    """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
+    specs = partition_specs(config)
+    return jax.tree.map(
+        lambda spec: jax.sharding.NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec),
+    )
 
 
 @functools.lru_cache(maxsize=32)

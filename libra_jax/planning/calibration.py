@@ -1,188 +1,121 @@
-"""Costs fitted to a run's measurements: engine steps and prefill, training steps, weight updates.
+"""Fits costs to a run's measurements: engine steps and prefill, training steps, weight updates.
 
 An engine step of n decoding requests with C tokens of context in all takes `step + request n + context C`. Prefill that
 shares the step adds `prefill_request` for each request. It also adds `prefill_token` for each token that is new to the
 instance, and `cached_token` for each token that the instance has seen. `cached_token` is 0 if the prefix cache finds
 all seen tokens, and as large as `prefill_token` if it finds none. Every coefficient is a time, so none is negative.
 
-The coefficients are fitted to streams. A stream of g tokens goes through g steps, so its duration is
+The coefficients are fitted to streams. A stream is one stay of a request on an instance: from the moment the instance
+was asked for the request's tokens to its last token there. An output is one stream, or several if the request moved in
+the middle of it. A stream of g tokens goes through g steps, so its duration is
 
   step g + request g mean(n) + context g mean(C) + prefill_token (new tokens of all requests that came meanwhile)
     + cached_token (their cached tokens) + prefill_request (their number) + wait
 
 with means over the time of the stream. `wait` is the remaining time: the step that was running at its arrival, and
-the way to the engine and back. The duration is linear in the coefficients, so `robust.fit` finds them.
+the way to the engine and back. The duration is linear in the coefficients, so `robust_fit` finds them.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.planning import costs, robust, rows, streams
+from libra_jax.planning import costs
+
+Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+ROUNDS = 25
+"""Most rounds in which `robust_fit` reweighs the measurements."""
 
 LEAST_STREAMS = 20
 """Least number of streams from which an engine's coefficients are fitted."""
 
-
-@dataclass(frozen=True)
-class EngineCosts:
-    """Costs of an engine of one tensor-parallel degree, in seconds.
-
-    Attributes:
-      step: fixed time of a step: launching it, reading the weights.
-      request: time that each decoding request adds to a step.
-      context: time that each token of decoding context adds to a step: reading its keys and values.
-      prefill_token: time of each prefilled token that is new to the instance.
-      cached_token: time of each token of a prefilled context that the instance has seen.
-      prefill_request: time of each prefilled request.
-      wait: remaining time of each stream; not a cost of the engine, and not used by `Calibration`.
-    """
-
-    step: float
-    request: float
-    context: float
-    prefill_token: float
-    cached_token: float
-    prefill_request: float
-    wait: float = 0.0
-
-    def scaled(self, factor: float) -> EngineCosts:
-        """Returns an engine that takes `factor` times as long for everything."""
-        return EngineCosts(**{name: factor * value for name, value in vars(self).items()})
+GENERATE = "generate"
+"""Name of the spans that are streams."""
 
 
 @dataclass(frozen=True)
-class TrainCosts:
-    """Costs of a training step, in seconds.
+class Stream:
+    """A request's stay on an instance; times are seconds, the rest tokens.
 
     Attributes:
-      step: fixed time of a step.
-      column: time of each column of the computed rows, padding included.
+      instance: name of the instance.
+      start: time at which the instance was asked.
+      end: time of the last token.
+      tokens: tokens generated in between.
+      new: tokens of the context at the start that are new to the instance; 0 if not known.
+      cached: tokens of the context at the start that the instance saw in this request's stream before; 0 if not known.
+      known: the trace gives `new` and `cached`.
     """
 
-    step: float
-    column: float
+    instance: str
+    start: float
+    end: float
+    tokens: int
+    new: int = 0
+    cached: int = 0
+    known: bool = False
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens of context half-way through."""
+        return self.new + self.cached + self.tokens / 2
 
 
-@dataclass(frozen=True)
-class UpdateCosts:
-    """Costs of a weight update, in seconds.
+def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str, Any]]) -> list[Stream]:
+    """Returns the streams of a timeline, in order of their starts.
 
-    Attributes:
-      gather: time in which the trainer puts a snapshot together, and the remaining time of an update.
-      load: time in which an instance takes the snapshot, from its pause to its resumption.
+    Args:
+      spans: spans of the timeline. Streams of requests without a record (evaluation, aborted rollouts) still load their
+        instance, and get `known` False. So do streams that do not add up to their record.
+      records: records of the trace (`telemetry/trace.py`).
     """
-
-    gather: float
-    load: float
-
-
-@dataclass(frozen=True)
-class MeasuredEngines:
-    """Measured costs of rollout: implements `costs.RolloutCosts`, with the same meaning.
-
-    Attributes:
-      engines: costs by tensor-parallel degree.
-      chunk_tokens: prefill tokens that share one engine step.
-      cache_tokens: tokens that the cache of an instance of each degree holds. A recording does not contain them. The
-        cache of a missing degree never fills, so nothing is pre-empted there.
-    """
-
-    engines: Mapping[int, EngineCosts]
-    chunk_tokens: int = 2048
-    cache_tokens: Mapping[int, int] = dataclasses.field(default_factory=dict)
-
-    def scaled(self, factors: Mapping[int, float]) -> Self:
-        """Returns the same costs with engines that take `factors[degree]` times as long."""
-        engines = {degree: engine.scaled(factors.get(degree, 1.0)) for degree, engine in self.engines.items()}
-        return dataclasses.replace(self, engines=engines)
-
-    def kv_tokens(self, degree: int) -> int:
-        """Returns the tokens that an instance's cache holds; see `cache_tokens`."""
-        # 2**40: no limit.
-        return self.cache_tokens.get(degree, 2**40)
-
-    def context_seconds(self, degree: int) -> float:
-        """Returns the seconds that each token of decoding context adds to a step."""
-        return self._engine(degree).context
-
-    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
-        """Returns the seconds of one step of `decoding` requests and `prefill` new tokens, apart from contexts."""
-        engine = self._engine(degree)
-        return engine.step + engine.request * decoding + engine.prefill_token * prefill
-
-    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
-        """Returns the additional seconds of prefilling one request behind `cached` tokens."""
-        engine = self._engine(degree)
-        return engine.prefill_request + engine.cached_token * cached
-
-    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Returns the seconds of prefilling `new` tokens on an idle instance."""
-        chunks = max(1, -(-new // self.chunk_tokens))
-        return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
-
-    def prefill_terms(self, degree: int) -> costs.PrefillTerms:
-        """Returns the seconds that prefilling adds to steps in which others decode."""
-        engine = self._engine(degree)
-        return costs.PrefillTerms(engine.prefill_token, engine.cached_token, 0.0, engine.prefill_request)
-
-    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
-        return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
-
-    def _engine(self, degree: int) -> EngineCosts:
-        try:
-            return self.engines[degree]
-        except KeyError:
-            raise protocols.ConfigError(
-                f"config.rollout.tensor_parallel: no instance of degree {degree} was measured, only of "
-                f"{', '.join(map(str, sorted(self.engines)))}"
-            ) from None
+    by_request: dict[str, list[Stream]] = collections.defaultdict(list)
+    for span in spans:
+        if span.name == GENERATE and {"request", "tokens"} <= span.arguments.keys():
+            stream = Stream(span.track, span.start, span.end, span.arguments["tokens"])
+            by_request[span.arguments["request"]].append(stream)
+    found: list[Stream] = []
+    for record in records:
+        mine = sorted(by_request.pop(record["trajectory_id"], ()), key=lambda stream: stream.start)
+        found += _with_contexts(mine, record["prompt_tokens"], record["turns"])
+    for others in by_request.values():
+        found += others
+    return sorted(found, key=lambda stream: (stream.start, stream.end))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration(MeasuredEngines):
-    """All measured costs: implements `costs.Costs`, with the same meaning.
-
-    Attributes:
-      train: costs of the trainer, with the devices that it had.
-      update: costs of a weight update.
-      rows: rows of the trainer.
-      parameters: parameters of the model; no cost depends on them.
-      weight_bytes: bytes of a weight sync; no cost depends on them.
-    """
-
-    train: TrainCosts
-    update: UpdateCosts
-    rows: rows.Shape
-    parameters: int = 0
-    weight_bytes: int = 0
-
-    def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
-        """Returns the seconds of a training step on sequences of these lengths; `devices` must be the measured ones."""
-        return self.train.step + self.train.column * rows.processed_columns(lengths, self.rows)
-
-    def gather_seconds(self, devices: int) -> float:
-        """Returns the seconds in which the trainer puts a snapshot together."""
-        return self.update.gather
-
-    def load_seconds(self, degree: int) -> float:
-        """Returns the seconds in which an instance receives a snapshot and puts it in place."""
-        return self.update.load
-
-    def transfer_seconds(self, degree: int, context: int) -> float:
-        """Returns the seconds of prefilling a moved request again, because no transfer was measured."""
-        return self.prefill_seconds(degree, context)
+def _with_contexts(mine: list[Stream], prompt: int, turns: Sequence[Mapping[str, Any]]) -> list[Stream]:
+    """Returns a trajectory's streams with the contexts that its turns give; unchanged if they do not match."""
+    if sum(stream.tokens for stream in mine) != sum(turn["generated_tokens"] for turn in turns):
+        return mine
+    left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
+    output, payload = left.popleft() if left else (0, 0)
+    context, seen, instance = prompt, 0, ""
+    found = []
+    for stream in mine:
+        # An output may take several streams, if its request moved.
+        while output <= 0 and left:
+            context += payload
+            output, payload = left.popleft()
+        # After a move, the new instance counts as having seen nothing.
+        cached = seen if stream.instance == instance else 0
+        found.append(dataclasses.replace(stream, new=context - cached, cached=cached, known=True))
+        context += stream.tokens
+        seen, instance = context, stream.instance
+        output -= stream.tokens
+    return found
 
 
-def fit_engine(instances: Sequence[Sequence[streams.Stream]]) -> EngineCosts:
+def fit_engine(instances: Sequence[Sequence[Stream]]) -> costs.EngineCosts:
     """Fits the costs of engines of one degree.
 
     Args:
@@ -199,47 +132,41 @@ def fit_engine(instances: Sequence[Sequence[streams.Stream]]) -> EngineCosts:
             f"{len(seconds)} streams of tokens are too few to calibrate an engine by; at least {LEAST_STREAMS} are "
             "needed: record more steps"
         )
-    return EngineCosts(*(float(value) for value in robust.fit(terms, seconds)))
+    return costs.EngineCosts(*(float(value) for value in robust_fit(terms, seconds)))
 
 
-def _table(mine: Sequence[streams.Stream]) -> tuple[robust.Values, robust.Values]:
-    """Returns the terms of each known stream's duration, in the order of `EngineCosts`, and the duration."""
+def _table(mine: Sequence[Stream]) -> tuple[Values, Values]:
+    """Returns the terms of each known stream's duration, in the order of `costs.EngineCosts`, and the duration."""
     start, end, tokens, new, cached, context = np.array(
         [(item.start, item.end, item.tokens, item.new, item.cached, item.mean_context) for item in mine]
     ).T
-    known = np.array([item.known for item in mine]) & (tokens > 0) & (end > start)
+    ones = np.ones_like(start)
     seconds = np.where(end > start, end - start, 1.0)
-    open_ = _mean(start, end, np.ones_like(start))
-    contexts = _mean(start, end, context)
+
+    # Mean number of open streams and of their contexts over each stream's time. In a sweep over all starts and ends,
+    # the level is constant between two of them, so its integral is linear there.
+    times = np.concatenate([start, end])
+    order = np.argsort(times, kind="stable")
+    times, means = times[order], []
+    for height in (ones, context):
+        level = np.cumsum(np.concatenate([height, -height])[order])
+        area = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(times))))
+        means.append((np.interp(end, times, area) - np.interp(start, times, area)) / seconds)
+
     # A request that arrives just before a stream is prefilled in the stream's first step; one that arrives in the
     # stream's last step is prefilled after its end.
     early = seconds / np.maximum(1.0, tokens)
     first = np.searchsorted(start, start - early, side="right")
     last = np.searchsorted(start, end - early, side="right")
-    arrivals = [_between(values, first, last) for values in (new, cached, np.ones_like(start))]
-    terms = np.stack([tokens, tokens * open_, tokens * contexts, *arrivals, np.ones_like(start)], axis=1)
+    sums = [np.concatenate(([0.0], np.cumsum(values))) for values in (new, cached, ones)]
+    arrivals = [total[last] - total[first] for total in sums]
+
+    terms = np.stack([tokens, *(tokens * mean for mean in means), *arrivals, ones], axis=1)
+    known = np.array([item.known for item in mine]) & (tokens > 0) & (end > start)
     return terms[known], seconds[known]
 
 
-def _between(values: robust.Values, first: np.ndarray, last: np.ndarray) -> robust.Values:
-    """Returns the sum of values[first:last] for each pair."""
-    totals = np.concatenate(([0.0], np.cumsum(values)))
-    return np.asarray(totals[last] - totals[first], np.float64)
-
-
-def _mean(start: robust.Values, end: robust.Values, height: robust.Values) -> robust.Values:
-    """Returns for each interval the mean over its time of the summed heights of all open intervals."""
-    times = np.concatenate([start, end])
-    # A sweep over all starts and ends: the level is constant between two of them.
-    order = np.argsort(times, kind="stable")
-    times, jumps = times[order], np.concatenate([height, -height])[order]
-    level = np.cumsum(jumps)
-    area = np.concatenate(([0.0], np.cumsum(level[:-1] * np.diff(times))))
-    length = np.where(end > start, end - start, 1.0)
-    return np.asarray((np.interp(end, times, area) - np.interp(start, times, area)) / length, np.float64)
-
-
-def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> TrainCosts:
+def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> costs.TrainCosts:
     """Fits the costs of training steps.
 
     Args:
@@ -247,11 +174,11 @@ def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> TrainCosts:
       seconds: seconds of each step.
     """
     terms = np.stack([np.ones(len(columns)), np.asarray(columns, np.float64)], axis=1)
-    step, column = robust.fit(terms, np.asarray(seconds, np.float64))
-    return TrainCosts(float(step), float(column))
+    step, column = robust_fit(terms, np.asarray(seconds, np.float64))
+    return costs.TrainCosts(float(step), float(column))
 
 
-def fit_update(publications: Sequence[float], loads: Sequence[float]) -> UpdateCosts:
+def fit_update(publications: Sequence[float], loads: Sequence[float]) -> costs.UpdateCosts:
     """Fits the costs of weight updates: medians, since all updates do the same.
 
     Args:
@@ -261,4 +188,64 @@ def fit_update(publications: Sequence[float], loads: Sequence[float]) -> UpdateC
     whole = statistics.median(publications)
     # Medians of noisy times could make a part longer than the whole.
     load = min(statistics.median(loads), whole) if loads else whole
-    return UpdateCosts(whole - load, load)
+    return costs.UpdateCosts(whole - load, load)
+
+
+def robust_fit(rows: Values, measured: Values) -> Values:
+    """Returns the coefficients c >= 0 that minimise `sum rho(measured - rows @ c)`, rho the soft L1 loss.
+
+    A few bad measurements cannot drag the coefficients far.
+    `rho(r) = 2 s^2 (sqrt(1 + (r / s)^2) - 1)` is squared for residuals below the scale s, and absolute beyond. The
+    scale is the median size of the residuals. Solved by iteratively reweighted least squares (Holland and Welsch,
+    1977).
+
+    Args:
+      rows: [N, K], one measurement a row; K at most 8.
+      measured: [N].
+
+    Returns:
+      [K]; a coefficient on which no row depends is 0.
+
+    Example:
+      >>> steps = np.arange(1.0, 9.0)
+      >>> measured = 1.0 + 2.0 * steps + 40.0 * (steps == 4)  # one step was disturbed
+      >>> robust_fit(np.stack([np.ones(8), steps], axis=1), measured).round(3)
+      array([1., 2.])
+    """
+    weights = np.ones(len(measured))
+    coefficients = np.zeros(rows.shape[1])
+    for _ in range(ROUNDS):
+        before, coefficients = coefficients, non_negative_fit(rows * weights[:, None], measured * weights)
+        residuals = np.abs(measured - rows @ coefficients)
+        scale = float(np.median(residuals))
+        # A perfect fit has no scale to weigh residuals by.
+        if scale <= 1e-12 * float(np.abs(measured).max(initial=0.0)) or np.allclose(before, coefficients, 1e-9, 0.0):
+            break
+        weights = (1.0 + (residuals / scale) ** 2) ** -0.25  # square roots: the loss squares them again
+    return coefficients
+
+
+def non_negative_fit(rows: Values, measured: Values) -> Values:
+    """Returns the least-squares solution among coefficients >= 0.
+
+    It equals the unconstrained solution over its positive coefficients. With few coefficients, trying every subset
+    finds the best feasible one.
+    """
+    # Columns of unit length keep the digits if coefficients differ by orders of magnitude.
+    sizes = np.sqrt((rows**2).sum(axis=0))
+    used = [column for column in range(rows.shape[1]) if sizes[column] > 0]
+    scaled = rows[:, used] / sizes[used]
+    gram, moments = scaled.T @ scaled, scaled.T @ measured
+    best, best_gain = np.zeros(rows.shape[1]), 0.0
+    for count in range(1, len(used) + 1):
+        for subset in itertools.combinations(range(len(used)), count):
+            chosen = list(subset)
+            try:
+                solution = np.linalg.solve(gram[np.ix_(chosen, chosen)], moments[chosen])
+            except np.linalg.LinAlgError:  # two columns are equivalent: a smaller subset fits as well
+                continue
+            gain = float(solution @ moments[chosen])  # reduction of the sum of squares
+            if (solution >= 0).all() and gain > best_gain * (1 + 1e-12):
+                best, best_gain = np.zeros(rows.shape[1]), gain
+                best[[used[index] for index in chosen]] = solution / sizes[[used[index] for index in chosen]]
+    return best

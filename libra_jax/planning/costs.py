@@ -1,22 +1,23 @@
-"""Computes how long things take: a roofline over a hardware sheet and a model's shape.
+"""Computes how long things take: from a hardware sheet and a model's shape, or from a run's measurements.
 
-Each operator takes the longer of its arithmetic and its memory traffic, at the shares of the sheet's peaks that
-`Coefficients` names. Nothing here is fitted to a scheduling policy: the values were committed before any comparison.
-Lengths are tokens, sizes bytes, times seconds.
+`CostModel` is a roofline. Each operator takes the longer of its arithmetic and its memory traffic, at the shares of
+the sheet's peaks that `Coefficients` names. Nothing is fitted to a scheduling policy: the values were committed before
+any comparison. `Calibration` has the same methods over measured costs; `planning.calibration` fits them.
+Lengths are tokens, sizes bytes, times seconds. `degree` is an instance's tensor-parallel degree throughout.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Self, TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
+from libra_jax.planning import hardware, rows
 
 BYTES_PER_VALUE = 2
 """Bytes of a value: weights, activations and key-value cache are bfloat16."""
@@ -73,7 +74,7 @@ class Coefficients:
         for item in dataclasses.fields(self):
             name, value = f"simulation.coefficients.{item.name}", getattr(self, item.name)
             configuration.check_finite(value, name)
-            if _is_share(item.name):
+            if item.name in SHARES:
                 configuration.check(0 < value <= 1, name, f"is a share of a peak, above 0 and at most 1, not {value}")
             else:
                 configuration.check(value >= 0, name, f"must not be negative, not {value}")
@@ -82,11 +83,7 @@ class Coefficients:
         )
 
 
-def _is_share(name: str) -> bool:
-    return name.endswith(("share", "fraction"))
-
-
-SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if _is_share(item.name))
+SHARES = tuple(item.name for item in dataclasses.fields(Coefficients) if item.name.endswith(("share", "fraction")))
 """Coefficients that are shares of a whole, and so at most 1."""
 
 
@@ -119,87 +116,13 @@ class PrefillTerms:
     prefill: float
 
 
-class RolloutCosts(Protocol):
-    """Costs of rollout instances: `CostModel` computes them, `planning.calibration.MeasuredEngines` has measured them.
-
-    `degree` is an instance's tensor-parallel degree throughout.
-    """
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Prefill tokens that share one engine step."""
-        ...
-
-    def kv_tokens(self, degree: int) -> int:
-        """Returns the tokens that an instance's key-value cache holds."""
-        ...
-
-    def context_seconds(self, degree: int) -> float:
-        """Returns the seconds that each token of decoding context adds to a step."""
-        ...
-
-    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
-        """Returns the seconds of one step of `decoding` requests and `prefill` tokens, without attention over
-        contexts."""
-        ...
-
-    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
-        """Returns the seconds, on top of `fixed_seconds`, of prefilling one request's `new` tokens behind `cached`
-        ones."""
-        ...
-
-    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Returns the seconds of prefilling `new` tokens on an idle instance."""
-        ...
-
-    def prefill_terms(self, degree: int) -> PrefillTerms:
-        """Returns the seconds that prefilling adds to steps in which others decode, if it fills the steps."""
-        ...
-
-    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
-        ...
-
-
-class Costs(RolloutCosts, Protocol):
-    """Costs of simulated machines: `CostModel` computes them, `planning.calibration.Calibration` has measured them."""
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the synced weights."""
-        ...
-
-    def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
-        """Returns the seconds of one training step on sequences of these lengths."""
-        ...
-
-    def gather_seconds(self, devices: int) -> float:
-        """Returns the seconds in which the trainer puts a snapshot together."""
-        ...
-
-    def load_seconds(self, degree: int) -> float:
-        """Returns the seconds in which an instance receives a snapshot and puts it in place."""
-        ...
-
-    def transfer_seconds(self, degree: int, context: int) -> float:
-        """Returns the seconds of moving a request's key-value cache to an instance."""
-        ...
-
-
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one accelerator. `degree` is an instance's tensor-parallel degree throughout."""
+    """Costs of one model on one accelerator, computed."""
 
     sheet: hardware.HardwareSheet
     shape: model_config.TransformerConfig
     coefficients: Coefficients = dataclasses.field(default_factory=Coefficients)
-
-    # Sizes ------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -229,13 +152,12 @@ class CostModel:
         spread = min(degree, self.shape.num_kv_heads) / degree
         return int((degree * each - self.weight_bytes) * spread / self.kv_bytes_per_token)
 
-    # An engine step ---------------------------------------------------------------------------------------------
-
     def context_seconds(self, degree: int) -> float:
         """Returns the seconds that each token of decoding context adds to a step, for reading and multiplying its
         keys and values."""
         sheet, shape, share = self.sheet, self.shape, self.coefficients
-        read = self.kv_bytes_per_token / (min(degree, shape.num_kv_heads) * self._memory_rate)
+        rate = sheet.memory_bytes_per_second * share.memory_share
+        read = self.kv_bytes_per_token / (min(degree, shape.num_kv_heads) * rate)
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         return max(read, flops / (degree * sheet.flops * share.rollout_flops_share))
 
@@ -275,17 +197,13 @@ class CostModel:
         """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
         return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
 
-    @functools.cached_property
-    def _memory_rate(self) -> float:
-        return self.sheet.memory_bytes_per_second * self.coefficients.memory_share
-
     def token_seconds(self, degree: int) -> float:
         """Returns the seconds of a token's arithmetic in the matrix products of a step."""
         return 2.0 * self.parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
 
     def reading_seconds(self, degree: int) -> float:
         """Returns the seconds in which a step reads the weights."""
-        return self.weight_bytes / (degree * self._memory_rate)
+        return self.weight_bytes / (degree * (self.sheet.memory_bytes_per_second * self.coefficients.memory_share))
 
     def collective_seconds(self, degree: int, tokens: float) -> float:
         """Returns the seconds of the all-reduces of one step: two a layer, of one hidden vector a token."""
@@ -297,8 +215,6 @@ class CostModel:
         small = share.collective_latency + volume / (link * share.small_message_share)
         large = share.large_message_latency + volume / (link * share.large_message_share)
         return 2 * self.shape.num_layers * min(small, large)
-
-    # Training and weights ---------------------------------------------------------------------------------------
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
         """Returns the seconds of one training step.
@@ -327,7 +243,7 @@ class CostModel:
         """Returns the seconds of moving a request's key-value cache to an instance over the network."""
         return context * self.kv_bytes_per_token / (degree * self._network_rate)
 
-    @property
+    @functools.cached_property
     def _network_rate(self) -> float:
         return self.sheet.network_bytes_per_second * self.coefficients.network_share
 
@@ -345,6 +261,164 @@ def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) ->
     """
     kept = Coefficients(activation_bytes=0.0) if name == hardware.THIS_MACHINE else Coefficients()
     return CostModel(hardware.sheet(name, field), shape, kept)
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """Costs of an engine of one tensor-parallel degree, in seconds.
+
+    Attributes:
+      step: fixed time of a step: launching it, reading the weights.
+      request: time that each decoding request adds to a step.
+      context: time that each token of decoding context adds to a step: reading its keys and values.
+      prefill_token: time of each prefilled token that is new to the instance.
+      cached_token: time of each token of a prefilled context that the instance has seen.
+      prefill_request: time of each prefilled request.
+      wait: remaining time of each stream; not a cost of the engine, and not used by `Calibration`.
+    """
+
+    step: float
+    request: float
+    context: float
+    prefill_token: float
+    cached_token: float
+    prefill_request: float
+    wait: float = 0.0
+
+    def scaled(self, factor: float) -> EngineCosts:
+        """Returns an engine that takes `factor` times as long for everything."""
+        return EngineCosts(**{name: factor * value for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class TrainCosts:
+    """Costs of a training step, in seconds.
+
+    Attributes:
+      step: fixed time of a step.
+      column: time of each column of the computed rows, padding included.
+    """
+
+    step: float
+    column: float
+
+
+@dataclass(frozen=True)
+class UpdateCosts:
+    """Costs of a weight update, in seconds.
+
+    Attributes:
+      gather: time in which the trainer puts a snapshot together, and the remaining time of an update.
+      load: time in which an instance takes the snapshot, from its pause to its resumption.
+    """
+
+    gather: float
+    load: float
+
+
+@dataclass(frozen=True)
+class MeasuredEngines:
+    """Measured costs of rollout, with the methods of `CostModel` and the same meaning.
+
+    Attributes:
+      engines: costs by tensor-parallel degree.
+      chunk_tokens: prefill tokens that share one engine step.
+      cache_tokens: tokens that the cache of an instance of each degree holds. A recording does not contain them. The
+        cache of a missing degree never fills, so nothing is pre-empted there.
+    """
+
+    engines: Mapping[int, EngineCosts]
+    chunk_tokens: int = 2048
+    cache_tokens: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def scaled(self, factors: Mapping[int, float]) -> Self:
+        """Returns the same costs with engines that take `factors[degree]` times as long."""
+        engines = {degree: engine.scaled(factors.get(degree, 1.0)) for degree, engine in self.engines.items()}
+        return dataclasses.replace(self, engines=engines)
+
+    def kv_tokens(self, degree: int) -> int:
+        """Returns the tokens that an instance's cache holds; see `cache_tokens`."""
+        # 2**40: no limit.
+        return self.cache_tokens.get(degree, 2**40)
+
+    def context_seconds(self, degree: int) -> float:
+        """Returns the seconds that each token of decoding context adds to a step."""
+        return self._engine(degree).context
+
+    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
+        """Returns the seconds of one step of `decoding` requests and `prefill` new tokens, apart from contexts."""
+        engine = self._engine(degree)
+        return engine.step + engine.request * decoding + engine.prefill_token * prefill
+
+    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
+        """Returns the additional seconds of prefilling one request behind `cached` tokens."""
+        engine = self._engine(degree)
+        return engine.prefill_request + engine.cached_token * cached
+
+    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
+        """Returns the seconds of prefilling `new` tokens on an idle instance."""
+        chunks = max(1, -(-new // self.chunk_tokens))
+        return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
+
+    def prefill_terms(self, degree: int) -> PrefillTerms:
+        """Returns the seconds that prefilling adds to steps in which others decode."""
+        engine = self._engine(degree)
+        return PrefillTerms(engine.prefill_token, engine.cached_token, 0.0, engine.prefill_request)
+
+    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
+        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
+
+    def _engine(self, degree: int) -> EngineCosts:
+        try:
+            return self.engines[degree]
+        except KeyError:
+            raise protocols.ConfigError(
+                f"config.rollout.tensor_parallel: no instance of degree {degree} was measured, only of "
+                f"{', '.join(map(str, sorted(self.engines)))}"
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration(MeasuredEngines):
+    """All measured costs, with the methods of `CostModel` and the same meaning.
+
+    Attributes:
+      train: costs of the trainer, with the devices that it had.
+      update: costs of a weight update.
+      rows: rows of the trainer.
+      parameters: parameters of the model; no cost depends on them.
+      weight_bytes: bytes of a weight sync; no cost depends on them.
+    """
+
+    train: TrainCosts
+    update: UpdateCosts
+    rows: rows.Shape
+    parameters: int = 0
+    weight_bytes: int = 0
+
+    def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
+        """Returns the seconds of a training step on sequences of these lengths; `devices` must be the measured ones."""
+        return self.train.step + self.train.column * rows.processed_columns(lengths, self.rows)
+
+    def gather_seconds(self, devices: int) -> float:
+        """Returns the seconds in which the trainer puts a snapshot together."""
+        return self.update.gather
+
+    def load_seconds(self, degree: int) -> float:
+        """Returns the seconds in which an instance receives a snapshot and puts it in place."""
+        return self.update.load
+
+    def transfer_seconds(self, degree: int, context: int) -> float:
+        """Returns the seconds of prefilling a moved request again, because no transfer was measured."""
+        return self.prefill_seconds(degree, context)
+
+
+RolloutCosts: TypeAlias = CostModel | MeasuredEngines
+"""Costs of rollout instances, computed or measured; both have the same methods."""
+
+Costs: TypeAlias = CostModel | Calibration
+"""Costs of simulated machines, computed or measured; both have the same methods."""
 
 
 @dataclass(frozen=True)

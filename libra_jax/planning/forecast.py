@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
-from libra_jax.planning import costs, demand, meshes, profiles, search, serving
+from libra_jax.planning import costs, meshes, profiles, search, serving
+
+MOVE = 0.3
+"""Relative change of a cost coefficient, of which `uncertainty` computes the effect."""
+
+SAMPLES = 512
+"""Most trajectories from which `uncertainty` computes times."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,11 @@ class Setting:
             model = profile.cost_model(model)
         most, context = _devices_together(run, model), run.rollout.max_context
         most = most if together is None else min(most, together)
-        possible = [
-            degree for degree in sorted(set(run.planner.degrees)) if degree <= most and _divides(model.shape, degree)
-        ]
+        possible = []
+        for degree in sorted(set(run.planner.degrees)):
+            with contextlib.suppress(protocols.ConfigError):  # the degree does not divide the model
+                feasibility.check_tensor_parallel(model.shape, degree)
+                possible += [degree] if degree <= most else []
         degrees = tuple(degree for degree in possible if model.kv_tokens(degree) >= context)
         if not degrees:
             room = max((model.kv_tokens(degree) for degree in possible), default=0)
@@ -106,14 +115,6 @@ class Setting:
 def _devices_together(run: configuration.RunConfig, model: costs.CostModel) -> int:
     """Returns the most devices that an instance may have: those of a node, or of one of the run's hosts."""
     return min(model.sheet.devices_per_node, run.cluster.accelerators_per_host or model.sheet.devices_per_node)
-
-
-def _divides(shape: model_config.TransformerConfig, degree: int) -> bool:
-    try:
-        feasibility.check_tensor_parallel(shape, degree)
-    except protocols.ConfigError:
-        return False
-    return True
 
 
 def check_layout(run: configuration.RunConfig, setting: Setting) -> None:
@@ -203,11 +204,18 @@ class Work:
         trained: Sequence[bool] | None = None,
     ) -> None:
         self._setting = setting
-        wanted = demand.of_trajectories(prompts, turns, requests=setting.requests)
+        wanted = serving.Demand.of_trajectories(prompts, turns, requests=setting.requests)
         if trained is None or not any(trained):
             trained = [True] * len(turns)
         kept = [index for index, one in enumerate(trained) if one]
-        contexts = demand.contexts([prompts[index] for index in kept], [turns[index] for index in kept])
+        # Tokens of each whole context at its end; its last tool return is never shown.
+        contexts = [
+            prompts[index]
+            + sum(max(1, turn.generated_tokens) + turn.payload_tokens for turn in turns[index])
+            - turns[index][-1].payload_tokens
+            for index in kept
+            if turns[index]
+        ]
         count = max(1, round(setting.requests * len(kept) / len(trained)))
         # Spread evenly over the kept trajectories, so that the sample has their lengths.
         lengths = [contexts[index * len(contexts) // count] for index in range(count)]
@@ -238,6 +246,43 @@ class Work:
         # Stages side by side take the longer time; stages in turn take the sum.
         return Prediction(train, rollout, max(cycle, rollout) if self._setting.staleness else cycle + rollout)
 
-    def drawn_anew(self, plan: protocols.Plan) -> protocols.Plan:
-        """Returns the same devices and instances with the length ranges that suit the instances best."""
-        return dataclasses.replace(plan, rollout=self.search.ranges(plan.rollout))
+
+def uncertainty(
+    setting: Setting, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], plan: protocols.Plan
+) -> Prediction:
+    """Returns the uncertainty of each time of a plan, as a share of the time.
+
+    Moves each cost coefficient by `MOVE` both ways, one at a time. The effects are taken as independent, so the larger
+    effect of each coefficient adds up in squares. This holds for times computed from a hardware sheet alone; levels
+    correct measured times (`planner`).
+
+    Args:
+      setting: conditions of the plan.
+      prompts: tokens of each trajectory's prompt.
+      turns: turns of each trajectory.
+      plan: the plan.
+    """
+    # Every n-th trajectory keeps the distribution of lengths.
+    every = -(-len(prompts) // SAMPLES)
+    prompts, turns = prompts[::every], turns[::every]
+
+    def seconds(model: costs.CostModel) -> tuple[float, ...] | None:
+        try:
+            work = Work(dataclasses.replace(setting, model=model), prompts, turns)
+        except protocols.ConfigError:
+            return None
+        found = dataclasses.astuple(work.predict(plan, Levels()))
+        return found if all(map(math.isfinite, found)) else None
+
+    base = seconds(setting.model)
+    assert base is not None
+    effects: dict[str, list[float]] = {}
+    for name, value in costs.moved(setting.model.coefficients, MOVE):
+        coefficients = dataclasses.replace(setting.model.coefficients, **{name: value})  # type: ignore[arg-type]
+        other = seconds(dataclasses.replace(setting.model, coefficients=coefficients))
+        if other is None:  # the plan no longer fits into the memory, so there is no time to compare
+            continue
+        changes = [abs(after / before - 1.0) for before, after in zip(base, other, strict=True)]
+        # The larger effect of the move down and the move up.
+        effects[name] = [max(pair) for pair in zip(changes, effects.get(name, changes), strict=True)]
+    return Prediction(*(math.hypot(*one) for one in zip(*effects.values(), strict=True)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from libra_jax import config as libra_config
+from libra_jax import machine
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, meshes
 
@@ -15,18 +16,6 @@ _SHEETS = {"cuda": ("a100", "h100", "h200"), "tpu": ("v5e", "v5p", "v6e")}
 """Accelerators of each `trainer.platform` that have a sheet."""
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def size(count: float) -> str:
-    """Formats a number of bytes for people, with three digits.
-
-    >>> [size(count) for count in (12, 1536, 1.64e6, 24e9, 3e12)]
-    ['12 B', '1.5 KiB', '1.56 MiB', '22.4 GiB', '2.73 TiB']
-    """
-    unit = 0
-    while count >= 999.5 and unit < 4:  # three digits would round up to 1e+03
-        count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 
 
 def trainer_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
@@ -61,21 +50,15 @@ def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfi
     trainer = trainer_bytes(config, shape) * config.trainer.devices
     each = weight_bytes(config, shape, 1) + config.rollout.kv_cache_gib * 2**30 + ENGINE_BYTES
     engines = each * len(config.rollout.tensor_parallel) if config.rollout.engine == "vllm" else 0.0
-    room = available() if free is None else free
-    says = "fits" if trainer + engines <= room else "DOES NOT FIT"
+    if free is None:
+        # Memory that new processes can have without swapping, in KiB. It is unlimited where the kernel does not say.
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = float(lines.get("MemAvailable", "inf").split()[0]) * 1024
+    says, size = "fits" if trainer + engines <= free else "DOES NOT FIT", machine.bytes_text
     return (
         f"{says}: about {size(trainer + engines)} (trainer {size(trainer)}, engines {size(engines)}) of the "
-        f"{size(room)} that are free on this machine"
+        f"{size(free)} that are free on this machine"
     )
-
-
-def available() -> float:
-    """Returns the bytes that new processes of this machine can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return float(value.split()[0]) * 1024
-    return float("inf")
 
 
 def _on_accelerators(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> str:
@@ -86,6 +69,7 @@ def _on_accelerators(config: libra_config.RunConfig, shape: model_config.Transfo
     engine = (weight_bytes(config, shape, narrowest) + cache) / config.rollout.gpu_memory_fraction
     known = [hardware.sheet(name) for name in _SHEETS[config.trainer.platform]]
     fits = [sheet for sheet in known if max(train, engine) <= sheet.memory_bytes]
+    size = machine.bytes_text
     named = ", ".join(f"{sheet.name} ({size(sheet.memory_bytes)})" for sheet in fits or known)
     says = f"fits {named}" if fits else f"DOES NOT FIT any of {named}"
     return (

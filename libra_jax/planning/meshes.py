@@ -15,7 +15,7 @@ devices and time are kept.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ import numpy as np
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs, hardware, rows
-from libra_jax.planning.demand import Values
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -166,7 +165,7 @@ class Training:
         """Returns the bytes on each device."""
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
         state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
-        columns = self._rows_each(data * fsdp) * row
+        columns = -(-trainer.rows // (data * fsdp)) * row  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor
         logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
@@ -175,13 +174,20 @@ class Training:
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
-        hidden, known = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients
-        each = self._rows_each(data * fsdp)
+        hidden, known, shape = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients, self._model.shape
+        again = RECOMPUTED[self._trainer.remat]
+        each = -(-self._trainer.rows // (data * fsdp))
         cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
         turns = 1.0 if cores is None else max(1.0, devices / cores)
-        # Rows are sorted, so every n-th is the slowest of its micro-batch.
         for length, squares in self._rows.items():
-            slowest = self._row_seconds(length, squares[:: data * fsdp * each], tensor)  # of each micro-batch
+            # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
+            # a sequence, so its work grows with the sum of the sequences' squared lengths.
+            heaviest = squares[:: data * fsdp * each]
+            linear = 2.0 * self._model.parameters * length
+            forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
+            # The backward pass costs two forward passes.
+            passes = 3.0 + again + self._trainer.scored_again
+            slowest = passes * forward / (tensor * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + known.micro_batch_overhead)
             exposed = len(slowest) * self._exposed_seconds(each * length, tensor)
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum()) + exposed
@@ -208,26 +214,26 @@ class Training:
         Raises:
           ConfigError: the model fits on none; the message says what is short.
         """
-        meshes = (mesh for mesh in self._meshes(most) if not whole_rows or self._divides(mesh))
-        found = sorted(meshes, key=lambda mesh: (mesh.devices, mesh.seconds))
+        room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
+        hidden_size = self._model.shape.hidden_size
+        found: list[Mesh] = []
+        for tensor in self.tensor_degrees():
+            for fsdp in range(1, min(hidden_size, most // tensor) + 1):
+                if hidden_size % fsdp:
+                    continue
+                # More replicas would have no rows.
+                enough = -(-max(map(len, self._rows.values())) // fsdp)
+                for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
+                    divides = self._trainer.rows % (data * fsdp) == 0 or not whole_rows
+                    if divides and self.memory_bytes(data, fsdp, tensor) <= room:
+                        found.append(self.mesh(data, fsdp, tensor))
         front: list[Mesh] = []
-        for mesh in found:
+        for mesh in sorted(found, key=lambda mesh: (mesh.devices, mesh.seconds)):
             if not front or mesh.seconds < front[-1].seconds:
                 front.append(mesh)
         if not front:
             raise protocols.ConfigError(self._too_large(most))
         return tuple(front)
-
-    def _meshes(self, most: int) -> Iterator[Mesh]:
-        room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
-        for tensor in self.tensor_degrees():
-            for fsdp in range(1, min(self._model.shape.hidden_size, most // tensor) + 1):
-                if self._model.shape.hidden_size % fsdp:
-                    continue
-                enough = -(-max(map(len, self._rows.values())) // fsdp)  # more replicas would have no rows
-                for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
-                    if self.memory_bytes(data, fsdp, tensor) <= room:
-                        yield self.mesh(data, fsdp, tensor)
 
     def tensor_degrees(self) -> list[int]:
         """Returns the tensor degrees that stay inside a node and divide heads, feed-forward columns and rows."""
@@ -238,27 +244,6 @@ class Training:
             for degree in TENSOR_DEGREES
             if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
         ]
-
-    def _divides(self, mesh: Mesh) -> bool:
-        return self._trainer.rows % (mesh.data * mesh.fsdp) == 0
-
-    def _rows_each(self, shards: int) -> int:
-        """Returns the rows of a micro-batch on each of `shards` shards."""
-        return -(-self._trainer.rows // shards)
-
-    def _row_seconds(self, length: int, squares: Values, tensor: int) -> Values:
-        """Returns the seconds of the rows' arithmetic: forward, backward, and recomputation.
-
-        Args:
-          length: columns of each row.
-          squares: for each row, the sum of its sequences' squared lengths: attention stays inside a sequence.
-          tensor: devices that share a row.
-        """
-        shape, share = self._model.shape, self._model.coefficients.train_flops_share
-        linear = 2.0 * self._model.parameters * length
-        forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * squares
-        passes = 3.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
-        return np.asarray(passes * forward / (tensor * self._model.sheet.flops * share), np.float64)
 
     def _exposed_seconds(self, columns: int, tensor: int) -> float:
         """Returns the seconds of the all-reduces over `tensor` for `columns` columns: two a layer and pass, of one

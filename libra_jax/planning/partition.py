@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from libra_jax.planning.demand import Places, Values
+from libra_jax.planning.serving import Places, Values
 
 Seconds = Callable[[int, Places, Places], Values]
 """(degree, first, last) to the seconds of each run; nondecreasing in the run's requests, 0 for an empty run."""
@@ -93,19 +93,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Partition:
-    """Runs from the longest requests to the shortest, one for each instance."""
+    """An assignment of all requests to instances.
+
+    Attributes:
+      runs: runs from the longest requests to the shortest, one for each instance.
+      seconds: seconds of the slowest instance.
+      devices: devices of all instances.
+    """
 
     runs: tuple[Run, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the slowest instance."""
-        return max(run.seconds for run in self.runs)
-
-    @property
-    def devices(self) -> int:
-        """Devices of all instances."""
-        return sum(run.degree for run in self.runs)
+    seconds: float
+    devices: int
 
 
 class Partitions:
@@ -172,7 +170,12 @@ class Partitions:
           below: seconds above which a partition is not wanted.
         """
         low, high = max(above, self.least_seconds), min(below, ANY_SECONDS)
-        return shortest(lambda limit: self._fitting(limit, devices), low, high, lambda found: found.seconds)
+
+        def fitting(limit: float) -> Partition | None:
+            found = self.within(limit)
+            return found if found is not None and found.devices <= devices else None
+
+        return shortest(fitting, low, high, lambda found: found.seconds)
 
     def over(self, instances: Sequence[int]) -> Partition | None:
         """Returns the partition over instances of these degrees whose slowest is fastest, wider ones for longer
@@ -212,10 +215,6 @@ class Partitions:
                 return reach
             window *= 2
 
-    def _fitting(self, limit: float, devices: int) -> Partition | None:
-        found = self.within(limit)
-        return found if found is not None and found.devices <= devices else None
-
     def _begins(self, degree: int, limit: float) -> Places:
         """Returns for each edge the first edge from which a run up to it takes at most `limit` seconds."""
         last = np.arange(len(self._edges))
@@ -223,7 +222,12 @@ class Partitions:
             over = self._tables[degree][::-1] > limit
             back = over.argmax(axis=0)
             return np.where(over[back, last], len(last) - back, 0)
-        low, high = self._bracket(degree, limit, last)
+        # Answers for earlier limits bound this one: a longer limit lets runs begin earlier, a shorter one later.
+        known = self._begun[degree]
+        longer = min((found for found in known if found[0] >= limit), key=lambda found: found[0], default=None)
+        shorter = max((found for found in known if found[0] <= limit), key=lambda found: found[0], default=None)
+        low = np.zeros_like(last) if longer is None else longer[1].copy()
+        high = last.copy() if shorter is None else shorter[1].copy()
         unsure = np.flatnonzero(low < high)  # edges whose answer is not known yet; it is in [low, high]
         while len(unsure):
             middle = (low[unsure] + high[unsure]) // 2
@@ -234,14 +238,6 @@ class Partitions:
         self._begun[degree].append((limit, high))
         return high
 
-    def _bracket(self, degree: int, limit: float, last: Places) -> tuple[Places, Places]:
-        """Returns bounds on the first edges: a longer limit lets runs begin earlier, a shorter one later."""
-        known = self._begun[degree]
-        longer = min((found for found in known if found[0] >= limit), key=lambda found: found[0], default=None)
-        shorter = max((found for found in known if found[0] <= limit), key=lambda found: found[0], default=None)
-        low = np.zeros_like(last) if longer is None else longer[1].copy()
-        return low, last.copy() if shorter is None else shorter[1].copy()
-
     def _partition(self, runs: Sequence[tuple[int, int, int]]) -> Partition:
         """Returns the partition of runs given as degree, first edge and last edge."""
         kinds, first, last = np.array(runs).T
@@ -251,4 +247,5 @@ class Partitions:
             ours = kinds == degree
             seconds[ours] = self._seconds(degree, begin[ours], end[ours])
         columns = kinds.tolist(), begin.tolist(), end.tolist(), seconds.tolist()
-        return Partition(tuple(Run(*run) for run in zip(*columns, strict=True)))
+        made = tuple(Run(*run) for run in zip(*columns, strict=True))
+        return Partition(made, max(run.seconds for run in made), sum(run.degree for run in made))

@@ -1,9 +1,15 @@
 """The global planner of a run: plans from the trajectories that the run trains on, and follows their drift.
 
-After each training step the planner sees the trained trajectories and how long the stages took. The lengths of the
-last steps predict the demand of the next (`demand`). Costs start from a hardware sheet. Each stage's level is
-corrected by the measured time of the last steps over the sheet's time. `replanning` decides when to look and whether
-to move. If the instances stay, each look still redraws their length ranges, which costs nothing.
+After each training step `GlobalPlanner` sees the trained trajectories and how long the stages took. The lengths of the
+last steps predict the demand of the next (`serving.Demand`). Costs start from a hardware sheet. Each stage's level is
+corrected by the measured time of the last steps over the sheet's time.
+
+`Replanner` decides when to look for a better plan, and when to take it: a move has to pay for itself before the next
+one. It looks every `period` steps. It looks early if more requests wait than `queue_pressure` allows, if one stage has
+become much slower than the other, or if an instance is lost. A found plan is taken under three conditions. It saves
+more over the next `horizon` steps than the move costs. It shortens a step by at least `least_gain`, because a smaller
+gain is within the error of the predictions. And the last move is at least `cooldown` steps ago. Every look leaves a
+line in the log. If the instances stay, each look still redraws their length ranges, which costs nothing.
 """
 
 from __future__ import annotations
@@ -11,21 +17,230 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import forecast, plans, replanning
+from libra_jax.planning import forecast, plans
 
 LEVELS = 8
 """Steps over which a stage's level is averaged: with max staleness above 0 long and short steps alternate, so no
 single step is typical."""
 
-
 LEAST_STEPS = 4
 """Steps, beyond the max staleness, before the first look: levels of fewer steps say little."""
+
+Plan = TypeVar("Plan", bound=Hashable)
+
+WAITED = 0.15
+"""Share of a step that the trainer waited for its batch; above it, rollout set the length of the step."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules for looks and moves.
+
+    Attributes:
+      period: training steps between two looks; 0: only early looks.
+      horizon: steps over which a move has to pay.
+      cooldown: steps after a move before the next move, and after any look before an early look.
+      least_gain: relative gain of a step below which nothing moves.
+      queue_pressure: requests waiting for a slot, over all slots, above which it looks early.
+      imbalance: ratio of the longer stage to the shorter above which it looks early.
+      shadow: decides and logs, and never moves.
+    """
+
+    period: int = 10
+    horizon: int = 20
+    cooldown: int = 5
+    least_gain: float = 0.05
+    queue_pressure: float = 1.0
+    imbalance: float = 2.0
+    shadow: bool = False
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Signs that a training step showed.
+
+    Attributes:
+      train_seconds: seconds of the training step.
+      rollout_seconds: seconds of the step's requests.
+      waiting: requests that waited for a slot, mean over the step.
+      slots: slots of all instances.
+      lost: instances lost since the step before.
+    """
+
+    train_seconds: float
+    rollout_seconds: float
+    waiting: float = 0.0
+    slots: int = 1
+    lost: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of a training step, as the coordinator saw them.
+
+    Attributes:
+      step: seconds from the end of the step before, without an evaluation.
+      train: seconds of the training step within `step`.
+      wait: seconds within `step` in which the trainer waited for its batch.
+      sync: seconds of the weight sync within `step`.
+      waiting: requests that waited for a slot, mean over the step.
+      slots: slots of all instances.
+      lost: instances lost since the step before.
+      disturbed: a move or a loss affected the step, so that it does not predict later steps.
+    """
+
+    step: float
+    train: float
+    wait: float
+    sync: float = 0.0
+    waiting: float = 0.0
+    slots: int = 1
+    lost: int = 0
+    disturbed: bool = False
+
+
+@dataclass(frozen=True)
+class Decision(Generic[Plan]):
+    """One look.
+
+    Attributes:
+      step: training step of the look.
+      why: reason for the look.
+      plan: the best plan that was found.
+      present_seconds: predicted seconds of a step under the present plan.
+      best_seconds: predicted seconds of a step under the best plan.
+      move_seconds: seconds that the move between them costs.
+      moved: the plan was taken.
+      reason: reason for or against the move.
+    """
+
+    step: int
+    why: str
+    plan: Plan
+    present_seconds: float
+    best_seconds: float
+    move_seconds: float
+    moved: bool
+    reason: str
+
+    def record(self) -> dict[str, Any]:
+        """Returns the line of `plans.jsonl`, as a dict; `gain` is the relative gain of a step."""
+        return {**dataclasses.asdict(self), "gain": 1.0 - self.best_seconds / self.present_seconds}
+
+    def line(self) -> str:
+        """Returns the line of the log."""
+        verdict = "moves" if self.moved else "stays"
+        return (
+            f"step {self.step} ({self.why}): {verdict}: {self.present_seconds:.1f} s a step now, "
+            f"{self.best_seconds:.1f} s at best, {self.move_seconds:.1f} s to get there: {self.reason}"
+        )
+
+
+class Replanner(Generic[Plan]):
+    """Decides step by step.
+
+    Args:
+      rules: rules for looks and moves.
+      present: the plan in force.
+      best: returns the best plan for the present work.
+      seconds: plan to the seconds of a step, for the present work.
+      move: (from, to) to the seconds that a move costs.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        present: Plan,
+        *,
+        best: Callable[[], Plan],
+        seconds: Callable[[Plan], float],
+        move: Callable[[Plan, Plan], float],
+    ) -> None:
+        self.rules = rules
+        self.present = present
+        self._best = best
+        self._seconds = seconds
+        self._move = move
+        self._moved_at: int | None = None
+        self._looked_at = 0
+        self._slower = ""  # the stage that took much longer at the last look
+
+    def after(self, step: int, signs: Signs) -> Decision[Plan] | None:
+        """Returns the decision after a training step; None if nothing calls for a look.
+
+        Args:
+          step: number of the step, from 1.
+          signs: signs that the step showed.
+        """
+        rules = self.rules
+        slower = ""
+        if signs.rollout_seconds > rules.imbalance * signs.train_seconds:
+            slower = "rollout"
+        elif signs.train_seconds > rules.imbalance * signs.rollout_seconds:
+            slower = "training"
+        why = self._why(step, signs, slower)
+        if why is None:
+            return None
+        self._looked_at, self._slower = step, slower
+        best = self._best()
+        now, then = self._seconds(self.present), self._seconds(best)
+        cost = self._move(self.present, best) if best != self.present else 0.0
+        against = self._against(step, best, now, then, cost, lost=signs.lost > 0)
+        moved = against is None and not rules.shadow
+        reason = f"saves {(now - then) * rules.horizon - cost:.1f} s over the next {rules.horizon} steps"
+        if not moved:
+            reason = against or f"would move, as it {reason}, and only watches"
+        decision = Decision(step, why, best, now, then, cost, moved, reason)
+        if moved:
+            self.present, self._moved_at = best, step
+        return decision
+
+    def _why(self, step: int, signs: Signs, slower: str) -> str | None:
+        """Returns the reason to look after this step; None if there is none."""
+        rules = self.rules
+        if signs.lost:
+            return f"{signs.lost} instances lost"
+        if rules.period and step - self._looked_at >= rules.period:
+            return f"every {rules.period} steps"
+        # An early look soon after a look or a move would judge the same state again.
+        if step - max(self._looked_at, self._moved_at or 0) < rules.cooldown:
+            return None
+        if signs.waiting > rules.queue_pressure * signs.slots:
+            return f"{signs.waiting:.0f} requests wait for {signs.slots} slots"
+        if slower and slower != self._slower:  # otherwise the last look saw this too and could not mend it
+            seconds = sorted((signs.rollout_seconds, signs.train_seconds))
+            return f"{slower} takes {seconds[1] / max(seconds[0], 1e-9):.1f} times as long as the other stage"
+        return None
+
+    def _against(self, step: int, best: Plan, now: float, then: float, cost: float, *, lost: bool) -> str | None:
+        """Returns the reason against the move; None if there is none."""
+        rules = self.rules
+        if best == self.present:
+            return "the present plan is the best"
+        # A lost instance makes the present plan impossible, so the cooldown does not hold.
+        if self._moved_at is not None and step - self._moved_at < rules.cooldown and not lost:
+            return f"the last move was {step - self._moved_at} steps ago, of {rules.cooldown} to wait"
+        if then >= now * (1.0 - rules.least_gain):
+            return f"a gain of {100 * (1.0 - then / now):.1f}% is less than {100 * rules.least_gain:g}%"
+        if (now - then) * rules.horizon <= cost:
+            return f"{rules.horizon} steps would not pay for the move"
+        return None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns JSON-able state: when it last looked and moved, without the plan."""
+        return {"moved_at": self._moved_at, "looked_at": self._looked_at, "slower": self._slower}
+
+    def restore(self, present: Plan, snapshot: Mapping[str, Any]) -> None:
+        """Restores the plan in force and a snapshot; a value that an older snapshot lacks starts fresh."""
+        self.present = present
+        self._moved_at = snapshot.get("moved_at")
+        self._looked_at, self._slower = snapshot.get("looked_at", 0), snapshot.get("slower", "")
 
 
 @dataclass(frozen=True)
@@ -48,6 +263,9 @@ class GlobalPlanner:
       setting: conditions of the plans.
       plan: the plan in force at first.
       masks: tells whether a rollout with this finish is left out of training (`TaskConfig.masks`).
+
+    Attributes:
+      levels: levels measured so far.
     """
 
     def __init__(
@@ -66,7 +284,7 @@ class GlobalPlanner:
         )
         self._taken: collections.deque[_Taken] = collections.deque(maxlen=LEVELS)
         profile = setting.profile
-        self._levels = (
+        self.levels = (
             forecast.Levels() if profile is None else forecast.Levels(sync=profile.sync, between=profile.between)
         )
         self._measured: set[str] = set() if profile is None else {"train", "rollout"}
@@ -74,12 +292,10 @@ class GlobalPlanner:
         self._work: forecast.Work | None = None
         self._expected: forecast.Prediction | None = None
         self._before: protocols.Plan | None = None
-        rules = replanning.Rules(
-            **{item.name: getattr(config, item.name) for item in dataclasses.fields(replanning.Rules)}
-        )
+        rules = Rules(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Rules)})
         if not setting.staleness:  # stages that take turns need not take equally long
             rules = dataclasses.replace(rules, imbalance=math.inf)
-        self._replanner: replanning.Replanner[protocols.Plan] = replanning.Replanner(
+        self._replanner: Replanner[protocols.Plan] = Replanner(
             rules, plan, best=self._best, seconds=self._seconds, move=self._move_seconds
         )
 
@@ -89,11 +305,6 @@ class GlobalPlanner:
         return self._replanner.present
 
     @property
-    def levels(self) -> forecast.Levels:
-        """Levels measured so far."""
-        return self._levels
-
-    @property
     def calibrated(self) -> bool:
         """True if both stages have been measured, by this run or by those of its profile."""
         return {"train", "rollout"} <= self._measured
@@ -101,11 +312,11 @@ class GlobalPlanner:
     def after(
         self,
         step: int,
-        measured: replanning.Measured,
+        measured: Measured,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
-    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
+    ) -> tuple[Decision[protocols.Plan] | None, dict[str, float]]:
         """Decides what to do after a training step, and returns the step's metrics.
 
         Args:
@@ -118,36 +329,56 @@ class GlobalPlanner:
           The decision, if there was a look; `plan` has been updated. The metrics compare the prediction for this
           step, made before it, with its measured time, and with its time under the plan before the last move.
         """
-        metrics = self._metrics(measured)
+        metrics: dict[str, float] = {}
+        if (expected := self._expected) is not None:
+            metrics = {"plan/step_seconds": expected.step, "plan/train_seconds": expected.train}
+            metrics["plan/rollout_seconds"] = expected.rollout
+            metrics["plan/step_error"] = abs(expected.step / measured.step - 1.0) if measured.step > 0 else math.nan
         self._steps += 1
         if self._steps <= self._setting.staleness + 1:  # short rollouts finish first, and engines were filling up
             return None, {}
-        self._see(measured, trained)
-        assert self._work is not None
+        work = self._work = self._learn(measured, trained)
         if self._before is not None:
-            metrics["plan/saved_seconds"] = self._work.predict(self._before, self.levels).step - measured.step
+            metrics["plan/saved_seconds"] = work.predict(self._before, self.levels).step - measured.step
         decision = None
         if may_move and self._steps > self._setting.staleness + LEAST_STEPS:
-            now = self._work.predict(self.plan, self.levels)
-            signs = replanning.Signs(
-                now.train, now.rollout, waiting=measured.waiting, slots=measured.slots, lost=measured.lost
-            )
+            now = work.predict(self.plan, self.levels)
+            signs = Signs(now.train, now.rollout, waiting=measured.waiting, slots=measured.slots, lost=measured.lost)
             before, decision = self.plan, self._replanner.after(step, signs)
             if self.plan != before:
                 self._before = before
         if decision is not None and not self._config.shadow:
-            self._replanner.present = self._work.drawn_anew(self.plan)
-        self._expected = self._work.predict(self.plan, self.levels)
+            # The same devices and instances, with the length ranges that suit the instances best.
+            self._replanner.present = dataclasses.replace(self.plan, rollout=work.search.ranges(self.plan.rollout))
+        self._expected = work.predict(self.plan, self.levels)
         return decision, metrics
 
-    def _see(self, measured: replanning.Measured, trained: Sequence[protocols.Trajectory]) -> None:
-        """Adds a step's trajectories and measured times."""
+    def _learn(self, measured: Measured, trained: Sequence[protocols.Trajectory]) -> forecast.Work:
+        """Returns the work of the latest steps, and updates the levels: measured seconds over the sheet's."""
         seen = [(item.prompt_tokens, list(item.turns), not self._masks(item.finish)) for item in trained if item.turns]
         self._seen.append(seen)
         prompts, turns, kept = zip(*(one for step_seen in self._seen for one in step_seen), strict=True)
-        self._work = forecast.Work(self._setting, prompts, turns, kept)
-        if any(kept for _, _, kept in seen):  # a step that trained on nothing says nothing about training
-            self._learn_levels(measured)
+        work = forecast.Work(self._setting, prompts, turns, kept)
+        bare = work.predict(self.plan, forecast.Levels())
+        # A step that trained on nothing says nothing about training.
+        if not any(kept for _, _, kept in seen) or measured.disturbed or not math.isfinite(bare.rollout):
+            return work
+        self._taken.append(
+            _Taken(measured.step, measured.wait, measured.train, measured.sync, bare.rollout, bare.train)
+        )
+        sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
+        step, wait, train, sync, bare_rollout, bare_train = sums
+        self.levels = dataclasses.replace(self.levels, sync=sync / len(self._taken))
+        if train > 0:
+            self.levels = dataclasses.replace(self.levels, train=train / bare_train)
+            self._measured.add("train")
+        if wait > WAITED * step:  # otherwise training hid rollout, and its time is not known
+            # With overlap, the whole step lasted as long as rollout; in turn, the trainer waited for exactly the
+            # rollout.
+            rollout = step if self._setting.staleness else wait
+            self.levels = dataclasses.replace(self.levels, rollout=rollout / bare_rollout)
+            self._measured.add("rollout")
+        return work
 
     def refuse(self, plan: protocols.Plan) -> None:
         """Sets the plan in force after a decision could not be carried out. The cooldown holds all the same."""
@@ -160,7 +391,7 @@ class GlobalPlanner:
             "plan": dataclasses.asdict(self.plan),
             "before": None if self._before is None else dataclasses.asdict(self._before),
             **self._replanner.snapshot(),
-            "levels": dataclasses.asdict(self._levels),
+            "levels": dataclasses.asdict(self.levels),
             "measured": sorted(self._measured),
             "taken": [dataclasses.astuple(taken) for taken in self._taken],
         }
@@ -170,40 +401,9 @@ class GlobalPlanner:
         self._replanner.restore(plans.of_values(snapshot["plan"]), snapshot)
         before = snapshot.get("before")
         self._before = None if before is None else plans.of_values(before)
-        self._levels, self._measured = forecast.Levels(**snapshot["levels"]), set(snapshot["measured"])
+        self.levels, self._measured = forecast.Levels(**snapshot["levels"]), set(snapshot["measured"])
         self._taken.clear()
         self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
-
-    def _metrics(self, measured: replanning.Measured) -> dict[str, float]:
-        expected = self._expected
-        if expected is None:
-            return {}
-        metrics = {"plan/step_seconds": expected.step, "plan/train_seconds": expected.train}
-        metrics["plan/rollout_seconds"] = expected.rollout
-        metrics["plan/step_error"] = abs(expected.step / measured.step - 1.0) if measured.step > 0 else math.nan
-        return metrics
-
-    def _learn_levels(self, measured: replanning.Measured) -> None:
-        """Updates the levels: measured seconds over the sheet's seconds of the latest trajectories."""
-        assert self._work is not None
-        bare = self._work.predict(self.plan, forecast.Levels())
-        if measured.disturbed or not math.isfinite(bare.rollout):
-            return
-        self._taken.append(
-            _Taken(measured.step, measured.wait, measured.train, measured.sync, bare.rollout, bare.train)
-        )
-        sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
-        step, wait, train, sync, bare_rollout, bare_train = sums
-        self._levels = dataclasses.replace(self._levels, sync=sync / len(self._taken))
-        if train > 0:
-            self._levels = dataclasses.replace(self._levels, train=train / bare_train)
-            self._measured.add("train")
-        if wait > replanning.WAITED * step:  # otherwise training hid rollout, and its time is not known
-            # With overlap, the whole step lasted as long as rollout; in turn, the trainer waited for exactly the
-            # rollout.
-            rollout = step if self._setting.staleness else wait
-            self._levels = dataclasses.replace(self._levels, rollout=rollout / bare_rollout)
-            self._measured.add("rollout")
 
     def _best(self) -> protocols.Plan:
         assert self._work is not None

@@ -19,7 +19,7 @@ import numpy as np
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import calibration, costs, demand, hardware, meshes, robust, serving, streams
+from libra_jax.planning import calibration, costs, hardware, meshes, serving
 
 KEPT_FILE = "planner_profile.json"
 """File name of a run's own copy, in its workdir."""
@@ -54,7 +54,7 @@ class Measured:
     mesh: tuple[int, int, int]
     trainer: meshes.Trainer
     lengths: tuple[int, ...]
-    demand: demand.Demand
+    demand: serving.Demand
     degree: int
     slots: int
     seconds: Stages
@@ -95,7 +95,7 @@ class Profile:
     sheet: hardware.HardwareSheet
     model: Mapping[str, Any]
     coefficients: costs.Coefficients
-    engines: Mapping[int, calibration.EngineCosts]
+    engines: Mapping[int, costs.EngineCosts]
     sync: float
     between: float
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -105,9 +105,9 @@ class Profile:
         """Seconds of a step in which nothing trains; at max staleness 0 nothing rolls out either."""
         return self.sync + self.between
 
-    def rollout(self, model: costs.CostModel) -> calibration.MeasuredEngines:
+    def rollout(self, model: costs.CostModel) -> costs.MeasuredEngines:
         """Returns the costs of instances, with the cache sizes of the sheet."""
-        return calibration.MeasuredEngines(
+        return costs.MeasuredEngines(
             self.engines, cache_tokens={degree: model.kv_tokens(degree) for degree in self.engines}
         )
 
@@ -117,7 +117,10 @@ class Profile:
         Raises:
           ConfigError: it is another model, or other hardware.
         """
-        here, there = _machine(model.sheet), _machine(self.sheet)
+        here, there = (
+            f"{sheet.name} of {sheet.devices_per_node} cores" if sheet.name == hardware.THIS_MACHINE else sheet.name
+            for sheet in (model.sheet, self.sheet)
+        )
         if here != there:
             raise protocols.ConfigError(
                 f"config.planner.profile: it was measured on {there}, and this run is planned for {here}; record runs "
@@ -152,7 +155,7 @@ class Profile:
 
 
 def fit(
-    model: costs.CostModel, steps: Sequence[Measured], by_degree: Mapping[int, Sequence[Sequence[streams.Stream]]]
+    model: costs.CostModel, steps: Sequence[Measured], by_degree: Mapping[int, Sequence[Sequence[calibration.Stream]]]
 ) -> Profile:
     """Fits the profile of these steps.
 
@@ -185,7 +188,7 @@ def fit(
     )
 
 
-def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured], cache_tokens: int) -> calibration.EngineCosts:
+def levelled(engine: costs.EngineCosts, steps: Sequence[Measured], cache_tokens: int) -> costs.EngineCosts:
     """Scales the engine so that the median step's rollout takes its measured time.
 
     Only part of a rollout's time grows with the engine's, because tool times stay. So the factor is approached in
@@ -197,7 +200,7 @@ def levelled(engine: calibration.EngineCosts, steps: Sequence[Measured], cache_t
       cache_tokens: tokens that an instance's cache holds, as when the profile is used.
     """
     for _ in range(ROUNDS):
-        served = calibration.MeasuredEngines(
+        served = costs.MeasuredEngines(
             {step.degree: engine for step in steps}, cache_tokens={step.degree: cache_tokens for step in steps}
         )
         factor = statistics.median(step.seconds.rollout / _rollout_seconds(served, step) for step in steps)
@@ -211,45 +214,37 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
     """Fits `SHARES` and `SECONDS` to the measured training steps; other coefficients keep the model's values.
 
     Shares stay at 1 or below and times at 0 or above. A coefficient that has no effect on these steps keeps the
-    model's value. Relative errors are fitted robustly (`robust.fit`), with costs linearised around the last result.
+    model's value. Relative errors are fitted by `calibration.robust_fit`, with costs linearised around the last result.
     If nothing overlaps, costs are linear in times and inverse shares, so the second round changes nothing.
     """
     made = [meshes.Training(model, step.lengths, step.trainer) for step in steps]
     measured = np.array([step.seconds.train for step in steps])
 
-    def ratios(values: robust.Values) -> robust.Values:
+    def ratios(values: calibration.Values) -> calibration.Values:
         changed = dataclasses.replace(model, coefficients=_coefficients(model.coefficients, values))
         seconds = [one.costing(changed).seconds(*step.mesh) for one, step in zip(made, steps, strict=True)]
         # Ratios, so that short steps count as much as long ones.
         return np.array(seconds) / measured
 
-    values = _values(model.coefficients)
+    # The fitted values are never negative: how much a share's inverse exceeds 1, and times.
+    shares = [1.0 / getattr(model.coefficients, name) - 1.0 for name in SHARES]
+    values = np.array([*shares, *(getattr(model.coefficients, name) for name in SECONDS)])
     for _ in range(ROUNDS):
         here, before = ratios(values), values
         slopes = np.stack([(ratios(values + nudge) - here) / NUDGE for nudge in NUDGE * np.eye(len(values))], axis=1)
         # A coefficient without effect would make the fit singular, so it keeps its value.
         told = np.abs(slopes).max(axis=0) > 0.0
         values = np.where(told, 0.0, before)
-        values[told] = robust.fit(slopes[:, told], 1.0 - here + slopes[:, told] @ before[told])
+        values[told] = calibration.robust_fit(slopes[:, told], 1.0 - here + slopes[:, told] @ before[told])
         if np.allclose(values, before, rtol=CLOSE, atol=CLOSE * NUDGE):
             break
     return _coefficients(model.coefficients, values)
 
 
-def _values(coefficients: costs.Coefficients) -> robust.Values:
-    """Returns the fitted values, none negative: how much a share's inverse exceeds 1, and times."""
-    shares = [1.0 / getattr(coefficients, name) - 1.0 for name in SHARES]
-    return np.array([*shares, *(getattr(coefficients, name) for name in SECONDS)])
-
-
-def _coefficients(others: costs.Coefficients, values: robust.Values) -> costs.Coefficients:
+def _coefficients(others: costs.Coefficients, values: calibration.Values) -> costs.Coefficients:
     shares = {name: 1.0 / (1.0 + float(value)) for name, value in zip(SHARES, values[: len(SHARES)], strict=True)}
     times = {name: float(value) for name, value in zip(SECONDS, values[len(SHARES) :], strict=True)}
     return dataclasses.replace(others, **shares, **times)  # type: ignore[arg-type]
-
-
-def _machine(sheet: hardware.HardwareSheet) -> str:
-    return f"{sheet.name} of {sheet.devices_per_node} cores" if sheet.name == hardware.THIS_MACHINE else sheet.name
 
 
 def _rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
@@ -278,7 +273,7 @@ def read(path: Path) -> Profile:
             hardware.HardwareSheet(**written["sheet"]),
             dict(written["model"]),
             costs.Coefficients(**written["coefficients"]),
-            {int(degree): calibration.EngineCosts(**values) for degree, values in written["engines"].items()},
+            {int(degree): costs.EngineCosts(**values) for degree, values in written["engines"].items()},
             float(written["sync"]),
             float(written["between"]),
             {stage: float(written["errors"][stage]) for stage in ("rollout", "train", "sync", "total")},

@@ -11,6 +11,7 @@ rates and engine start times are given, not measured, and failures are not model
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ START_CALLS = 3
 
 MOST = 2**24
 """Most accelerators up to which a limit is searched for."""
+
+BUSY = 0.7
+"""Share of a core that the coordinator may use after a remedy: an event loop that is never idle answers late."""
 
 MIB = 2**20
 
@@ -252,17 +256,23 @@ def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Lo
         raise protocols.ConfigError(f"accelerators: {accelerators} is no size of a cluster; give 1 or more")
     times = accelerators / work.accelerators
     engines, trajectories = times * work.engines, times * work.trajectories
-    live = (settings.staleness + 1) * trajectories
     each = trajectories / work.step_seconds
     rates = {
         "requests": each,
         "turns": each * work.turns,
-        "deltas": each * _deltas(work, settings),
+        # A turn's last delta has half an interval's tokens on average.
+        "deltas": each * max(work.turns, work.generated_tokens / settings.stream_interval + work.turns / 2),
         "tokens": each * work.generated_tokens,
     }
-    coordinator = _coordinator(costs, work, settings, rates, engines, live)
+    workers = engines + hosts(work, settings, times)
+    start = {
+        "actors": workers * costs.actor,
+        "calls": engines * START_CALLS * costs.call,
+        "serving": engines * costs.serving,
+        "engines": settings.engine_start_seconds,
+    }
+    coordinator = _coordinator(costs, work, settings, rates, times)
     publication = _publication(costs, work, settings, times)
-    start = _start(costs, work, settings, times)
     tokens = trajectories * work.trained_tokens
     silent, planned = settings.silent_limit, grown(costs.planner, accelerators)
     parts = {
@@ -281,12 +291,14 @@ def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Lo
 
 
 def _coordinator(
-    costs: Costs, work: Work, settings: Settings, rates: Mapping[str, float], engines: float, live: float
+    costs: Costs, work: Work, settings: Settings, rates: Mapping[str, float], times: float
 ) -> dict[str, float]:
-    turns, requests = rates["turns"], rates["requests"]
-    alone = rates["deltas"] / engines
-    news = rates["deltas"] / (1.0 + settings.gather_seconds * alone)  # news within `gather_seconds` travel together
+    """Returns the shares of a core that the coordinator's process uses, by purpose."""
+    turns, requests, engines = rates["turns"], rates["requests"], times * work.engines
+    # Deltas of one engine's process within `gather_seconds` travel together.
+    news = rates["deltas"] / (1.0 + settings.gather_seconds * (rates["deltas"] / engines))
     # `turn` already includes the decisions of a single request.
+    live = (settings.staleness + 1) * (times * work.trajectories)
     waiting = max(0.0, grown(costs.decisions, live) - grown(costs.decisions, 1))
     workers = engines + hosts(work, settings, engines / work.engines)
     return {
@@ -301,14 +313,10 @@ def _coordinator(
     }
 
 
-def _deltas(work: Work, settings: Settings) -> float:
-    """Returns the deltas of a rollout: a turn's last one has half an interval's tokens on average."""
-    return max(work.turns, work.generated_tokens / settings.stream_interval + work.turns / 2)
-
-
 def _publication(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
+    """Returns the seconds of a weight sync, by purpose."""
     targets, engines = hosts(work, settings, times), times * work.engines
-    count = buckets(work, settings)
+    count = chunks(work, settings)
     # Levels of the broadcast tree that reaches all hosts.
     depth = math.ceil(math.log(targets + 1.0, FAN_OUT))
     copies = min(FAN_OUT, targets)  # copies that the trainer's host sends
@@ -323,41 +331,22 @@ def _publication(costs: Costs, work: Work, settings: Settings, times: float) -> 
     }
 
 
-def _start(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
-    engines = times * work.engines
-    workers = engines + hosts(work, settings, times)
-    return {
-        "actors": workers * costs.actor,
-        "calls": engines * START_CALLS * costs.call,
-        "serving": engines * costs.serving,
-        "engines": settings.engine_start_seconds,
-    }
-
-
 def hosts(work: Work, settings: Settings, times: float) -> float:
     """Returns the hosts of rollout, on `times` times the accelerators of the work."""
     return max(1.0, times * work.rollout_accelerators / settings.accelerators_per_host)
 
 
-def buckets(work: Work, settings: Settings) -> int:
+def chunks(work: Work, settings: Settings) -> int:
     """Returns the chunks of a weight sync."""
     return max(1, math.ceil(work.weight_bytes / (settings.chunk_mib * MIB)))
 
 
 def reached(costs: Costs, work: Work, settings: Settings, part: str) -> int | None:
     """Returns the fewest accelerators with which a part is at its limit or beyond; None if none up to `MOST` is."""
-
-    def beyond(accelerators: int) -> bool:
-        return loads(costs, work, settings, accelerators).parts[part].ratio >= 1.0
-
-    if not beyond(MOST):
-        return None
-    # Loads grow with the cluster, so bisection finds the first size beyond the limit.
-    low, high = 0, MOST
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if beyond(middle) else (middle, high)
-    return high
+    # Loads grow with the cluster, so bisection finds the first size at the limit.
+    sizes = range(1, MOST + 1)
+    place = bisect.bisect_left(sizes, 1.0, key=lambda size: loads(costs, work, settings, size).parts[part].ratio)
+    return sizes[place] if place < MOST else None
 
 
 def first(costs: Costs, work: Work, settings: Settings) -> tuple[str, int] | None:
@@ -365,3 +354,63 @@ def first(costs: Costs, work: Work, settings: Settings) -> tuple[str, int] | Non
     names = loads(costs, work, settings, work.accelerators).parts
     at = {name: found for name in names if (found := reached(costs, work, settings, name)) is not None}
     return min(at.items(), key=lambda item: item[1]) if at else None
+
+
+def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part: str) -> str:
+    """Returns a sentence on what to do about a part on this many accelerators, with the resulting numbers."""
+    here = loads(costs, work, settings, accelerators)
+    load = here.parts[part]
+    if load.ratio <= (BUSY if part == "coordinator" else 1.0):
+        return f"none needed at {accelerators:,}"
+    match part:
+        case "coordinator":
+            made = _fewer_deltas(costs, work, settings, accelerators)
+        case "publication":
+            made = _larger_chunks(costs, work, settings, here)
+        case "start-up":
+            whole, room = sum(here.start.values()), settings.start_limit - here.start["engines"]
+            if room > 0:
+                makers = math.ceil((whole - here.start["engines"]) / room)
+                made = f"{makers} coordinators that make actors, or deadlines.engine_start above {whole:.0f}"
+            else:
+                made = "raise deadlines.engine_start: engines alone take longer"
+        case "batch":
+            made = f"hand the batch over in {math.ceil(load.ratio)} slices, between which the event loop answers"
+        case "planner":
+            share = load.value / work.step_seconds
+            made = f"search in a process of its own: it takes {share:.2g} of a step's time there"
+        case "memory":
+            made = f"{math.ceil(load.ratio)} coordinators, each on a host of its own"
+        case _:
+            raise ValueError(f"{part!r} is none of {', '.join(here.parts)}")
+    return f"{made} (now {load.value:.3g} {load.unit})"
+
+
+def _fewer_deltas(costs: Costs, work: Work, settings: Settings, accelerators: int) -> str:
+    """Returns the smallest sufficient interval between deltas."""
+    interval = settings.stream_interval
+    # An interval beyond a turn's own length does not help.
+    while interval < work.generated_tokens / work.turns:
+        interval *= 2
+        changed = dataclasses.replace(settings, stream_interval=interval)
+        cores = loads(costs, work, changed, accelerators).parts["coordinator"].value
+        if cores <= BUSY:
+            return f"rollout.stream_interval={interval}: {cores:.2g} cores"
+    changed = dataclasses.replace(settings, stream_interval=interval)
+    shards = math.ceil(loads(costs, work, changed, accelerators).parts["coordinator"].value / BUSY)
+    return f"rollout.stream_interval={interval} and {shards} coordinators, each of a share of the groups and engines"
+
+
+def _larger_chunks(costs: Costs, work: Work, settings: Settings, here: Loads) -> str:
+    """Returns the smallest sufficient size of chunks, or else what is left with a single chunk."""
+    part = here.parts["publication"]
+    while chunks(work, settings) > 1:
+        settings = dataclasses.replace(settings, chunk_mib=2 * settings.chunk_mib)
+        part = loads(costs, work, settings, here.accelerators).parts["publication"]
+        if part.ratio <= 1.0:
+            return f"rollout.chunk_mib={settings.chunk_mib}: {part.value:.3g} s"
+    targets = hosts(work, settings, here.accelerators / work.accelerators)
+    return (
+        f"rollout.chunk_mib={settings.chunk_mib} leaves {part.value:.3g} s; relays that call their host's engines "
+        f"would make it one call for each of {targets:,.0f} hosts instead of {here.engines / targets:.3g} times as many"
+    )

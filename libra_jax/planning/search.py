@@ -21,7 +21,7 @@ import numpy as np
 
 from libra_jax import protocols
 from libra_jax.planning import meshes, partition, serving
-from libra_jax.planning.demand import Demand
+from libra_jax.planning.serving import Demand
 
 PARTS = 256
 """Most places at which the requests may be cut; more if there are more devices."""
@@ -190,12 +190,12 @@ class Search:
     def rollout_seconds(self, rollout: Sequence[protocols.PlannedBucket]) -> float:
         """Returns the seconds of a training step's requests on these instances, shared out in the best way; infinite
         if some fit none."""
-        served = self._partitions.over(_degrees(rollout))
+        served = self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
         return math.inf if served is None else served.seconds
 
     def ranges(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the same instances with the length ranges that make the slowest instance fastest."""
-        served = self._partitions.over(_degrees(rollout))
+        served = self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
         if served is None:
             return tuple(rollout)
         drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
@@ -271,11 +271,6 @@ class Search:
             longest = max(longest, buckets[-1].max_remaining_tokens + 1) if buckets else longest
             buckets.append(protocols.PlannedBucket(degree, len(mine), longest))
         return tuple(buckets)
-
-
-def _degrees(rollout: Sequence[protocols.PlannedBucket]) -> list[int]:
-    """Returns the degree of each instance."""
-    return [bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)]
 
 
 def compared(best: Split, splits: Sequence[Split]) -> str:

@@ -1,12 +1,16 @@
 """Predicts how long an instance takes to serve a run of requests: the rollout half of the cost evaluator.
 
-The number of steps is estimated from a run's sums (`demand`). It is the largest of three: the longest request's tokens,
-all tokens over the slots, and all context over the tokens that the cache holds. With max staleness eta above 0, the
-requests of eta + 1 training steps overlap, so each step counts only 1 / (eta + 1) of the longest request's tokens. All
-tokens over the steps give the mean number of decoding requests, which gives the time of a step. Prefill comes on top,
-and so does prefilling live contexts again at each weight update. The result is at least the longest path. One candidate
-is the longest request at the pace of this mean batch, with its prefill and its tools. The other candidate is any
-request with slower tools, alone on the instance. The path is divided by eta + 1.
+`Demand` has a training step's requests, the longest first. Lengths are generated tokens. The demand also counts the
+other cost factors: context that decoding reads, prefilled tokens, and tool time. Its prefix sums give the total of any
+run of requests.
+
+`Serving` estimates the number of engine steps from a run's totals. It is the largest of three: the longest request's
+tokens, all tokens over the slots, and all context over the tokens that the cache holds. With max staleness eta above 0,
+the requests of eta + 1 training steps overlap, so each step counts only 1 / (eta + 1) of the longest request's tokens.
+All tokens over the steps give the mean number of decoding requests, which gives the time of a step. Prefill comes on
+top, and so does prefilling live contexts again at each weight update. The result is at least the longest path. One
+candidate is the longest request at the pace of this mean batch, with its prefill and its tools. The other candidate is
+any request with slower tools, alone on the instance. The path is divided by eta + 1.
 
 The time grows with every added request if longer requests have no shorter contexts and tools; the search relies on
 this. Otherwise the growth may not hold exactly.
@@ -14,12 +18,116 @@ this. Otherwise the growth may not hold exactly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from libra_jax.planning import costs, ranges
-from libra_jax.planning.demand import Demand, Places, Values
+from libra_jax import protocols
+from libra_jax.planning import costs
+
+Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+Places: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+FIELDS = ("tokens", "context", "new", "cached", "pairs", "prefills", "tool_seconds", "peak")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A training step's requests in order of `tokens`, the longest first; each field has one entry a request.
+
+    Attributes:
+      tokens: generated tokens.
+      context: tokens of context that its decoding reads: the length of the context summed over generated tokens.
+      new: prefilled tokens that are new to its instance: the prompt and the tool returns.
+      cached: tokens that its instance has when the request is prefilled, over all turns.
+      pairs: pairs of tokens that attention multiplies while prefilling, over all turns: new (cached + new / 2).
+      prefills: number of its prefills, one a turn.
+      tool_seconds: seconds of its tools, over all turns.
+      peak: tokens of its longest context.
+    """
+
+    tokens: Values
+    context: Values
+    new: Values
+    cached: Values
+    pairs: Values
+    prefills: Values
+    tool_seconds: Values
+    peak: Values
+
+    @classmethod
+    def of_trajectories(
+        cls, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], *, requests: int | None = None
+    ) -> Demand:
+        """Returns the demand of a training step of trajectories like these.
+
+        Args:
+          prompts: tokens of each trajectory's prompt.
+          turns: turns of each trajectory, as recorded or scripted.
+          requests: requests of a training step; None takes the given number. If more trajectories are given, neighbours
+            in length are averaged: the longest is then a step's expected longest, not the longest ever seen. If fewer
+            are given, some are repeated.
+
+        Raises:
+          DataError: there are none, or none generates a token.
+        """
+        table = np.array([_row(prompt, one) for prompt, one in zip(prompts, turns, strict=True)], np.float64)
+        if not len(table) or not table[:, 0].any():
+            raise protocols.DataError("a plan needs the lengths of requests, and there is none that generates a token")
+        table = table[np.argsort(-table[:, 0], kind="stable")]
+        if requests is not None:
+            starts = (np.arange(requests) * len(table)) // requests
+            if requests >= len(table):
+                table = table[starts]
+            else:
+                peaks = np.maximum.reduceat(table[:, -1], starts)
+                table = np.add.reduceat(table, starts, axis=0) / np.diff(np.append(starts, len(table)))[:, None]
+                # The largest peak, not the mean: the longest context has to fit.
+                table[:, -1] = peaks
+        return cls(**{name: np.ascontiguousarray(column) for name, column in zip(FIELDS, table.T, strict=True)})
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @functools.cached_property
+    def sums(self) -> dict[str, Values]:
+        """By field, its sum over the first i requests, for i from 0 to the number of requests."""
+        return {name: np.concatenate(([0.0], np.cumsum(getattr(self, name)))) for name in FIELDS}
+
+    def edges(self, most: int) -> Places:
+        """Returns places to cut at, from 0 to the number of requests: at most `most` parts, similar in requests and
+        tokens.
+
+        Short requests are many and alike, so their parts are larger than those of long requests.
+        """
+        if len(self) <= most:
+            return np.arange(len(self) + 1)
+        counts, tokens = np.arange(len(self) + 1), self.sums["tokens"]
+        # Half by requests and half by tokens.
+        along = (counts / counts[-1] + tokens / tokens[-1]) / 2
+        return np.unique(np.searchsorted(along, np.linspace(0.0, 1.0, most + 1), side="left").clip(0, len(self)))
+
+
+def _row(prompt: int, turns: Sequence[protocols.Turn]) -> tuple[float, ...]:
+    """Returns a trajectory's entry of each of `FIELDS`."""
+    tokens = context = new = cached = pairs = tools = 0.0
+    held, fresh = 0, prompt
+    for turn in turns:
+        new += fresh
+        cached += held
+        # Causal: a new token attends to half of the new tokens on average.
+        pairs += fresh * (held + fresh / 2)
+        start = held + fresh
+        # An output has a stop token at least.
+        generated = max(1, turn.generated_tokens)
+        context += generated * (start + generated / 2)
+        tokens += generated
+        held, fresh = start + generated, turn.payload_tokens
+        tools += turn.tool_seconds
+    return tokens, context, new, cached, pairs, float(len(turns)), tools, float(held)
 
 
 class Serving:
@@ -41,13 +149,20 @@ class Serving:
         self._model = model
         self._slots = dict(zip(degrees, slots, strict=True))
         self._staleness = staleness
-        self._peaks = ranges.Maxima(demand.peak)
-        self._tables = {
-            degree: np.array([model.fixed_seconds(degree, count) for count in range(self._slots[degree] + 1)])
-            for degree in degrees
-        }
-        self._ways = {degree: self._way(degree) for degree in degrees}
-        self._paths = {degree: ranges.Maxima(self._alone(degree)) for degree in degrees}
+        self._peaks = Maxima(demand.peak)
+        self._tables: dict[int, Values] = {}
+        self._besides: dict[int, Values] = {}
+        self._paths: dict[int, Maxima] = {}
+        for degree in degrees:
+            # Seconds of a step by its decoding requests, apart from contexts.
+            self._tables[degree] = np.array([model.fixed_seconds(degree, n) for n in range(self._slots[degree] + 1)])
+            # Seconds of each request besides decoding: its prefill and its tools.
+            terms = model.prefill_terms(degree)
+            prefill = terms.new * demand.new + terms.cached * demand.cached + terms.pair * demand.pairs
+            self._besides[degree] = prefill + terms.prefill * demand.prefills + demand.tool_seconds
+            # Seconds of each request on an instance of its own.
+            decode = model.fixed_seconds(degree, 1) * demand.tokens + model.context_seconds(degree) * demand.context
+            self._paths[degree] = Maxima(decode + self._besides[degree])
 
     def seconds(self, degree: int, first: Places, last: Places) -> Values:
         """Returns the seconds of requests first..last-1 for each pair; 0 for an empty run, infinite if a context does
@@ -66,7 +181,9 @@ class Serving:
         overlapping = self._staleness + 1
         steps = np.maximum(longest / overlapping, np.maximum(tokens / slots, context / room))
         decoding = tokens / steps
-        fixed = self._fixed(degree, decoding)
+        # The mean number of decoding requests need not be whole.
+        table = self._tables[degree]
+        fixed = np.interp(decoding, np.arange(len(table)), table)
         decode = steps * fixed + per_context * context
         prefill = (
             terms.new * spans["new"]
@@ -75,26 +192,40 @@ class Serving:
             + terms.prefill * spans["prefills"]
         )
         again = terms.new * context / steps if self._staleness else 0.0  # contexts that are live at a weight update
-        path = longest * fixed + per_context * decoding * self.demand.context[head] + self._ways[degree][head]
+        path = longest * fixed + per_context * decoding * self.demand.context[head] + self._besides[degree][head]
         path = np.maximum(path, self._paths[degree].over(first, last))
         seconds = np.maximum(decode + prefill + again, path / overlapping)
         seconds = np.where(self._peaks.over(first, last) > room, np.inf, seconds)
         return np.where(last > first, seconds, 0.0)
 
-    def _way(self, degree: int) -> Values:
-        """Returns the seconds of each request besides decoding: its prefill and its tools."""
-        demand, terms = self.demand, self._model.prefill_terms(degree)
-        prefill = terms.new * demand.new + terms.cached * demand.cached + terms.pair * demand.pairs
-        return np.asarray(prefill + terms.prefill * demand.prefills + demand.tool_seconds, np.float64)
 
-    def _alone(self, degree: int) -> Values:
-        """Returns the seconds of each request on an instance of its own."""
-        pace = self._model.fixed_seconds(degree, 1)
-        decode = pace * self.demand.tokens + self._model.context_seconds(degree) * self.demand.context
-        return np.asarray(decode + self._ways[degree], np.float64)
+class Maxima:
+    """Maxima over many ranges of an array at a time.
 
-    def _fixed(self, degree: int, decoding: Values) -> Values:
-        """Returns the seconds of a step of `decoding` requests, a number that need not be whole, apart from
-        contexts."""
-        table = self._tables[degree]
-        return np.asarray(np.interp(decoding, np.arange(len(table)), table), np.float64)
+    A sparse table (Bender and Farach-Colton, 2000): log2(n) rows, each range answered by two of its entries.
+
+    Args:
+      values: the array.
+    """
+
+    def __init__(self, values: Values) -> None:
+        rows = [np.asarray(values, np.float64)]
+        while 2 * (width := 1 << (len(rows) - 1)) <= len(values):
+            last = rows[-1]
+            joined = np.full(len(values), -np.inf)
+            joined[: len(values) - 2 * width + 1] = np.maximum(
+                last[: len(values) - 2 * width + 1], last[width : len(values) - width + 1]
+            )
+            rows.append(joined)
+        self._rows = np.stack(rows)
+        self._levels = np.frexp(np.arange(len(values) + 1))[1] - 1  # log2 of each width, rounded down
+
+    def over(self, first: Places, last: Places) -> Values:
+        """Returns the largest of values[first:last] for each pair; minus infinity if the range is empty."""
+        width = last - first
+        some = width > 0
+        level = np.where(some, self._levels[width], 0)
+        # Two overlapping windows of 2^level cover the range; the overlap does not change a maximum.
+        left = self._rows[level, np.where(some, first, 0)]
+        right = self._rows[level, np.where(some, last - (1 << level), 0)]
+        return np.where(some, np.maximum(left, right), -np.inf)

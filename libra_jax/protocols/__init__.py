@@ -30,9 +30,16 @@ from libra_jax.protocols.errors import (
     TrainerLost,
     WorkerLost,
 )
-from libra_jax.protocols.generation import NO_VERSION, FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from libra_jax.protocols.moves import Move, MoveReason, MoveRecord
-from libra_jax.protocols.rollout import EngineClient, EngineInfo, RolloutEngine, WeightChunk, WeightEntry
+from libra_jax.protocols.rollout import (
+    NO_VERSION,
+    EngineClient,
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    TokenDelta,
+)
 from libra_jax.protocols.run import (
     CheckpointCommitted,
     EngineLoaded,
@@ -57,14 +64,12 @@ from libra_jax.protocols.scheduling import (
     Scheduler,
 )
 from libra_jax.protocols.tasks import Message, Task, TaskSource
-from libra_jax.protocols.telemetry import LOST, POOLS, Recorder
+from libra_jax.protocols.telemetry import LOST, POOLS, Recorder, Span
 from libra_jax.protocols.training import (
     HybridClient,
     MeshSizes,
     MovableTrainer,
     ProgramShape,
-    Relay,
-    RelayClient,
     Replica,
     ResizeEstimate,
     ResizePhases,
@@ -76,7 +81,6 @@ from libra_jax.protocols.training import (
     TrainerClient,
     TrainerInfo,
     TrainerProcess,
-    WeightSource,
 )
 from libra_jax.protocols.trajectories import (
     FINISHES,
@@ -84,12 +88,24 @@ from libra_jax.protocols.trajectories import (
     AttemptSnapshot,
     CausalState,
     Group,
+    Move,
+    MoveReason,
+    MoveRecord,
     TokenSource,
     ToolStatus,
     TraceRecord,
     Trajectory,
     Turn,
     TurnRecord,
+)
+from libra_jax.protocols.weights import (
+    Relay,
+    RelayClient,
+    WeightChunk,
+    WeightEntry,
+    WeightReceiver,
+    WeightSource,
+    WeightStager,
 )
 
 __all__ = [
@@ -158,6 +174,7 @@ __all__ = [
     "Scope",
     "Share",
     "Snapshot",
+    "Span",
     "StepGivenUp",
     "StepResult",
     "Task",
@@ -181,6 +198,8 @@ __all__ = [
     "TurnRecord",
     "WeightChunk",
     "WeightEntry",
+    "WeightReceiver",
     "WeightSource",
+    "WeightStager",
     "WorkerLost",
 ]

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
+# Captures the method's parameters, so that a wrong argument of an actor's call is a type-checker error.
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -53,13 +54,23 @@ class ActorHandle(Protocol):
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Returns the result of the actor's method with that name, sync or async."""
+        """Returns the result of the actor's method with that name, sync or async.
+
+        Raises:
+          WorkerLost: the actor is gone, or went during the call.
+          LibraError: the method failed.
+        """
         ...
 
     def stream(
         self, method: Callable[Concatenate[Any, P], AsyncIterator[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> AsyncGenerator[T, None]:
-        """Yields the items of the actor's async generator with that name. Closing the result closes the generator."""
+        """Yields the items of the actor's async generator with that name. Closing the result closes the generator.
+
+        Raises:
+          WorkerLost: the actor is gone, or went before the last item.
+          LibraError: the generator failed. Its items so far come first.
+        """
         ...
 
 
@@ -88,11 +99,23 @@ class Cluster(Protocol):
     """Starts actors and ends them."""
 
     async def spawn(self, spec: ActorSpec) -> ActorHandle:
-        """Starts the actor and returns its handle."""
+        """Starts the actor and returns its handle.
+
+        Raises:
+          ConfigError: the factory cannot be found, or the cluster can never hold the actor.
+          DeadlineMissed: the cluster had no room for the actor in time.
+          LibraError: the factory failed, or an actor of that name lives.
+          WorkerLost: the actor's process died while it made the actor.
+        """
         ...
 
     async def stop(self, name: str) -> None:
-        """Calls the actor's `shutdown` with a deadline, ends the actor and reaps its processes."""
+        """Calls the actor's `shutdown` with a deadline, ends the actor and reaps its processes. Idempotent.
+
+        Raises:
+          DeadlineMissed: the actor did not stop in time; the message names the call that it was in.
+          LibraError: its `shutdown` failed.
+        """
         ...
 
     async def kill(self, name: str) -> None:
@@ -100,5 +123,9 @@ class Cluster(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Stops every actor, the last started first. Idempotent."""
+        """Stops every actor, the last started first. Idempotent.
+
+        Raises:
+          LibraError: one or several actors did not stop properly; the message has each reason.
+        """
         ...

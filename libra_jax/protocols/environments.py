@@ -12,7 +12,14 @@ from libra_jax.protocols.trajectories import ToolStatus
 
 @dataclass(frozen=True)
 class ToolReturn:
-    """The result of a tool call: data that the policy sees, even after a failure or a time-out."""
+    """The result of a tool call: data that the policy sees, even after a failure or a time-out.
+
+    Attributes:
+      tool: name of the tool.
+      status: outcome of the call.
+      content: text that the policy sees.
+      seconds: seconds that the tool ran.
+    """
 
     tool: str
     status: ToolStatus
@@ -50,7 +57,11 @@ class Environment(Protocol):
         ...
 
     async def step(self, output: str) -> StepResult:
-        """Reads one model output (decoded text, stop token removed), runs its tool calls, and answers."""
+        """Reads one model output (decoded text, stop token removed), runs its tool calls, and answers.
+
+        A tool's failure is a `ToolReturn`. An error that this method raises counts as a crash of the environment: the
+        rollout starts afresh in a new one.
+        """
         ...
 
     async def close(self) -> None:
@@ -90,7 +101,10 @@ class Resumable(Protocol):
     """
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """Returns the JSON-able state for `restore`, after a step. None: resume from the last snapshot."""
+        """Returns the JSON-able state for `restore`, after a step.
+
+        None stands for no snapshot at this point: a restart resumes from the last one.
+        """
         ...
 
     async def restore(self, task: Task, state: Mapping[str, Any]) -> None:
@@ -107,15 +121,25 @@ class Demonstrator(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Converts text to tokens and back, with the chat template applied to increments only."""
+    """Converts text to tokens and back, with the chat template applied to increments only.
+
+    Attributes:
+      vocab_size: number of token ids; every id is below it.
+      stop_token_ids: tokens that end an assistant message.
+      pad_token_id: token that fills rows; it is never trained.
+    """
 
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     pad_token_id: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without a chat template."""
+        ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of the tokens, for environments and people only: it is never tokenized again."""
+        ...
 
     def render(self, messages: Sequence[Message], *, first: bool, generation_prompt: bool) -> list[int]:
         """Returns the tokens that `messages` add to the context.

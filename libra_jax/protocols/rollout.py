@@ -1,12 +1,67 @@
-"""Rollout engines: their description, and the verbs of a weight update."""
+"""Rollout engines: requests for tokens, the streamed replies, and the engine that serves them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from libra_jax.protocols.generation import GenerationRequest, TokenDelta
+from libra_jax.protocols.weights import WeightReceiver
+
+FinishReason = Literal["stop", "length", "abort"]
+NO_VERSION = -1
+"""Policy version of a token that no policy sampled."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling settings. Temperature only; the log-prob contract (engines/logprob_contract.py) gives the reason.
+
+    Attributes:
+      temperature: sampling temperature; 0 means greedy.
+      max_tokens: maximum number of generated tokens.
+      stop_token_ids: tokens that end the generation; the first one sampled is returned.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A context to continue.
+
+    Attributes:
+      request_id: unique among the engine's requests.
+      token_ids: the whole context, including the tokens kept from a failed engine.
+      sampling: sampling settings.
+      kv_source: result of another engine's `RolloutEngine.hand_over` for this context; None: prefill the context.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    # vLLM's own values, which the coordinator passes from one engine to the other without reading them.
+    kv_source: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """Tokens since the last delta; the three tuples have the same length.
+
+    Attributes:
+      token_ids: the new tokens.
+      log_probs: natural log-probabilities at the sampling temperature (processed log-probs).
+      policy_versions: version whose weights sampled each token.
+      finish_reason: reason for the end; set on the last delta only.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    # "abort" means that the output is incomplete: the request may continue on another engine.
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True)
@@ -30,55 +85,33 @@ class EngineInfo:
     cache_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class WeightEntry:
-    """One tensor inside a chunk, under its Hugging Face name; `offset` and `nbytes` are in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class WeightChunk:
-    """A contiguous piece of a weight snapshot, with the address of its bytes.
-
-    Attributes:
-      policy_version: version of the snapshot.
-      index: position among the snapshot's chunks.
-      count: number of chunks in the snapshot.
-      entries: tensors in the chunk, in order.
-      nbytes: number of bytes in use.
-      transport: transport-specific address, e.g. {"kind": "memfd", "pid": 1, "fd": 7}; plain values only.
-      checksum: digest of the bytes, or None if checksums are off.
-    """
-
-    policy_version: int
-    index: int
-    count: int
-    entries: tuple[WeightEntry, ...]
-    nbytes: int
-    transport: Mapping[str, Any]
-    checksum: str | None = None
-
-
-class RolloutEngine(Protocol):
+class RolloutEngine(WeightReceiver, Protocol):
     """A rollout instance. Every method may raise `WorkerLost`; the caller sets deadlines."""
 
     async def start(self) -> EngineInfo:
-        """Starts the engine's processes. It holds no useful weights until its first `finish_weight_update`."""
+        """Starts the engine's processes. It holds no useful weights until its first `finish_weight_update`.
+
+        Raises:
+          WorkerLost: the engine did not start; the message has its reason.
+        """
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """Streams the continuation. The last delta has a finish reason. Closing the iterator aborts the request."""
+        """Streams the continuation. The last delta has a finish reason. Closing the iterator aborts the request.
+
+        Raises:
+          WorkerLost: the engine died. The tokens received so far are valid, and another engine may continue.
+          LibraError: the context has no room for another token, or holds a token that the model does not have.
+        """
         ...
 
     async def hand_over(self, request: GenerationRequest) -> Mapping[str, Any]:
         """Keeps the keys and values of the context for another engine; returns that engine's `kv_source`.
 
         Called only if `rollout.kv_transfer` says that engines support it.
+
+        Raises:
+          LibraError: the engine keeps none; the next engine prefills the context.
         """
         ...
 
@@ -90,22 +123,6 @@ class RolloutEngine(Protocol):
         """Continues decoding. KV computed under older weights was dropped and is recomputed."""
         ...
 
-    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """Opens the transport. First weight verb, called once."""
-        ...
-
-    async def start_weight_update(self, policy_version: int) -> None:
-        """Prepares the model for new weights. Second weight verb, called once per version."""
-        ...
-
-    async def update_weights(self, chunk: WeightChunk) -> None:
-        """Loads a chunk. Third weight verb, called once per chunk."""
-        ...
-
-    async def finish_weight_update(self, policy_version: int) -> None:
-        """Starts to serve `policy_version`. Fourth weight verb, called once per version."""
-        ...
-
     async def sleep(self) -> None:
         """Gives up the engine's devices: no request runs, and weights and cache are dropped if the platform allows."""
         ...
@@ -115,7 +132,11 @@ class RolloutEngine(Protocol):
         ...
 
     async def health(self) -> Mapping[str, float]:
-        """Returns numbers such as `running` and `waiting`; raises `WorkerLost` if the engine is not serving."""
+        """Returns numbers such as `running` and `waiting`, both in requests.
+
+        Raises:
+          WorkerLost: the engine is not serving.
+        """
         ...
 
     async def shutdown(self) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from libra_jax.protocols.generation import FinishReason, SamplingParams
-from libra_jax.protocols.moves import Move
-from libra_jax.protocols.trajectories import CausalState, Trajectory
+from libra_jax.protocols.rollout import FinishReason, SamplingParams
+from libra_jax.protocols.trajectories import CausalState, Move, Trajectory
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,7 @@ class Placement(NamedTuple):
 
     request_id: str
     instance: str
+    # Decided together with the placement: comparing instance names later would miss the reason.
     move: Move | None = None
 
 
@@ -116,7 +116,7 @@ class Scheduler(Protocol):
 
     A request *waits* from `on_arrival` or `on_tool_return` until it is placed. It *decodes*, and holds a slot, until
     `on_tool_call` or `on_finish`. It is *away*, and holds no slot, while its tool runs. A request whose rollout has run
-    out of time may go away, or finish, while it waits.
+    out of time may go away, or finish, while it waits. `now` is event-loop time in seconds, and never decreases.
     """
 
     def on_instance_change(self, instances: Sequence[Instance], now: float) -> list[Placement]:
@@ -127,15 +127,30 @@ class Scheduler(Protocol):
         """Replaces the buckets of the config: from now on every live instance's degree has one of these buckets."""
         ...
 
-    def on_arrival(self, request: RequestInfo, now: float) -> list[Placement]: ...
+    def on_arrival(self, request: RequestInfo, now: float) -> list[Placement]:
+        """Admits a request, which waits from now on."""
+        ...
 
-    def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]: ...
+    def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]:
+        """Sends a request away and frees its slot. `generated_tokens`: tokens over all turns so far."""
+        ...
 
     def on_tool_return(
         self, request_id: str, causal_state: CausalState, context_tokens: int, now: float
-    ) -> list[Placement]: ...
+    ) -> list[Placement]:
+        """Lets a request wait again, perhaps for another instance.
 
-    def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]: ...
+        Args:
+          request_id: id of the request.
+          causal_state: what the tool returned; it predicts the tokens that remain.
+          context_tokens: number of tokens in the context, the return included.
+          now: event-loop time in seconds.
+        """
+        ...
+
+    def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[Placement]:
+        """Notes that a decoding request has `generated_tokens` over all turns; it may have outrun its bucket."""
+        ...
 
     def on_finish(
         self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
@@ -155,7 +170,9 @@ class Scheduler(Protocol):
         """Returns statistics to keep across a restart; JSON-able."""
         ...
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Restores the statistics of a snapshot, at a restart."""
+        ...
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
         """Adds the statistics of another coordinator's snapshot. If space is short, its own count as later."""

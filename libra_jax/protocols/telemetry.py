@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 POOLS = ("core training", "hybrid in training", "hybrid in transition", "hybrid in rollout", "core rollout")
@@ -10,6 +11,18 @@ POOLS = ("core training", "hybrid in training", "hybrid in transition", "hybrid 
 
 LOST = "lost"
 """Status of a worker that has failed and is out of service."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span of the timeline. Times are seconds since the start of the run's first session."""
+
+    track: str
+    lane: int
+    name: str
+    start: float
+    end: float
+    arguments: Mapping[str, Any]
 
 
 class Recorder(Protocol):

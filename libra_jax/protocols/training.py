@@ -1,14 +1,13 @@
-"""The trainer and its partners: hybrid workers, and weight relays that carry weights to other hosts."""
+"""The trainer, and hybrid workers, which compute shares of its steps."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from libra_jax.protocols.rollout import WeightChunk
 from libra_jax.protocols.trajectories import Group, Trajectory
+from libra_jax.protocols.weights import WeightReceiver, WeightSource, WeightStager
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class TrainerInfo:
 
     policy_version: int
     parameters: int
+    # By name, because a mesh may have further axes of size 1.
     mesh: Mapping[str, int]
     platform: str
 
@@ -156,7 +156,7 @@ class Snapshot:
     nbytes: int
 
 
-class Trainer(Protocol):
+class Trainer(WeightStager, Protocol):
     """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines.
 
     As exceptions, `give_up_step` may come at any time. `listen`, `connect` and `dismiss` may come during a step, if the
@@ -168,7 +168,11 @@ class Trainer(Protocol):
         ...
 
     async def warm_start_step(self, sequences: Sequence[Trajectory]) -> Mapping[str, float]:
-        """Takes one supervised step on given token sequences. The policy version does not change."""
+        """Takes one supervised step on given token sequences. The policy version does not change.
+
+        Returns:
+          Metrics of the step.
+        """
         ...
 
     async def train_step(self, batch: TrainBatch, shares: Sequence[Share] = ()) -> Mapping[str, float]:
@@ -179,6 +183,12 @@ class Trainer(Protocol):
           shares: parts that hybrid workers compute meanwhile (`Replica.contribute`, with the same arguments). The
             trainer computes a share that is late or unusable, and closes that worker's channel. `shares/late` counts
             these micro-batches, and `shares/late/<member>` exists for each such worker.
+
+        Raises:
+          DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
+          ConfigError: the shares leave the core nothing.
+          LibraError: the batch is for another version, or too many steps in a row were not finite.
+          StepGivenUp: `give_up_step` aborted the step; version and state are unchanged.
         """
         ...
 
@@ -190,11 +200,23 @@ class Trainer(Protocol):
         ...
 
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        """Opens a gradient channel for a hybrid worker; returns the address for `connect` and `Replica.join`."""
+        """Opens a gradient channel for a hybrid worker.
+
+        Args:
+          member: name of the hybrid worker.
+          epoch: membership generation in which the worker joins.
+
+        Returns:
+          The channel's address, as plain values for `connect` and `Replica.join`.
+        """
         ...
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Starts to connect to a hybrid worker's channel and returns at once."""
+        """Starts to connect to a hybrid worker's channel and returns at once.
+
+        Raises:
+          LibraError: the address belongs to another hybrid worker, membership generation or trainer.
+        """
         ...
 
     async def dismiss(self, member: str) -> None:
@@ -227,28 +249,28 @@ class Trainer(Protocol):
         """Cancels the running resize, if there is one."""
         ...
 
-    async def open_weights(self, policy_version: int) -> int:
-        """Takes a snapshot of the parameters in the wire dtype for a weight sync; returns its number of chunks."""
-        ...
-
-    async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
-        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
-        ...
-
-    async def close_weights(self, policy_version: int) -> None:
-        """Frees the snapshot."""
-        ...
-
     async def save(self, path: str) -> None:
-        """Starts an asynchronous save of the whole train state to a new directory. The state may change at once."""
+        """Starts an asynchronous save of the whole train state to a new directory. The state may change at once.
+
+        Raises:
+          CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
+        """
         ...
 
     async def wait_saved(self) -> None:
-        """Waits until the last `save` is durable; raises its error if it failed."""
+        """Waits until the last `save` is durable.
+
+        Raises:
+          CheckpointFailed: the disk refused a write.
+        """
         ...
 
     async def restore(self, path: str) -> int:
-        """Restores the train state into this mesh's shardings; returns its policy version."""
+        """Restores the train state into this mesh's shardings; returns its policy version.
+
+        Raises:
+          DataError: the state is missing, incomplete, damaged, or of another model or optimizer.
+        """
         ...
 
     async def export(self, path: str) -> None:
@@ -304,29 +326,7 @@ class TrainerProcess(MovableTrainer, Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """The trainer as the weight sync calls it: one snapshot at a time, staged chunk by chunk.
-
-    Attributes:
-      lock: lock that the caller holds from `open_weights` to `close_weights`.
-    """
-
-    lock: asyncio.Lock
-
-    async def open_weights(self, policy_version: int) -> int:
-        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks."""
-        ...
-
-    async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
-        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
-        ...
-
-    async def close_weights(self, policy_version: int) -> None:
-        """Frees the snapshot."""
-        ...
-
-
-class TrainerClient(MovableTrainer, Protocol):
+class TrainerClient(MovableTrainer, WeightSource, Protocol):
     """The trainer as other rooms call it, independent of the processes that train at the moment.
 
     Each call has a deadline of `config.deadlines`: DeadlineMissed names the trainer and the call. A call to a dead
@@ -335,8 +335,6 @@ class TrainerClient(MovableTrainer, Protocol):
     Attributes:
       lock: lock that the caller holds during each call, except calls that may come at any time (`Trainer`).
     """
-
-    lock: asyncio.Lock
 
     @property
     def name(self) -> str:
@@ -349,30 +347,15 @@ class TrainerClient(MovableTrainer, Protocol):
         ...
 
 
-class Replica(Protocol):
+class Replica(WeightReceiver, Protocol):
     """A hybrid worker's training side: a whole data-parallel copy on its own mesh, without a train state.
 
-    It gets each version's parameters as engines do, and computes the gradient sums of shares. One call at a time.
+    It gets each version's parameters as engines do, and computes the gradient sums of shares. One call at a time. An
+    update drops the version that it holds, and `finish_weight_update` puts the new one on the devices.
     """
 
     async def start(self) -> TrainerInfo:
         """Builds the mesh. Compiles nothing yet and holds no parameters."""
-        ...
-
-    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """Opens the transport. First weight verb, called once."""
-        ...
-
-    async def start_weight_update(self, policy_version: int) -> None:
-        """Drops the version it holds. Second weight verb, called once per version."""
-        ...
-
-    async def update_weights(self, chunk: WeightChunk) -> None:
-        """Loads a chunk. Third weight verb, called once per chunk."""
-        ...
-
-    async def finish_weight_update(self, policy_version: int) -> None:
-        """Puts the parameters on the devices and computes their digest. Fourth weight verb, called once per version."""
         ...
 
     async def warm(self) -> None:
@@ -409,48 +392,4 @@ class HybridClient(Replica, Protocol):
     @property
     def name(self) -> str:
         """The name of the hybrid worker's actor."""
-        ...
-
-
-class Relay(Protocol):
-    """A weight relay: passes synced weights from host to host, and keeps the last version for its own host."""
-
-    async def health(self) -> Mapping[str, float]:
-        """Returns numbers for telemetry; raises `WorkerLost` if the relay is gone."""
-        ...
-
-    async def listen(self, epoch: int) -> Mapping[str, Any]:
-        """Opens the link over which it receives from now on; returns its address, plain values."""
-        ...
-
-    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Starts to connect to the relay that listens at this address; closes an earlier link to that relay."""
-        ...
-
-    async def send(self, chunk: WeightChunk, child: str) -> None:
-        """Sends a chunk on this host to a relay that receives it at the same time."""
-        ...
-
-    async def receive(self, chunk: WeightChunk) -> WeightChunk:
-        """Receives a chunk; returns its address on this host. It stays there until the next chunk with its number.
-
-        Raises:
-          LibraError: no chunk, another chunk or a damaged chunk arrived; the link may be closed.
-        """
-        ...
-
-    async def shutdown(self) -> None:
-        """Closes its links and frees its memory. Idempotent."""
-        ...
-
-
-class RelayClient(Relay, Protocol):
-    """A weight relay as other rooms call it.
-
-    Each call has a deadline of `config.deadlines`: DeadlineMissed names the relay and the call.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name of the relay."""
         ...

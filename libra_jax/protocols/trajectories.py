@@ -5,11 +5,59 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from libra_jax.protocols.generation import NO_VERSION, TokenDelta
-from libra_jax.protocols.moves import Move, MoveRecord
+from libra_jax.protocols.rollout import NO_VERSION, TokenDelta
 from libra_jax.protocols.tasks import Message, Task
+
+
+class MoveReason(enum.StrEnum):
+    """Why a request goes on on another instance."""
+
+    TOOL_RETURN = "tool_return"
+    """A tool returned, and the policy chose the other instance."""
+
+    BUDGET_OUTRUN = "budget_outrun"
+    """It generated more tokens than its bucket is for."""
+
+    ENGINE_LOST = "engine_lost"
+    """The instance that served it is no longer live: it failed, ended by a plan, or switched to training."""
+
+    PREEMPTED = "preempted"
+    """It gave its place up to a longer request."""
+
+    OVERFLOW = "overflow"
+    """Its own queue had no free slot, and the other instance had one that would have idled."""
+
+    AGING = "aging"
+    """It had waited for `scheduler.ageing_seconds`, and the other instance had the first free slot."""
+
+
+class Move(NamedTuple):  # a tuple is made in a third of a frozen dataclass's time, and decisions are many
+    """A request's move between instances: the new one has to prefill its context, or to be given it.
+
+    Attributes:
+      request: id of the request.
+      source: name of the instance that served it before.
+      target: name of the instance that serves it from now on.
+      reason: why it moves.
+      expected_gain: seconds that the policy expects the move to save, its cost taken off; None if it made no estimate.
+    """
+
+    request: str
+    source: str
+    target: str
+    reason: MoveReason
+    expected_gain: float | None = None
+
+
+class MoveRecord(TypedDict):
+    """A move as `trace.jsonl` holds it; its turn's record names the request."""
+
+    source: str
+    target: str
+    reason: MoveReason
+    expected_gain: float | None
 
 
 class TokenSource(enum.IntEnum):
@@ -30,7 +78,13 @@ FINISHES = ("answered", *LIMITS)
 
 @dataclass(frozen=True)
 class CausalState:
-    """The part of a tool return that predicts what comes next (C-MLFQ, arXiv 2606.03077 section 4)."""
+    """The part of a tool return that predicts what comes next (C-MLFQ, arXiv 2606.03077 section 4).
+
+    Attributes:
+      tool: name of the tool.
+      payload_tokens: tokens that the return appended to the context.
+      status: outcome of the call.
+    """
 
     tool: str
     payload_tokens: int
@@ -108,6 +162,7 @@ class Trajectory:
 
     trajectory_id: str
     prompt_id: str
+    # Plain lists, not arrays: they grow by a few tokens at a time, and cross processes by pickle.
     token_ids: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)

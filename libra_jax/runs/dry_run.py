@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
+from libra_jax import machine, protocols
 from libra_jax.agents import factories
 from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
@@ -48,9 +48,10 @@ def describe(
         f"partition   {parts.total} devices",
         f"  trainer   {_ordinals(parts.trainer)}{_trainer_memory(config, shape)}",
     ]
+    size = machine.bytes_text
     lines += [
         f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots"
-        + (f", {memory.size(memory.weight_bytes(config, shape, len(devices)))} of weights a device" if shape else "")
+        + (f", {size(memory.weight_bytes(config, shape, len(devices)))} of weights a device" if shape else "")
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
     lines.append(f"memory      {memory.verdict(config, shape) if shape else 'not known without the model'}")
@@ -70,8 +71,8 @@ def _trainer_memory(config: libra_config.RunConfig, shape: model_config.Transfor
         return ""
     state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
     state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
-    per_device = memory.size(state / (config.trainer.fsdp * config.trainer.tensor))
-    training = memory.size(memory.trainer_bytes(config, shape))
+    per_device = machine.bytes_text(state / (config.trainer.fsdp * config.trainer.tensor))
+    training = machine.bytes_text(memory.trainer_bytes(config, shape))
     return (
         f": {per_device} of parameters and optimizer a device, about {training} with gradients, activations and logits"
     )

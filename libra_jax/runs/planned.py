@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import hub
-from libra_jax.planning import costs, demand, forecast, plans, search, uncertainty
+from libra_jax.planning import costs, forecast, plans, search, serving
 from libra_jax.runs import wiring
 from libra_jax.simulator import comparison, report, scripts, settings, traces, workloads
 
@@ -205,7 +205,7 @@ class Case:
         """Returns the relative errors of a plan's times: from a profile's held-out steps, or from the coefficients."""
         if (profile := self.setting.profile) is not None:
             return forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
-        return uncertainty.relative(self.setting, self.work.prompts, self.work.turns, plan)
+        return forecast.uncertainty(self.setting, self.work.prompts, self.work.turns, plan)
 
     @functools.cached_property
     def setting(self) -> forecast.Setting:
@@ -404,7 +404,9 @@ def _with_slots(
     run: settings.SimulatedRun, model: costs.CostModel, drawn: Sequence[scripts.Script]
 ) -> tuple[settings.SimulatedRun, tuple[int, ...]]:
     """Gives the run one instance of each degree, with slots for as many live contexts as its cache holds."""
-    asks = demand.of_trajectories([script.prompt_tokens for script in drawn], [script.turns for script in drawn])
+    asks = serving.Demand.of_trajectories(
+        [script.prompt_tokens for script in drawn], [script.turns for script in drawn]
+    )
     live = float(asks.context.sum() / asks.tokens.sum())  # mean context length over all decoded tokens
     slots = tuple(max(1, min(MOST_SLOTS, int(model.kv_tokens(degree) // live))) for degree in DEGREES)
     elastic = dataclasses.replace(run.elastic, hybrid=0, cores=())

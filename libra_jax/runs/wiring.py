@@ -30,7 +30,7 @@ from libra_jax.telemetry import recorder as telemetry
 from libra_jax.trainer_control import client
 
 TRAINER = "libra_jax.training.trainer:create"
-REPLICA = "libra_jax.training.replica:create"
+TRAINING_SIDE = "libra_jax.training.training_side:create"
 RELAY = "libra_jax.weights.relay:create"
 
 
@@ -128,7 +128,9 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
             "name": placement.instance_name(number),
             "cores": config.elastic.cores[place : place + 1],
         }
-        specs.append(protocols.ActorSpec(f"replica-{number}", REPLICA, arguments, environment=environment, host=host))
+        specs.append(
+            protocols.ActorSpec(f"replica-{number}", TRAINING_SIDE, arguments, environment=environment, host=host)
+        )
     return specs
 
 

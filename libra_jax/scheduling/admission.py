@@ -13,7 +13,7 @@ finish are trained. A batch aborts the groups left that no later step may train,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -91,22 +91,18 @@ def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Map
         return Selection()
     by_deadline = sorted(finished, key=lambda group: (finished[group], 0 if bound.spare else group))
     batch, later = by_deadline[:size], by_deadline[size:]
-    binding = _binding(bound, step, [finished[group] for group in later], running)
+    # Running groups beyond what the steps after this one can still train in time, the most urgent first: for each
+    # deadline, what is due by then has to fit into the steps up to it.
+    urgent = sorted(running, key=lambda group: (running[group], group))
+    waiting = [finished[group] for group in later]
+    binding: list[int] = []
+    for version in sorted({*waiting, *running.values()}):
+        room = bound.groups_per_step * (bound.deadline(version) - step) + bound.spare
+        due = [group for group in urgent if running[group] <= version and group not in binding]
+        excess = len(due) + sum(1 for other in waiting if other <= version) - room
+        binding.extend(due[: max(0, excess)])
     if binding:
-        return Selection(binding=binding)
+        return Selection(binding=tuple(binding))
     left = {group: finished[group] for group in later} | dict(running) if bound.spare else {}
     surplus = (group for group, version in left.items() if bound.last_step(version) <= step)
     return Selection(batch=tuple(batch), surplus=tuple(surplus))
-
-
-def _binding(bound: Bound, step: int, later: Sequence[int], running: Mapping[int, int]) -> tuple[int, ...]:
-    """Returns running groups beyond what the steps after `step` can still train in time, the most urgent first."""
-    urgent = sorted(running, key=lambda group: (running[group], group))
-    versions = sorted({*later, *running.values()})
-    binding: list[int] = []
-    for version in versions:
-        room = bound.groups_per_step * (bound.deadline(version) - step) + bound.spare
-        due = [group for group in urgent if running[group] <= version and group not in binding]
-        excess = len(due) + sum(1 for other in later if other <= version) - room
-        binding.extend(due[: max(0, excess)])
-    return tuple(binding)

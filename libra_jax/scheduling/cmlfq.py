@@ -45,11 +45,6 @@ GROWTH, GROWTH_SHARE = 2.0, 0.01
 """Tokens of context a generated token, before any request has finished, and the weight of the latest in the mean."""
 
 
-def _context(server: buckets.Server) -> float:
-    """Returns how busy an instance is: context makes its tokens slow, more than the number of requests does."""
-    return server.context
-
-
 class Cmlfq(slots.SlotScheduler):
     """The cost rule of the module.
 
@@ -78,7 +73,8 @@ class Cmlfq(slots.SlotScheduler):
             order="group_completion",
             degrees=degrees,
             learner=self.evidence,
-            busy=_context,
+            # Context makes an instance's tokens slow, more than the number of its requests does.
+            busy=operator.attrgetter("context"),
         )
         self.rates = cost_model.Rates(costs)
         self._paces = self.rates.known
@@ -246,9 +242,16 @@ class Cmlfq(slots.SlotScheduler):
             wait = 0.0
             if request.server is None and home.load >= home.slots:
                 wait = self._wait_at(home.queue.ahead(request), home, home.slots)
-            if self._full():  # it stays where its context is, at any cost
-                request.wanted = home
-                request.urgency = self._urgency_at(request, home, points, elapsed + wait)
+            for bucket in self.buckets:
+                if bucket.free > 0:
+                    break
+            else:  # no slot is free: it stays where its context is, at any cost, and only its urgency is asked for
+                start, exponent = elapsed + wait, self._power - 1.0
+                pace = self._pace(home, home.residents, request.context_now - request.held[0])
+                urgency = 0.0
+                for tokens, mass in zip(points, self.masses):  # noqa: B905 (equally many)
+                    urgency += mass * (start + tokens * pace) ** exponent
+                request.wanted, request.urgency = home, self._power * urgency
                 return home.level
             best = stay = self._cost(request, home, points, elapsed, wait)
             level, request.wanted = home.level, home
@@ -276,13 +279,6 @@ class Cmlfq(slots.SlotScheduler):
             request.gain = stay ** (1.0 / self._power) - best ** (1.0 / self._power)
         return level
 
-    def _full(self) -> bool:
-        """Returns whether no slot is free."""
-        for bucket in self.buckets:  # noqa: SIM110 (a generator costs more than the rest)
-            if bucket.free > 0:
-                return False
-        return True
-
     def _wait_at(self, ahead: float, server: buckets.Server, count: int) -> float:
         """Returns seconds until a slot comes free for a request with `ahead` before it, `count` slots turning over."""
         return (ahead + 1.0) * self._turn_tokens * self._pace(server, server.residents, 0) / count
@@ -296,16 +292,6 @@ class Cmlfq(slots.SlotScheduler):
             context = context >> shift << shift
         pace = self._paces.get((server.degree, decoding, context))
         return self.rates.decode(server.instance, decoding, context) if pace is None else pace
-
-    def _urgency_at(
-        self, request: buckets.Request, home: buckets.Server, points: prefix_tree.Sketch, start: float
-    ) -> float:
-        """Returns what a second costs that a resident loses: a part of `_cost`, for when nothing else is asked."""
-        exponent, pace = self._power - 1.0, self._pace(home, home.residents, request.context_now - request.held[0])
-        urgency = 0.0
-        for tokens, mass in zip(points, self.masses):  # noqa: B905 (equally many)
-            urgency += mass * (start + tokens * pace) ** exponent
-        return self._power * urgency
 
     def _cost(
         self,

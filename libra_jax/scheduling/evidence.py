@@ -139,7 +139,7 @@ class Track:
 
 
 class Evidence:
-    """Learns from finished requests and predicts for live ones; a `slots.Learner`.
+    """Learns from finished requests and predicts for live ones.
 
     Args:
       config: `window`, `tree_nodes`, `path_depth`, `half_life` and `prior_count` apply here.
@@ -158,18 +158,20 @@ class Evidence:
         self._siblings = (0.0, 0.0)  # sums over returns, of factor x error and of factor squared, all logarithms
 
     def start(self, prompt_id: str, generated_tokens: int) -> Track:
-        """See `slots.Learner.start`."""
+        """Returns the empty path of a request that has arrived with these tokens generated before."""
         prompt = self._prompts.get(prompt_id)
         if prompt is None:
             prompt = self._prompts[prompt_id] = Prompt()
-            while len(self._prompts) > max(64, self.by_prompt.nodes // 16) and not self._oldest().live:
-                self._prompts.popitem(last=False)
+            limit, prompts = max(64, self.by_prompt.nodes // 16), self._prompts
+            # The least recently used go first; while the first has live requests, all stay.
+            while len(prompts) > limit and not next(iter(prompts.values())).live:
+                prompts.popitem(last=False)
         self._prompts.move_to_end(prompt_id)
         prompt.live += 1
         return Track(prompt_id, prompt, generated_tokens)
 
     def observe(self, track: Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """See `slots.Learner.observe`."""
+        """Adds a tool return to a path."""
         seen = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
         key = self._keys.get(seen)
         if key is None:
@@ -184,7 +186,7 @@ class Evidence:
             self._learn(LESSONS)
 
     def finish(self, track: Track, generated_tokens: int, *, learn: bool = True) -> None:
-        """See `slots.Learner.finish`."""
+        """Ends a path; its length is evidence for others if `learn`."""
         prompt = track.prompt
         prompt.live -= 1
         if not learn or track.start or not generated_tokens:
@@ -196,8 +198,12 @@ class Evidence:
         remaining = track.remaining(generated_tokens)
         self.by_prompt.add((track.prompt_id, *track.path), (generated_tokens, *remaining))
         self.by_suffix.add((), (generated_tokens,))
+        # True remainders beside predicted ones: a running least-squares fit of the factor's power, in logarithms.
+        kept = 1.0 - SIBLINGS_FORGOTTEN
         for place, (factor, mean) in track.predicted.items():
-            self._compare(factor, mean, generated_tokens - track.marks[place])
+            error = math.log((generated_tokens - track.marks[place] + 1.0) / (mean + 1.0))
+            errors, factors = self._siblings
+            self._siblings = kept * errors + factor * error, kept * factors + factor**2
         before, failures, largest = None, 0, 0
         for key, mark in zip(track.path[: 2 * self._depth], track.marks, strict=False):
             failures, largest = _counted(key, failures, largest)
@@ -217,7 +223,12 @@ class Evidence:
         else:
             since, node = generated_tokens, tree.root
         if since:
-            sketch = self._blend((), self._chain(tree, node), tree, since)
+            # Enough samples drown the evidence behind them; the rest is blended from the widest node to the narrowest.
+            chain = [node]
+            while node.parent is not None and tree.weight(node) < DROWNING * self._prior:
+                node = node.parent
+                chain.append(node)
+            sketch = self._blend((), chain[::-1], tree, since)
         else:  # at a tool return, which is frequent: the blend of the node itself is kept
             if tree.clock >= node.due:
                 tree.use(node)
@@ -225,7 +236,12 @@ class Evidence:
             sketch = node.blend
         if not sketch:
             sketch = tuple(share * since for share in LINDY) if since and tree.clock else UNKNOWN
-        factor = self._frailty(track)
+        # The frailty: how many times as long as the typical one the prompt is, by its siblings. The request's own
+        # survival is taken off, because it is conditioned on above.
+        low, high = FRAILTY_RANGE
+        hazard = max(0.0, track.prompt.hazard - track.hazard)
+        factor = (hazard + FRAILTY) / (track.prompt.finished + FRAILTY)
+        factor = low if factor < low else high if factor > high else factor
         if factor != 1.0:
             if path:
                 if not since:
@@ -234,7 +250,7 @@ class Evidence:
                 factor **= self.siblings_power
             # Tokens are whole: a factor next to 1 leaves a length that all have as it is.
             sketch = tuple([round(factor * tokens) for tokens in sketch])
-        same = self.by_prompt.below(track.prompt_id, track.path)
+        same = self.by_prompt.below(track.prompt_id, path)
         if same is not None:
             self.by_prompt.use(same)
             sketch = self._blend(sketch, [same], self.by_prompt, since)
@@ -282,28 +298,11 @@ class Evidence:
             add(*lessons.popleft())
             count -= 1
 
-    def _compare(self, factor: float, mean: float, remaining: int) -> None:
-        """Compares a return's true remainder with what was predicted: the logarithm of the factor, and the mean."""
-        error, kept = math.log((remaining + 1.0) / (mean + 1.0)), 1.0 - SIBLINGS_FORGOTTEN
-        errors, factors = self._siblings
-        self._siblings = kept * errors + factor * error, kept * factors + factor**2
-
-    def _oldest(self) -> Prompt:
-        return next(iter(self._prompts.values()))
-
     def _survived(self, track: Track, generated_tokens: int) -> None:
         """Adds to the prompt's hazard what the request has got through since it was last asked about."""
-        hazard = self.by_suffix.root.hazard(generated_tokens)
+        hazard = -math.log(self.by_suffix.root.above(generated_tokens))
         track.prompt.hazard += hazard - track.hazard
         track.hazard = hazard
-
-    @staticmethod
-    def _frailty(track: Track) -> float:
-        """Returns how many times as long as the typical one the prompt is, by its siblings."""
-        siblings = max(0.0, track.prompt.hazard - track.hazard)  # its own survival is conditioned on elsewhere
-        low, high = FRAILTY_RANGE
-        factor = (siblings + FRAILTY) / (track.prompt.finished + FRAILTY)
-        return low if factor < low else high if factor > high else factor
 
     def _renew(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> None:
         """Renews the node's blend: its own sketch, shrunk towards the blend of the node behind it."""
@@ -314,15 +313,6 @@ class Evidence:
                 self._renew(tree, parent)
             node.blend = _shrunk(node.blend, parent.blend, tree.weight(node), self._prior)
         node.due = clock + 1 + min(MOST_TRAJECTORIES, clock // RENEWALS)
-
-    def _chain(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> list[prefix_tree.Node]:
-        """Returns the node and those behind it that count, the widest first: enough samples drown what is behind."""
-        chain = [node]
-        while node.parent is not None and tree.weight(node) < DROWNING * self._prior:
-            node = node.parent
-            chain.append(node)
-        chain.reverse()
-        return chain
 
     def _blend(
         self,
@@ -344,7 +334,7 @@ class Evidence:
 
 
 class PathStatistics:
-    """Remaining tokens by path, in each prompt's tree and in one of all prompts; a `slots.Learner`.
+    """Remaining tokens by path, in each prompt's tree and in one of all prompts.
 
     Args:
       config: `window`, `tree_nodes`, `path_depth` and `half_life` apply here.
@@ -357,16 +347,16 @@ class PathStatistics:
         self.shared = prefix_tree.PrefixTree(*limits, config.path_depth, config.half_life)
 
     def start(self, prompt_id: str, generated_tokens: int) -> Track:
-        """See `slots.Learner.start`."""
+        """Returns the empty path of a request that has arrived with these tokens generated before."""
         return Track(prompt_id, Prompt(), generated_tokens)
 
     def observe(self, track: Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """See `slots.Learner.observe`."""
+        """Adds a tool return to a path."""
         track.path.append(causal_key(causal_state))
         track.marks.append(generated_tokens)
 
     def finish(self, track: Track, generated_tokens: int, *, learn: bool) -> None:
-        """See `slots.Learner.finish`."""
+        """Ends a path; its length is evidence for others if `learn`."""
         if track.start or not generated_tokens or not learn:
             return
         remaining = track.remaining(generated_tokens)
@@ -402,7 +392,7 @@ class PathStatistics:
 def _known(tree: prefix_tree.PrefixTree, path: Sequence[Hashable]) -> tuple[prefix_tree.Node, int]:
     """Returns the deepest node on the path that has enough samples, and its depth; depth 0 is the root."""
     node, depth = tree.find(path)
-    while node.parent is not None and node.count < KNOWN_SAMPLES:
+    while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
         node, depth = node.parent, depth - 1
     return node, depth
 

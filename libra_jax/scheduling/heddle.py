@@ -82,23 +82,22 @@ class Heddle(slots.SlotScheduler):
         joined = [server for server in self._touched if server.queue.size]
         placements = super().place(now)
         bucket = self.buckets[0]
+        waiting = []
         if bucket.slots and (first := bucket.queue.first()) is not None:
-            self._preempt(self._run_of(first[-1]), first[-1], placements, now)
-        for server in joined:
-            if server.full and (first := server.queue.first()) is not None:
-                self._preempt(server, first[-1], placements, now)
+            waiting.append((self._run_of(first[-1]), bucket.queue))
+        waiting += [(server, server.queue) for server in joined]
+        for server, queue in waiting:
+            first = queue.first()
+            if first is None or not server.full:
+                continue
+            longest = first[-1]
+            shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
+            # An aged request keeps its place: it was placed because it had waited long enough.
+            if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
+                shortest.wanted = server  # its context is there
+                placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
+                placements += super().place(now)
         return placements
-
-    def _preempt(
-        self, server: buckets.Server, longest: buckets.Request, placements: list[protocols.Placement], now: float
-    ) -> None:
-        """Gives a waiting request the place of a much shorter one that decodes on the instance."""
-        shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
-        # An aged request keeps its place: it was placed because it had waited long enough.
-        if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
-            shortest.wanted = server  # its context is there
-            placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
-            placements += super().place(now)
 
     def _run_of(self, request: buckets.Request) -> buckets.Server:
         """Returns the instance whose run the request's length lies in."""

@@ -12,7 +12,7 @@ import bisect
 import collections
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,22 +123,17 @@ def measure(
         return None
     every = sorted(itertools.chain.from_iterable(left.values()))
     ranks = (len(every) * part // BUCKETS for part in range(1, BUCKETS))
-    bounds = tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]}))
-    judge = _Judge(bounds)
+    # A bound at the largest value would leave the bucket above it empty.
+    judge = _Judge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
     known = evidence.Evidence(config or configuration.SchedulerConfig())
-    for number, step in enumerate(_steps(attempts)):
-        _take_step(step, known, judge, judged=number > 0)
-    return PredictionQuality(
-        states=tuple(_states(left)),
-        explained=_explained(left),
-        bounds=bounds,
-        judged=judge.count,
-        majority=judge.share(max(map(sum, judge.confusion))),
-        by_state=judge.share(judge.right_by_state),
-        by_path=judge.share(sum(judge.confusion[bucket][bucket] for bucket in range(len(bounds) + 1))),
-        path_explained=judge.path_explained(),
-        confusion=tuple(map(tuple, judge.confusion)),
-    )
+
+    def step_of(pair: tuple[int, Attempt]) -> int:
+        index, one = pair
+        return index // STEP_TRAJECTORIES if one.step is None else one.step
+
+    for number, (_, step) in enumerate(itertools.groupby(enumerate(attempts), key=step_of)):
+        judge.take_step([one for _, one in step], known, judged=number > 0)
+    return judge.quality(left)
 
 
 def told(size_class: int) -> str:
@@ -156,83 +151,72 @@ class _Judge:
       bounds: bounds of the buckets.
     """
 
-    def __init__(self, bounds: Sequence[int]) -> None:
+    def __init__(self, bounds: tuple[int, ...]) -> None:
         self._bounds = bounds
-        self._after: dict[evidence.Key, list[int]] = collections.defaultdict(lambda: [0] * (len(bounds) + 1))
-        self.confusion = [[0] * (len(bounds) + 1) for _ in range(len(bounds) + 1)]
-        self.count = self.right_by_state = 0
+        size = len(bounds) + 1
+        self._after: dict[evidence.Key, list[int]] = collections.defaultdict(lambda: [0] * size)
+        self._confusion = [[0] * size for _ in range(size)]
+        self._right_by_state = 0
         self._sum = self._squares = self._errors = 0.0
 
-    def compare(self, key: evidence.Key, sketch: prefix_tree.Sketch, remaining: int) -> None:
+    def take_step(self, step: Sequence[Attempt], known: evidence.Evidence, *, judged: bool) -> None:
+        """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends."""
+        tracks = [known.start(one.prompt_id, 0) for one in step]
+        marks = [list(itertools.accumulate(one.generated)) for one in step]
+        events = ((mark, place, turn) for place, ends in enumerate(marks) for turn, mark in enumerate(ends))
+        for generated, place, turn in sorted(events):
+            one, track = step[place], tracks[place]
+            if turn < len(one.returns):
+                known.observe(track, one.returns[turn], generated)
+                if judged:
+                    left = marks[place][-1] - generated
+                    self._compare(evidence.causal_key(one.returns[turn]), known.predict(track, generated), left)
+                continue
+            known.finish(track, generated)
+            for state, remaining in zip(one.returns, _remaining(one), strict=True):
+                self._after[evidence.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
+
+    def _compare(self, key: evidence.Key, sketch: prefix_tree.Sketch, remaining: int) -> None:
         """Takes in one return: its causal state, what was predicted, and what was left in truth."""
-        bucket = self._bucket(remaining)
+        bucket = bisect.bisect_left(self._bounds, remaining)
         likely = [0.0] * (len(self._bounds) + 1)
         for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True):
-            likely[self._bucket(tokens)] += mass
-        self.confusion[bucket][likely.index(max(likely))] += 1
+            likely[bisect.bisect_left(self._bounds, tokens)] += mass
+        self._confusion[bucket][likely.index(max(likely))] += 1
         seen = self._after[key]
-        self.right_by_state += bucket == seen.index(max(seen))
-        self.count += 1
+        self._right_by_state += bucket == seen.index(max(seen))
         expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
         self._sum += remaining
         self._squares += remaining**2
         self._errors += (remaining - expected) ** 2
 
-    def learn(self, key: evidence.Key, remaining: int) -> None:
-        """Takes in what was left after a causal state."""
-        self._after[key][self._bucket(remaining)] += 1
-
-    def share(self, right: int) -> float:
-        """Returns a count as a share of the returns judged."""
-        return right / self.count if self.count else math.nan
-
-    def path_explained(self) -> float:
-        """Returns 1 - squared errors / squared distances from the mean; NaN if all lengths are the same."""
-        spread = self._squares - self._sum**2 / self.count if self.count else 0.0
-        return 1.0 - self._errors / spread if spread > 1e-9 * self._squares else math.nan
-
-    def _bucket(self, tokens: float) -> int:
-        return bisect.bisect_left(self._bounds, tokens)
-
-
-def _take_step(step: Sequence[Attempt], known: evidence.Evidence, judge: _Judge, *, judged: bool) -> None:
-    """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends."""
-    tracks = [known.start(one.prompt_id, 0) for one in step]
-    marks = [list(itertools.accumulate(one.generated)) for one in step]
-    events = ((mark, place, turn) for place, ends in enumerate(marks) for turn, mark in enumerate(ends))
-    for generated, place, turn in sorted(events):
-        one, track = step[place], tracks[place]
-        if turn < len(one.returns):
-            known.observe(track, one.returns[turn], generated)
-            if judged:
-                left = marks[place][-1] - generated
-                judge.compare(evidence.causal_key(one.returns[turn]), known.predict(track, generated), left)
-            continue
-        known.finish(track, generated)
-        for state, remaining in zip(one.returns, _remaining(one), strict=True):
-            judge.learn(evidence.causal_key(state), remaining)
-
-
-def _steps(attempts: Iterable[Attempt]) -> Iterable[list[Attempt]]:
-    """Yields the rollouts of each training step."""
-
-    def number(pair: tuple[int, Attempt]) -> int:
-        index, one = pair
-        return index // STEP_TRAJECTORIES if one.step is None else one.step
-
-    for _, group in itertools.groupby(enumerate(attempts), key=number):
-        yield [one for _, one in group]
+    def quality(self, left: Mapping[evidence.Key, Sequence[int]]) -> PredictionQuality:
+        """Returns the quality of all predictions, given the tokens left after each causal state."""
+        states = []
+        for (tool, size_class, status), values in sorted(left.items(), key=lambda item: (-len(item[1]), item[0])):
+            p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
+            states.append(State(tool, size_class, status, len(values), sum(values) / len(values), p90))
+        confusion, count = self._confusion, sum(map(sum, self._confusion))
+        spread = self._squares - self._sum**2 / count if count else 0.0
+        right = (max(map(sum, confusion)), self._right_by_state, sum(row[at] for at, row in enumerate(confusion)))
+        majority, by_state, by_path = (each / count if count else math.nan for each in right)
+        return PredictionQuality(
+            states=tuple(states),
+            explained=_explained(left),
+            bounds=self._bounds,
+            judged=count,
+            majority=majority,
+            by_state=by_state,
+            by_path=by_path,
+            # Rounding leaves a spread of about 1e-16 of the squares where all lengths are the same.
+            path_explained=1.0 - self._errors / spread if spread > 1e-9 * self._squares else math.nan,
+            confusion=tuple(map(tuple, confusion)),
+        )
 
 
 def _remaining(one: Attempt) -> list[int]:
     """Returns the tokens left after each return."""
     return list(itertools.accumulate(reversed(one.generated[1:])))[::-1]
-
-
-def _states(left: Mapping[evidence.Key, Sequence[int]]) -> Iterable[State]:
-    for (tool, size_class, status), values in sorted(left.items(), key=lambda item: (-len(item[1]), item[0])):
-        p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
-        yield State(tool, size_class, status, len(values), sum(values) / len(values), p90)
 
 
 def _explained(left: Mapping[evidence.Key, Sequence[int]]) -> float:

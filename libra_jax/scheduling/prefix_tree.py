@@ -89,11 +89,6 @@ class Node:
         self._ordered = None
 
     @property
-    def count(self) -> int:
-        """Number of samples in the window."""
-        return len(self.samples)
-
-    @property
     def oldest_first(self) -> list[int]:
         """The window in the order in which its samples came."""
         return self.samples[self._next :] + self.samples[: self._next]
@@ -119,10 +114,6 @@ class Node:
         ordered = self._ordered or self.ordered()
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
-
-    def hazard(self, tokens: float) -> float:
-        """Returns the cumulative hazard of a length of `tokens`: minus the logarithm of the share above it."""
-        return -math.log(self.above(tokens))
 
     def sketch(self) -> Sketch:
         """Returns quantiles at `LEVELS`; they may lag behind by 1 / 8 of the window, which spares a sort a sample."""
@@ -236,7 +227,13 @@ class PrefixTree:
             node.stamp += clock - self.clock
             node.due = 0
         self.clock = clock
-        for path, node in other._walk():
+        for node in [*other._used, other.root]:  # the least recently used first, so that the order of use is kept
+            path: list[Hashable] = []
+            step = node
+            while step.parent is not None:
+                path.append(step.edge)
+                step = step.parent
+            path.reverse()
             mine = self.root
             for edge in path[: self.depth]:
                 mine = self._child(mine, edge)
@@ -285,16 +282,6 @@ class PrefixTree:
         for sample in samples:
             node.add(sample, self.window, stamp, self.half_life)
         node.stamp, node.mass = stamp, mass
-
-    def _walk(self) -> Iterable[tuple[tuple[Hashable, ...], Node]]:
-        """Yields every node with its path, the least recently used first and the root last."""
-        for node in [*self._used, self.root]:
-            path: list[Hashable] = []
-            step = node
-            while step.parent is not None:
-                path.append(step.edge)
-                step = step.parent
-            yield tuple(reversed(path)), node
 
     def _child(self, node: Node, edge: Hashable) -> Node:
         if node.children is None:

@@ -47,19 +47,14 @@ def create(
             return baselines.Mlfq(config, degrees=degrees)
         case "heddle":
             return heddle.Heddle(config, costs)
-        case "length_predictor":
-            truth = _truth(config.policy, remaining)
-            return baselines.LengthPredictor(config, truth, seed=seed, degrees=degrees)
-        case "oracle":
-            return baselines.Oracle(config, costs, _truth(config.policy, remaining), degrees=degrees)
+        case "length_predictor" if remaining is not None:
+            return baselines.LengthPredictor(config, remaining, seed=seed, degrees=degrees)
+        case "oracle" if remaining is not None:
+            return baselines.Oracle(config, costs, remaining, degrees=degrees)
+        case "length_predictor" | "oracle":
+            raise protocols.ConfigError(
+                f"config.scheduler.policy: {config.policy!r} needs the true lengths, which only launch/simulate.py "
+                "knows; use 'cmlfq' here"
+            )
         case _:
             return baselines.LeastLoaded(config)
-
-
-def _truth(policy: str, remaining: baselines.Remaining | None) -> baselines.Remaining:
-    if remaining is None:
-        raise protocols.ConfigError(
-            f"config.scheduler.policy: {policy!r} needs the true lengths, which only launch/simulate.py knows; "
-            "use 'cmlfq' here"
-        )
-    return remaining

@@ -79,12 +79,16 @@ def lower_bound(
     config: configuration.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
 ) -> Bound:
     """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`."""
-    limits, model = config.coordinator, simulation.cost_model()
+    limits, model, devices = config.coordinator, simulation.cost_model(), simulation.train_devices
+    slots: dict[int, int] = {}  # the most of any instance of each degree
+    given = zip(config.rollout.tensor_parallel, simulation.slots or config.rollout.instance_slots, strict=True)
+    for degree, most in given:
+        slots[degree] = max(most, slots.get(degree, 0))
     count = config.steps * limits.groups_per_step
     drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
     groups = Groups(
-        work=_work(drawn, _slots(config, simulation), config, model),
-        train=np.array([_train_seconds(group, simulation.train_devices, model) for group in drawn]),
+        work=_work(drawn, slots, config, model),
+        train=np.array([model.train_seconds([script.context_tokens for script in group], devices) for group in drawn]),
         path=np.array([max(_path_seconds(script, config, model) for script in group) for group in drawn]),
     )
     end = run_seconds(groups, limits.groups_per_step, limits.max_staleness)
@@ -129,10 +133,6 @@ def _release(ends: Sequence[float], block: int, eta: int) -> float:
     return ends[block - eta - 1] if block > eta else 0.0
 
 
-def _train_seconds(group: Sequence[scripts.Script], devices: int, model: costs.CostModel) -> float:
-    return model.train_seconds([script.context_tokens for script in group], devices)
-
-
 def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model: costs.CostModel) -> float:
     """Returns the seconds of the rollout alone: each part on the instance that is fastest at it, every prefix
     cached."""
@@ -149,15 +149,6 @@ def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model
     return seconds
 
 
-def _slots(config: configuration.RunConfig, simulation: world.SimulationConfig) -> dict[int, int]:
-    """Returns the most slots of any instance of each degree."""
-    degrees = config.rollout.tensor_parallel
-    most: dict[int, int] = {}
-    for degree, slots in zip(degrees, simulation.slots or config.rollout.instance_slots, strict=True):
-        most[degree] = max(slots, most.get(degree, 0))
-    return most
-
-
 def _work(
     drawn: Sequence[Sequence[scripts.Script]],
     slots: Mapping[int, int],
@@ -165,7 +156,17 @@ def _work(
     model: costs.CostModel,
 ) -> Values:
     """Returns a lower bound on the seconds that each group's tokens take of all rollout devices together."""
-    group, tokens, starts, new = _turns(drawn)
+    # For every turn: its group, tokens decoded, context when decoding begins, and tokens prefilled before it.
+    rows = []
+    for index, scripts_of_group in enumerate(drawn):
+        for script in scripts_of_group:
+            before, fresh = 0, script.prompt_tokens
+            for turn in script.turns:
+                before += fresh
+                rows.append((index, turn.generated_tokens - 1, before, fresh))  # prefill samples the first token
+                before, fresh = before + turn.generated_tokens, max(1, turn.payload_tokens)
+    group, *measured = np.array(rows).T
+    tokens, starts, new = (values.astype(float) for values in measured)
     best: Values = np.zeros(len(drawn))
     for theta, phi in itertools.product(SHARES, SHARES):
         shares = [token_shares(model, degree, most, theta, phi) for degree, most in sorted(slots.items())]
@@ -180,21 +181,6 @@ def _work(
             best = total
     causal = np.bincount(group, weights=new * (starts - new / 2), minlength=len(drawn))
     return (best + causal * model.attention_seconds(1, 1, 0) * 2) / sum(config.rollout.tensor_parallel)
-
-
-def _turns(drawn: Sequence[Sequence[scripts.Script]]) -> tuple[Values, Values, Values, Values]:
-    """Returns for every turn its group, tokens decoded, context when decoding begins, and tokens prefilled before
-    it."""
-    rows = []
-    for index, group in enumerate(drawn):
-        for script in group:
-            context, new = 0, script.prompt_tokens
-            for turn in script.turns:
-                context += new
-                rows.append((index, turn.generated_tokens - 1, context, new))
-                context, new = context + turn.generated_tokens, max(1, turn.payload_tokens)
-    group, tokens, starts, new = np.array(rows).T
-    return group, tokens.astype(float), starts.astype(float), new.astype(float)
 
 
 def token_shares(

@@ -90,8 +90,16 @@ class Clock(asyncio.SelectorEventLoop):
                 heapq.heappop(timers)
                 self._timer_cancelled_count -= 1
             # Time moves only if no callback is ready.
-            if not ready and not self._stopping:  # type: ignore[attr-defined]
-                self._advance(timers[0][0] if timers else None)
+            when = timers[0][0] if timers else None
+            if not ready and not self._stopping and (when is None or when > self.now):  # type: ignore[attr-defined]
+                events: list[Any] = self._poll(0)
+                if events:
+                    self._process_events(events)  # type: ignore[attr-defined]
+                elif not self._failed and (when is None or self.now > self.longest):
+                    self._failed = True  # the teardown may still wait, and must not fail again
+                    raise AssertionError("deadlock: nothing is left that could end this")
+                elif when is not None:  # asyncio would sleep until then
+                    self.now = when
             due = self.now + MOMENT
             while timers and timers[0][0] < due:
                 timer = heapq.heappop(timers)[2]
@@ -103,20 +111,6 @@ class Clock(asyncio.SelectorEventLoop):
                     handle._run()
             if not ready or self._stopping:  # type: ignore[attr-defined]
                 return
-
-    def _advance(self, when: float | None) -> None:
-        """Jumps to the next timer; asyncio would sleep until then."""
-        if when is not None and when <= self.now:  # work is due at this very instant
-            return
-        events: list[Any] = self._poll(0)
-        if events:
-            self._process_events(events)  # type: ignore[attr-defined]
-            return
-        if not self._failed and (when is None or self.now > self.longest):
-            self._failed = True  # the teardown may still wait, and must not fail again
-            raise AssertionError("deadlock: nothing is left that could end this")
-        if when is not None:
-            self.now = when
 
 
 def run(main: Coroutine[Any, Any, T], *, longest: float | None = None, signals: bool = True) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -12,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
@@ -240,9 +243,16 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
         workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
     )
     try:
-        with _ignoring_interrupts():
+        # A terminal sends Ctrl-C to all; the workers inherit that they ignore it, and their parent ends them. Only the
+        # main thread may set signal handlers.
+        main = threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        try:
             for _ in range(workers):  # each call starts one worker
                 executor.submit(os.getpid)
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, handler)
         yield executor
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
@@ -256,19 +266,58 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     executor.shutdown()
 
 
-@contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Makes processes started in the block ignore Ctrl-C, which a terminal sends to all; their parent ends them."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
 def _begin(parent: int) -> None:
     if sys.platform == "linux":
         parent_death.die_with_parent(parent)
+
+
+TASKS, SAMPLES = 64, 16
+"""Tasks over the whole run, and rollouts of each task, that lengths are read from."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Model, machine and lengths of a simulated run.
+
+    Attributes:
+      model: name of the model preset.
+      hardware: name of the hardware sheet.
+      train_devices: accelerators that train.
+      instances: number of rollout instances by tensor-parallel degree.
+      workload: name of the workload, or of the trace's file.
+      lengths: lengths of a sample of the workload.
+    """
+
+    model: str
+    hardware: str
+    train_devices: int
+    instances: dict[int, int]
+    workload: str
+    lengths: workloads.Summary
+
+    @classmethod
+    def of_run(cls, run: settings.SimulatedRun) -> Subject:
+        """Returns the subject of a run that `prepare` has checked."""
+        tasks = run.steps * run.coordinator.groups_per_step
+        sampled = range(0, tasks, max(1, tasks // TASKS))
+        lengths = workloads.summarise(workload(run), sampled, min(SAMPLES, run.coordinator.group_size))
+        instances = dict(sorted(collections.Counter(run.rollout.tensor_parallel).items()))
+        trace, simulation = run.workload.trace, run.simulation
+        name = Path(trace).name if trace else run.workload.shape
+        return cls(simulation.model, simulation.hardware, simulation.train_devices, instances, name, lengths)
+
+    @property
+    def machine(self) -> str:
+        """Clause with model, hardware and layout."""
+        count = self.train_devices + sum(degree * number for degree, number in self.instances.items())
+        layout = ", ".join(f"{number} of degree {degree}" for degree, number in self.instances.items())
+        return f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
+
+    @property
+    def work(self) -> str:
+        """Clause with the workload and its lengths."""
+        return f"{self.workload}: {self.lengths}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the subject as plain values."""
+        return dataclasses.asdict(self)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import streams
+from libra_jax.planning import calibration
 from libra_jax.simulator import scripts, traces
 from libra_jax.telemetry import files, metrics, timeline, trace
 
@@ -26,7 +26,7 @@ LEAST_STEPS = 4
 
 CONFIG_FILE = "config.json"
 
-_Streams: TypeAlias = tuple[streams.Stream, ...]
+_Streams: TypeAlias = tuple[calibration.Stream, ...]
 
 Work = tuple[tuple[int, tuple[tuple[int, int, str | None], ...]], ...]
 """Work of a step: of each trajectory, its prompt tokens, and each turn's generated tokens, payload and tool."""
@@ -141,7 +141,7 @@ def read(workdir: Path) -> Recording:
     played = traces.read(workdir / trace.TRACE_FILE)
     groups = _groups(workdir / trace.TRACE_FILE, records, played, config)
     spans = list(timeline.read(workdir / timeline.TIMELINE_FILE))
-    found = streams.read(spans, records)
+    found = calibration.read_streams(spans, records)
     if not found:
         raise protocols.DataError(
             f"{workdir / timeline.TIMELINE_FILE}: no stream of tokens is in it; a run writes one, so take the file "
@@ -156,7 +156,13 @@ def read(workdir: Path) -> Recording:
         config=config,
         steps=tuple(steps),
         groups=tuple(groups),
-        streams=tuple(_undisturbed(found, updates)),
+        # The time of a stream that an update interrupted says nothing about steps.
+        streams=tuple(
+            dataclasses.replace(stream, known=False)
+            if any(update.start < stream.end and stream.start < update.end for update in updates)
+            else stream
+            for stream in found
+        ),
         loads=tuple((span.end, span.end - span.start) for span in updates),
         ends=_ends(workdir / timeline.TIMELINE_FILE, spans, config),
     )
@@ -248,35 +254,21 @@ def _step(
     rollouts: Sequence[tuple[Mapping[str, Any], scripts.Script]],
     masks: Callable[[str | None], bool],
 ) -> Step:
-    lengths = tuple(_trained_tokens(record) for record, script in rollouts if not masks(script.limit))
-    work = tuple(sorted((_work(record) for record, _ in rollouts), key=repr))
-    return Step(number, parts, lengths, work, tuple(script for _, script in rollouts))
+    """Returns a step with the lengths and the work of its rollouts."""
+    lengths, work = [], []
+    for record, script in rollouts:
+        turns = record["turns"]
+        if not masks(script.limit):
+            # Tokens after the last sampled one are not trained, so the last turn's payload does not count.
+            payload = sum(turn["payload_tokens"] for turn in turns[:-1])
+            generated = sum(turn["generated_tokens"] for turn in turns)
+            lengths.append(int(record["prompt_tokens"] + generated + payload))
+        done = tuple((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in turns)
+        work.append((record["prompt_tokens"], done))
+    return Step(number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts))
 
 
-def _trained_tokens(record: Mapping[str, Any]) -> int:
-    """Returns the tokens up to the last sampled one: later tokens are not trained."""
-    turns = record["turns"]
-    payload = sum(turn["payload_tokens"] for turn in turns[:-1])
-    return int(record["prompt_tokens"] + sum(turn["generated_tokens"] for turn in turns) + payload)
-
-
-def _work(record: Mapping[str, Any]) -> tuple[int, tuple[tuple[int, int, str | None], ...]]:
-    turns = ((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in record["turns"])
-    return record["prompt_tokens"], tuple(turns)
-
-
-def _undisturbed(found: Sequence[streams.Stream], updates: Sequence[timeline.Span]) -> list[streams.Stream]:
-    """Returns the streams, with `known` False if an update interrupted the stream: its time says nothing about
-    steps."""
-    return [
-        dataclasses.replace(stream, known=False)
-        if any(update.start < stream.end and stream.start < update.end for update in updates)
-        else stream
-        for stream in found
-    ]
-
-
-def _ends(path: Path, spans: Sequence[timeline.Span], config: configuration.RunConfig) -> tuple[float, ...]:
+def _ends(path: Path, spans: Sequence[protocols.Span], config: configuration.RunConfig) -> tuple[float, ...]:
     ends = collections.defaultdict(list)
     for span in spans:
         if span.name == "train step" and isinstance(span.arguments.get("step"), int):

@@ -180,7 +180,16 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
         "prefilled; stale: versions behind, at most; twice: trained twice"
     )
     bound = f"bound: no policy takes less than {bound_seconds:.1f} s a step (mean over seeds)"
-    replaced = [line for policy in policies(entries) if (line := _replaced(entries, policy))]
+    replaced = []
+    for policy in policies(entries):
+        mine = [entry for entry in entries if entry["policy"] == policy]
+        lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
+        mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
+        if lost:
+            replaced.append(
+                f"{policy}: {lost:,} rollouts replaced ({lost / (lost + trained):.1%} of those begun); those trained "
+                f"on generate {mean:,.0f} tokens in the mean"
+            )
     if replaced:
         bound += "; it holds where nothing is replaced"
     return "\n".join([*aligned(rows), bound, legend, *replaced])
@@ -195,28 +204,16 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
-def _replaced(entries: Sequence[Entry], policy: str) -> str:
-    """Returns a sentence about a policy's replaced rollouts and the rest that was trained on; empty if none was
-    replaced."""
-    mine = [entry for entry in entries if entry["policy"] == policy]
-    lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
-    mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
-    share = lost / max(1, lost + trained)
-    return (
-        f"{policy}: {lost:,} rollouts replaced ({share:.1%} of those begun); those trained on generate {mean:,.0f} "
-        "tokens in the mean"
-        if lost
-        else ""
-    )
-
-
 def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[str, ...]:
+    """Returns a policy's line of the table."""
     mine = [entry for entry in entries if entry["policy"] == policy]
 
-    def mean(*path: str) -> float:
-        return statistics.fmean(_at(entry, path) for entry in mine)
+    def mean(name: str, inner: str = "") -> float:
+        return statistics.fmean(float(entry[name][inner] if inner else entry[name]) for entry in mine)
 
     seconds = step_seconds(entries, policy)
+    # None: no tool was ever called.
+    accuracies = [value for entry in mine if (value := entry["one_shot_routing_accuracy"]) is not None]
     return (
         policy,
         f"{statistics.fmean(seconds):.1f}",
@@ -226,25 +223,12 @@ def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[s
         f"{mean('tokens_per_second'):.0f}",
         *(f"{mean('utilisation', name):.0%}" for name in ("train", "rollout")),
         f"{mean('migrated_token_fraction'):.1%}",
-        _accuracy(mine),
+        f"{statistics.fmean(accuracies):.1%}" if accuracies else "-",
         f"{mean('kv_recompute_token_fraction'):.1%}",
         str(max(entry["staleness_max"] for entry in mine)),
         str(sum(entry["lost_trajectories"] for entry in mine)),
         str(sum(entry["duplicated_trajectories"] for entry in mine)),
     )
-
-
-def _accuracy(entries: Sequence[Entry]) -> str:
-    values = [entry["one_shot_routing_accuracy"] for entry in entries]
-    known = [value for value in values if value is not None]  # None: no tool was ever called
-    return f"{statistics.fmean(known):.1%}" if known else "-"
-
-
-def _at(entry: Entry, path: Sequence[str]) -> float:
-    value: Any = entry
-    for name in path:
-        value = value[name]
-    return float(value)
 
 
 def order(entries: Sequence[Entry]) -> list[str]:

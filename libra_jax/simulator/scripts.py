@@ -166,13 +166,21 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
         )
     shaped = list(drawn)
     if wanted.turns is not None:
-        call = _mean_call(calls)
-        shaped = [dataclasses.replace(one, turns=_turns(one.generated_tokens, wanted.turns, call)) for one in shaped]
+        # Equal turns, with the mean tool call of all rollouts between them.
+        seconds = statistics.fmean(turn.tool_seconds for turn in calls) if calls else CALL_SECONDS
+        payload = round(statistics.fmean(turn.payload_tokens for turn in calls)) if calls else 0
+        for at, one in enumerate(shaped):
+            each, before = max(1, one.generated_tokens // wanted.turns), wanted.turns - 1
+            call = protocols.Turn(each, "tool", "success", payload, seconds)
+            last = protocols.Turn(max(1, one.generated_tokens - before * each))
+            shaped[at] = dataclasses.replace(one, turns=(*[call] * before, last))
     if wanted.payload_tokens is not None:
-        shaped = [dataclasses.replace(one, turns=_returning(one.turns, wanted.payload_tokens)) for one in shaped]
+        for at, one in enumerate(shaped):
+            returns = (dataclasses.replace(turn, payload_tokens=wanted.payload_tokens) for turn in one.turns[:-1])
+            shaped[at] = dataclasses.replace(one, turns=(*returns, one.turns[-1]))
     if wanted.prompt_tokens is not None:
         shaped = [dataclasses.replace(one, prompt_tokens=wanted.prompt_tokens) for one in shaped]
-    # Last, because `_turns` keeps each rollout's total and this step sets it.
+    # Last, because the turns above keep each rollout's total and this step sets it.
     if wanted.generated is not None:
         lengths = list(_lengths(shaped, wanted.generated))
         shaped = [
@@ -191,25 +199,6 @@ def _lengths(drawn: Sequence[Script], generated: LogNormal | float) -> Iterator[
     ascending = sorted(range(len(drawn)), key=lambda index: drawn[index].generated_tokens)
     wanted = dict(zip(ascending, generated.sample(len(drawn)), strict=True))
     yield from (wanted[index] for index in range(len(drawn)))
-
-
-def _mean_call(calls: Sequence[protocols.Turn]) -> protocols.Turn:
-    """Returns the mean tool call of `calls`."""
-    seconds = statistics.fmean(turn.tool_seconds for turn in calls) if calls else CALL_SECONDS
-    payload = round(statistics.fmean(turn.payload_tokens for turn in calls)) if calls else 0
-    return protocols.Turn(1, "tool", "success", payload, seconds)
-
-
-def _turns(tokens: int, count: int, call: protocols.Turn) -> tuple[protocols.Turn, ...]:
-    """Returns equal turns with the same tool call between them."""
-    each = max(1, tokens // count)
-    turn = dataclasses.replace(call, generated_tokens=each)
-    return (*[turn] * (count - 1), protocols.Turn(max(1, tokens - (count - 1) * each)))
-
-
-def _returning(turns: Sequence[protocols.Turn], payload: int) -> tuple[protocols.Turn, ...]:
-    """Returns the same turns, whose tools return `payload` tokens."""
-    return (*(dataclasses.replace(turn, payload_tokens=payload) for turn in turns[:-1]), turns[-1])
 
 
 def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn, ...]:

@@ -12,9 +12,8 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from libra_jax import protocols
 from libra_jax.simulator import scripts
@@ -105,22 +104,22 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
 
 
 def _rows(path: Path) -> list[tuple[str, scripts.Script]]:
-    return [_row(path, number, record) for number, record in enumerate(trace.read(path), start=1)]
-
-
-def _row(path: Path, number: int, record: Mapping[str, Any]) -> tuple[str, scripts.Script]:
-    if not any(turn["generated_tokens"] for turn in record["turns"]):
-        raise protocols.DataError(
-            f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
-        )
+    """Returns prompt id and script of each trajectory of a trace."""
     # The moves of the recorded run are no part of the work: the simulated scheduler decides on its own.
     known = {item.name for item in dataclasses.fields(protocols.Turn)} - {"moves"}
-    turns = tuple(
-        protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
-    )
-    finish = record.get("finish")
-    limit = finish if finish in protocols.LIMITS else None
-    return record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)
+    rows = []
+    for number, record in enumerate(trace.read(path), start=1):
+        if not any(turn["generated_tokens"] for turn in record["turns"]):
+            raise protocols.DataError(
+                f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
+            )
+        turns = tuple(
+            protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
+        )
+        finish = record.get("finish")
+        limit = finish if finish in protocols.LIMITS else None
+        rows.append((record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)))
+    return rows
 
 
 # Cached, because each script is asked for alone, and a shuffle costs the whole order.

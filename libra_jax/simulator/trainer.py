@@ -178,7 +178,7 @@ class Trainer:
     async def _collect(
         self, version: int, shares: Sequence[protocols.Share], own_seconds: float
     ) -> dict[str, Sequence[int]]:
-        """Collects all shares that come in time, as `training.members` does; returns the sequences of each."""
+        """Collects all shares that come in time, as `training.shares` does; returns the sequences of each."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max(self._late_seconds, self._late * own_seconds)
         taken: dict[str, Sequence[int]] = {}

@@ -9,7 +9,7 @@ import asyncio
 import bisect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 from libra_jax import protocols
 from libra_jax.simulator import scripts
@@ -66,24 +66,16 @@ class Runs(Sequence[Any]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Runs: ...
-
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step != 1:
-                raise ValueError("a run-length sequence has slices of step 1 only")
-            return self._slice(start, stop)
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
-            raise IndexError(index)
-        return self._values[bisect.bisect_right(self._ends, at)]
-
-    def _slice(self, start: int, stop: int) -> Runs:
+        """Returns one value, or the runs of a slice."""
+        if not isinstance(index, slice):
+            at = index + len(self) if index < 0 else index
+            if not 0 <= at < len(self):
+                raise IndexError(index)
+            return self._values[bisect.bisect_right(self._ends, at)]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError("a run-length sequence has slices of step 1 only")
         part = Runs(name=self.name)
         at = bisect.bisect_right(self._ends, start)
         while start < stop:
@@ -128,12 +120,6 @@ class Context(Sequence[int]):
 
     def __len__(self) -> int:
         return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
 
     def __getitem__(self, index: int | slice) -> Any:
         # The trajectory may have grown since; this context keeps its length.
@@ -335,14 +321,13 @@ class ScriptedEnvironment:
         """Runs the tool that the script's turn calls; `output` is the rollout's name, as `CountedText` decodes it."""
         turns = self._book.script(output).turns
         at, self._turn = self._turn, self._turn + 1
-        if at >= len(turns):  # a tool that timed out took the place of the script's end
-            return _end(output)
-        turn = turns[at]
-        self.running_tool = turn.tool or ""
-        if turn.tool_seconds > 0:
-            await asyncio.sleep(turn.tool_seconds)
-        if self._turn == len(turns):
-            return _end(output)
+        if at < len(turns):  # else a tool that timed out took the place of the script's end
+            turn = turns[at]
+            self.running_tool = turn.tool or ""
+            if turn.tool_seconds > 0:
+                await asyncio.sleep(turn.tool_seconds)
+        if self._turn >= len(turns):
+            return protocols.StepResult(done=True, reward=float(int(output.rpartition("/")[2]) % 2))
         payload = str(turn.payload_tokens)
         if turn.tool is None:
             return protocols.StepResult(messages=[protocols.Message("user", payload)])
@@ -352,10 +337,6 @@ class ScriptedEnvironment:
 
     async def close(self) -> None:
         """Does nothing: the environment holds nothing."""
-
-
-def _end(name: str) -> protocols.StepResult:
-    return protocols.StepResult(done=True, reward=float(int(name.rpartition("/")[2]) % 2))
 
 
 class NumberedTasks:

@@ -16,10 +16,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_jax import config as configuration
-from libra_jax import protocols
 from libra_jax.coordinator import checkpoints
-from libra_jax.planning import calibration, rows, streams
+from libra_jax.planning import calibration, costs, rows
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import recording, report, world
@@ -54,7 +52,7 @@ class Twin:
       kinds: number of different works among the repeated steps.
     """
 
-    model: calibration.Calibration
+    model: costs.Calibration
     level: float
     measured: tuple[recording.Parts, ...]
     predicted: tuple[recording.Parts, ...]
@@ -119,14 +117,14 @@ def make(recorded: recording.Recording) -> Twin:
     )
 
 
-def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibration:
+def calibrate(recorded: recording.Recording, steps: int) -> costs.Calibration:
     """Returns costs fitted to the first `steps` steps.
 
     Raises:
       DataError: an instance served too little in them.
     """
     end = recorded.ends[steps - 1]
-    by_degree: dict[int, dict[str, list[streams.Stream]]] = {
+    by_degree: dict[int, dict[str, list[calibration.Stream]]] = {
         degree: collections.defaultdict(list) for degree in recorded.config.rollout.tensor_parallel
     }
     for stream in recorded.streams_of(steps):
@@ -135,7 +133,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibrat
     first, trainer = recorded.steps[:steps], recorded.config.trainer
     shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.rows_per_micro_batch, trainer.pack)
     columns = [rows.processed_columns(step.lengths, shape) for step in first]
-    return calibration.Calibration(
+    return costs.Calibration(
         engines=engines,
         train=calibration.fit_train(columns, [step.parts.train for step in first]),
         update=calibration.fit_update(
@@ -145,9 +143,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> calibration.Calibrat
     )
 
 
-def levelled(
-    recorded: recording.Recording, steps: int, model: calibration.Calibration
-) -> tuple[calibration.Calibration, float]:
+def levelled(recorded: recording.Recording, steps: int, model: costs.Calibration) -> tuple[costs.Calibration, float]:
     """Returns the model at the level at which the simulated rollout of the first `steps` steps takes the measured time,
     and the level.
 
@@ -156,52 +152,39 @@ def levelled(
     """
     level = 1.0
     measured = [step.parts.rollout for step in recorded.steps[:steps]]
+    scaled = model
     for _ in range(LEVELLINGS):
-        simulated = [parts.rollout for parts in replay(recorded, _at_level(model, level), steps)]
+        simulated = [parts.rollout for parts in replay(recorded, scaled, steps)]
         # The median ignores a few disturbed steps.
         factor = statistics.median(m / s for m, s in zip(measured, simulated, strict=True) if m and s)
         level *= factor
+        scaled = model.scaled(dict.fromkeys(model.engines, level))
         if abs(factor - 1.0) <= LEVEL:
             break
-    return _at_level(model, level), level
+    return scaled, level
 
 
-def _at_level(model: calibration.Calibration, level: float) -> calibration.Calibration:
-    return model.scaled(dict.fromkeys(model.engines, level))
-
-
-def replay(recorded: recording.Recording, model: calibration.Calibration, steps: int) -> tuple[recording.Parts, ...]:
+def replay(recorded: recording.Recording, model: costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
     """Returns the simulated seconds of the first `steps` steps."""
-    config = _simulated(recorded.config, steps)
-    result = world.run(
-        config,
-        world.SimulationConfig(train_devices=config.trainer.devices),
-        recorded,
-        lambda costs, remaining: _scheduler(config),
-        model=model,
+    given = recorded.config
+    config = dataclasses.replace(
+        given,
+        steps=steps,
+        warm_start=dataclasses.replace(given.warm_start, steps=0),
+        evaluation=dataclasses.replace(given.evaluation, every=0),
+        checkpoint=dataclasses.replace(given.checkpoint, every=0),
+        planner=dataclasses.replace(given.planner, period=0),
+        rollout=dataclasses.replace(given.rollout, kv_transfer="none"),  # the twin prefills a moved context again
     )
+    # The run's own scheduler, with the costs that it had in the run, not with the measured ones.
+    costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
+    degrees = config.rollout.tensor_parallel
+    scheduler = registry.create(config.scheduler, costs=costs, seed=config.seed, degrees=degrees)
+    checkpoints.teach(scheduler, config.scheduler.learnt_from)
+    simulation = world.SimulationConfig(train_devices=config.trainer.devices)
+    result = world.run(config, simulation, recorded, lambda costs, remaining: scheduler, model=model)
     names = ("step/seconds", "rollout/seconds", "train/seconds", "sync/seconds")
     return tuple(recording.Parts(*(step[name] for name in names)) for step in result.steps)
-
-
-def _simulated(config: configuration.RunConfig, steps: int) -> configuration.RunConfig:
-    return dataclasses.replace(
-        config,
-        steps=steps,
-        warm_start=dataclasses.replace(config.warm_start, steps=0),
-        evaluation=dataclasses.replace(config.evaluation, every=0),
-        checkpoint=dataclasses.replace(config.checkpoint, every=0),
-        planner=dataclasses.replace(config.planner, period=0),
-        rollout=dataclasses.replace(config.rollout, kv_transfer="none"),  # the twin prefills a moved context again
-    )
-
-
-def _scheduler(config: configuration.RunConfig) -> protocols.Scheduler:
-    """Returns the run's own scheduler, with the costs that the run's scheduler had, not with the measured ones."""
-    costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
-    made = registry.create(config.scheduler, costs=costs, seed=config.seed, degrees=config.rollout.tensor_parallel)
-    checkpoints.teach(made, config.scheduler.learnt_from)
-    return made
 
 
 def spread(steps: Sequence[tuple[Hashable, float]]) -> tuple[float | None, int, int]:
@@ -257,6 +240,11 @@ def sentences(made: Twin) -> list[str]:
             f"(levelled by {made.level:.3f})"
         )
     train, update = made.model.train, made.model.update
+    alike = "spread of steps that did the same work: "
+    if made.spread is None:
+        alike += "not known, as no two of the predicted steps did"
+    else:
+        alike += f"{made.spread:.1%} ({made.repeated} predicted steps of {made.kinds} kinds)"
     lines += [
         f"training step: {train.step:.3f} s + {1e6 * train.column:.1f} us a column; "
         f"weight update: {update.gather + update.load:.3f} s",
@@ -264,7 +252,7 @@ def sentences(made: Twin) -> list[str]:
         + ", ".join(f"{part} {made.error(part):.1%}" for part in PARTS)
         + f" (of those it was calibrated on: total {made.error(held_out=False):.1%})",
         f"error of predicting the mean of steps 1-{made.calibrated} for each: {made.constant_error:.1%}",
-        _spread(made),
+        alike,
         f"target: an error of at most max({TARGET:.0%}, {SPREADS:g} x spread) = {made.threshold:.1%}: "
         + ("met" if made.met else "NOT met")
         + f" with {made.error():.1%}",
@@ -275,15 +263,6 @@ def sentences(made: Twin) -> list[str]:
             f"{2 * FEW_STEPS} steps or more."
         )
     return lines
-
-
-def _spread(made: Twin) -> str:
-    if made.spread is None:
-        return "spread of steps that did the same work: not known, as no two of the predicted steps did"
-    return (
-        f"spread of steps that did the same work: {made.spread:.1%} "
-        f"({made.repeated} predicted steps of {made.kinds} kinds)"
-    )
 
 
 def to_json(made: Twin) -> str:

@@ -85,16 +85,31 @@ class _Draw:
 
 def swe(draw: _Draw, progress: float) -> scripts.Script:
     """Returns a software-engineering rollout, `progress` (0 to 1) of the way through the run."""
-    place, kind = draw.share_below(), PLAIN
+    rng, place, kind = draw.sample, draw.share_below(), PLAIN
     shares = [_between(other.share, progress) for other in (PLAIN, LARGE, FAILING)]
     if place > shares[0]:
         kind = LARGE if place < shares[0] + shares[1] else FAILING
     factor = min(draw.factor(0.15 * kind.spread, 0.35 * kind.spread), FAR_TAIL if kind is FAILING else 3.0)
     total = max(60, round(_between(kind.tokens, progress) * factor))
-    count = max(3, round(total / kind.turn_tokens))
-    generated = _split(total, count, draw.sample)
-    turns = [_swe_turn(tokens, draw.sample) for tokens in generated[:-1]]
-    _mark(turns, kind, draw.sample)
+    generated = _split(total, max(3, round(total / kind.turn_tokens)), rng)
+    turns = []
+    for tokens in generated[:-1]:  # tool calls that mostly succeed and return about 1k tokens
+        tool = rng.choices(("bash", "read", "edit"), (5, 3, 2))[0]
+        status: protocols.ToolStatus = "failure" if rng.random() < 0.1 else "success"
+        payload = _log_normal(rng, 150 if tool == "edit" else 1_000, 0.5, 6_000)
+        turns.append(protocols.Turn(tokens, tool, status, payload, _seconds(rng, 1.5, 300.0)))
+    # The sign of the kind: one very large return, or repeated failures, from one of the first turns on.
+    first = rng.choices((0, 1, 2), (0.7, 0.2, 0.1))[0]
+    # A few plain rollouts get a large return too, so that the sign is not perfect.
+    if kind is LARGE or (kind is PLAIN and rng.random() < 0.02):
+        turn = turns[min(first, len(turns) - 1)]
+        turn.tool, turn.status = "read", "success"
+        turn.payload_tokens = _log_normal(rng, LARGE_RETURN_TOKENS, 0.15, 25_000)
+    for turn in turns[first:] if kind is FAILING else ():
+        if rng.random() < 0.75:
+            turn.tool, turn.status, turn.payload_tokens = "bash", "failure", _log_normal(rng, 600, 0.4, 3_000)
+            if rng.random() < TIMEOUT_SHARE:
+                turn.status, turn.payload_tokens, turn.tool_seconds = "timeout", 20, 120.0
     return scripts.Script(_log_normal(draw.prompt, 1_500, 0.5, 8_000), (*turns, protocols.Turn(generated[-1])))
 
 
@@ -168,31 +183,6 @@ def _split(total: int, count: int, rng: random.Random) -> list[int]:
     parts = [1 + int(weight * scale) for weight in weights]
     parts[-1] += total - sum(parts)
     return parts
-
-
-def _swe_turn(generated: int, rng: random.Random) -> protocols.Turn:
-    """Returns a tool call that mostly succeeds and returns about 1k tokens."""
-    tool = rng.choices(("bash", "read", "edit"), (5, 3, 2))[0]
-    status: protocols.ToolStatus = "failure" if rng.random() < 0.1 else "success"
-    payload = _log_normal(rng, 150 if tool == "edit" else 1_000, 0.5, 6_000)
-    return protocols.Turn(generated, tool, status, payload, _seconds(rng, 1.5, 300.0))
-
-
-def _mark(turns: list[protocols.Turn], kind: Kind, rng: random.Random) -> None:
-    """Puts the sign of the kind into the tool returns: one very large return, or repeated failures."""
-    first = rng.choices((0, 1, 2), (0.7, 0.2, 0.1))[0]
-    # A few plain rollouts get a large return too, so that the sign is not perfect.
-    if kind is LARGE or (kind is PLAIN and rng.random() < 0.02):
-        turn = turns[min(first, len(turns) - 1)]
-        turn.tool, turn.status = "read", "success"
-        turn.payload_tokens = _log_normal(rng, LARGE_RETURN_TOKENS, 0.15, 25_000)
-    if kind is not FAILING:
-        return
-    for turn in turns[first:]:
-        if rng.random() < 0.75:
-            turn.tool, turn.status, turn.payload_tokens = "bash", "failure", _log_normal(rng, 600, 0.4, 3_000)
-            if rng.random() < TIMEOUT_SHARE:
-                turn.status, turn.payload_tokens, turn.tool_seconds = "timeout", 20, 120.0
 
 
 @configuration.group
@@ -349,7 +339,13 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
     ):
         if limit < needed:
             raise protocols.ConfigError(f"config.{field}: {limit} cuts attempts of the workload short; give {needed}")
-    first = int(statistics.median(_first_context(workload.script(task, 0)) for task in sampled))
+    firsts = [workload.script(task, 0) for task in sampled]
+    first = int(
+        statistics.median(
+            script.prompt_tokens + script.turns[0].generated_tokens + script.turns[0].payload_tokens
+            for script in firsts
+        )
+    )
     given = (("simulation.slots", simulation.slots), ("rollout.slots_by_instance", config.rollout.slots_by_instance))
     name = next((field for field, slots in given if slots), "rollout.slots")
     model, degrees = simulation.cost_model(), config.rollout.tensor_parallel
@@ -361,8 +357,3 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
                 f"whose cache of {room} tokens holds {room // first} requests at their first tool return ({first} "
                 f"tokens) and {room // config.rollout.max_context} at full context; give fewer"
             )
-
-
-def _first_context(script: scripts.Script) -> int:
-    turn = script.turns[0]
-    return script.prompt_tokens + turn.generated_tokens + turn.payload_tokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from libra_jax import protocols
 from libra_jax.protocols import DataError, MoveReason
 from libra_jax.scheduling import prediction_quality
 from libra_jax.telemetry import (
@@ -67,7 +68,7 @@ class Run:
     """
 
     steps: dict[int, dict[str, float]]
-    spans: list[timeline.Span]
+    spans: list[protocols.Span]
     seconds: float
     lengths: list[int]
     tools: tool_report.Tally
@@ -93,11 +94,11 @@ def load(workdir: Path) -> Run:
     """
     if workdir.exists() and not workdir.is_dir():
         raise DataError(f"{workdir}: is no folder; give the --workdir of a run")
-    spans: deque[timeline.Span] = deque(maxlen=KEPT_SPANS)
+    spans: deque[protocols.Span] = deque(maxlen=KEPT_SPANS)
     pools: list[timeline.PoolSizes] = []
     seconds = 0.0
     for found in timeline.read_all(workdir / timeline.TIMELINE_FILE):
-        if isinstance(found, timeline.Span):
+        if isinstance(found, protocols.Span):
             spans.append(found)
             seconds = max(seconds, found.end)
         else:

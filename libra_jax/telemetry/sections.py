@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from libra_jax import protocols
 from libra_jax.telemetry import figures, page, samples, timeline
 
 Steps = Mapping[int, Mapping[str, float]]
@@ -377,7 +378,7 @@ _KINDS = (
 """Name and colour of each kind of span, and how names or tracks of its spans begin."""
 
 
-def last_steps(spans: Sequence[timeline.Span]) -> list[page.Section]:
+def last_steps(spans: Sequence[protocols.Span]) -> list[page.Section]:
     """Returns the picture of what each worker did in the last few steps."""
     if not spans:
         return []
@@ -394,7 +395,7 @@ def last_steps(spans: Sequence[timeline.Span]) -> list[page.Section]:
     return [page.Section("The last steps, by worker", _lanes(shown, start, end), note=note, wide=True)]
 
 
-def _kind(span: timeline.Span) -> tuple[str, str]:
+def _kind(span: protocols.Span) -> tuple[str, str]:
     """Returns the kind and colour of a span, by its name, else by its track."""
     if span.track.startswith("tool"):
         return "tool call", figures.PURPLE
@@ -405,7 +406,7 @@ def _kind(span: timeline.Span) -> tuple[str, str]:
     return "other", figures.MUTED
 
 
-def busy_share(spans: Sequence[timeline.Span], start: float, end: float) -> float:
+def busy_share(spans: Sequence[protocols.Span], start: float, end: float) -> float:
     """Returns the part of [start, end] in which at least one span is open."""
     covered, reached = 0.0, start
     for span in sorted(spans, key=lambda span: span.start):
@@ -414,9 +415,9 @@ def busy_share(spans: Sequence[timeline.Span], start: float, end: float) -> floa
     return covered / (end - start)
 
 
-def _lanes(spans: Sequence[timeline.Span], start: float, end: float) -> str:
+def _lanes(spans: Sequence[protocols.Span], start: float, end: float) -> str:
     """Draws every span between `start` and `end` seconds, one band a track and one line a lane."""
-    tracks: dict[str, list[timeline.Span]] = {}
+    tracks: dict[str, list[protocols.Span]] = {}
     for span in sorted(spans, key=lambda span: (timeline.row_order(span.track), span.track)):
         tracks.setdefault(span.track, []).append(span)
     used = {track: sorted({span.lane for span in found}) for track, found in tracks.items()}

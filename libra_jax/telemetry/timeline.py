@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from libra_jax import protocols
 from libra_jax.telemetry import files
 
 TIMELINE_FILE = "timeline.json"
@@ -38,18 +39,6 @@ def row_order(track: str) -> int:
         if prefix and track.lower().startswith(prefix):
             return index
     return _ROW_ORDER.index("")
-
-
-@dataclass(frozen=True)
-class Span:
-    """A span of the timeline. Times are seconds since the start of the run's first session."""
-
-    track: str
-    lane: int
-    name: str
-    start: float
-    end: float
-    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -285,12 +274,12 @@ def _is_event(event: Any) -> bool:
     return all(isinstance(event.get(name, 0), int) for name in ("ts", "dur")) and {"ts", "pid", "tid"} <= event.keys()
 
 
-def read(path: Path) -> Iterator[Span]:
+def read(path: Path) -> Iterator[protocols.Span]:
     """Yields the spans of a timeline in the order of writing. A torn end and a missing file are not errors."""
-    return (found for found in read_all(path) if isinstance(found, Span))
+    return (found for found in read_all(path) if isinstance(found, protocols.Span))
 
 
-def read_all(path: Path) -> Iterator[Span | PoolSizes]:
+def read_all(path: Path) -> Iterator[protocols.Span | PoolSizes]:
     """Yields spans as `read` does, and also the sizes of the pools. Sizes that are not finite numbers are left out."""
     tracks: dict[int, str] = {}
     for _, event in _whole_events(path):
@@ -300,7 +289,7 @@ def read_all(path: Path) -> Iterator[Span | PoolSizes]:
             start = event["ts"] / 1e6
             track = tracks.get(event["pid"], str(event["pid"]))
             end = start + event["dur"] / 1e6
-            yield Span(track, event["tid"], event["name"], start, end, event.get("args", {}))
+            yield protocols.Span(track, event["tid"], event["name"], start, end, event.get("args", {}))
         elif event.get("ph") == "C" and event.get("name") == POOLS_TRACK:
             sizes = event.get("args", {}).items()
             numbers = {name: size for name, size in sizes if isinstance(size, int | float) and math.isfinite(size)}

@@ -1,4 +1,7 @@
-"""Turns trajectories into arrays for the packer and the advantage estimators, and checks every number.
+"""Turns a batch of groups into micro-batches. The trainer and every hybrid worker do this before a policy update.
+
+The result depends only on the batch and the config (and on the reference model, which hybrid workers do not hold). All
+parties therefore hold identical micro-batches with identical numbers. Every number is checked on the way.
 
 Letters: N trajectories, T tokens.
 """
@@ -6,14 +9,114 @@ Letters: N trajectories, T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import advantages, kl
+from libra_jax.models import sharding
 from libra_jax.training import packing
+
+Score = Callable[[packing.Packed], "list[jax.Array]"]
+"""Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch."""
+
+NO_ADVANTAGE = 1e-6
+"""Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prepared batch of a policy update.
+
+    Attributes:
+      packed: the micro-batches.
+      extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
+      examples: sequences in the batch's order.
+      advantages: advantages of each token, one array per sequence.
+    """
+
+    packed: packing.Packed
+    extras: Sequence[dict[str, Any]]
+    examples: Sequence[packing.Example]
+    advantages: Sequence[np.ndarray]
+
+    @property
+    def work(self) -> tuple[int, ...]:
+        """Rows x columns of each micro-batch."""
+        return tuple(item.tokens.size for item in self.packed.micro_batches)
+
+
+def prepare(
+    config: config_lib.RunConfig, batch: protocols.TrainBatch, vocab_size: int, score: Score | None = None
+) -> Prepared:
+    """Packs a batch and lays out the further arrays that the objective needs.
+
+    Args:
+      config: configuration of the run.
+      batch: whole groups.
+      vocab_size: vocabulary size of the model.
+      score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
+
+    Raises:
+      DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
+      LibraError: no token is under the loss mask, though no rollout was cut off (`task.cut_off`); or the objective
+        needs a reference model and none is given.
+    """
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
+    sequences = examples(trajectories, batch.policy_version, vocab_size, masked)
+    packed = pack(config, sequences, may_be_empty=any(masked))
+    extras: list[dict[str, Any]] = [{} for _ in packed.micro_batches]
+
+    def add(name: str, arrays: Sequence[Any]) -> None:
+        for extra, array in zip(extras, arrays, strict=True):
+            extra[name] = array
+
+    references: list[np.ndarray] | None = None
+    if config.algorithm.kl_coefficient:
+        if score is None:
+            raise protocols.LibraError("algorithm.kl_coefficient needs a reference model, and a replica holds none.")
+        scores = score(packed)
+        add("reference", scores)
+        # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
+        if config.algorithm.kl_in_reward:
+            with sharding.whole(scores) as whole:
+                arrays = [np.asarray(array) for array in whole]
+            references = packed.gather(arrays, [len(example.tokens_N) for example in sequences])
+    values = token_advantages(config.algorithm, batch.groups, sequences, references, masked)
+    add("advantages", packed.scatter(values))
+    if len(config.rollout.tensor_parallel) > 1:
+        # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
+        add("moved", packed.scatter([float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]))
+    return Prepared(packed, extras, sequences, values)
+
+
+def pack(
+    config: config_lib.RunConfig, examples: Sequence[packing.Example], *, may_be_empty: bool = False
+) -> packing.Packed:
+    """Runs `packing.pack` and ensures at least one micro-batch.
+
+    Args:
+      config: configuration of the run.
+      examples: sequences to pack.
+      may_be_empty: if no token is under the loss mask, return one empty micro-batch.
+
+    Raises:
+      LibraError: no token is under the loss mask, and `may_be_empty` is False.
+    """
+    packed = packing.pack(examples, config.trainer)
+    if not packed.micro_batches and may_be_empty:
+        # The step still happens: its number is the policy version, and hybrid workers split its micro-batches.
+        shape = (config.trainer.rows_per_micro_batch, config.trainer.row_tokens)
+        return packing.Packed((packing.empty(shape),), packed.places, padding_fraction=1.0)
+    if not packed.micro_batches:
+        raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
+    return packed
 
 
 def examples(
@@ -34,33 +137,32 @@ def examples(
       DataError: a trajectory's lists differ in length, a token is outside the vocabulary, or a log-probability is not a
         number; the message names the trajectory.
     """
-    made = [_example(trajectory, policy_version, vocab_size) for trajectory in trajectories]
-    if masked is not None:
-        for example, out in zip(made, masked, strict=True):
-            example.mask_N[:] &= not out
-    return made
-
-
-def _example(trajectory: protocols.Trajectory, policy_version: int, vocab_size: int) -> packing.Example:
-    name = trajectory.trajectory_id
-    example = packing.Example(
-        sequence_id=name,
-        tokens_N=np.array(trajectory.token_ids, np.int32),
-        mask_N=np.array(trajectory.loss_mask, bool),
-        behaviour_N=np.array(trajectory.log_probs, np.float32),
-        on_version_N=np.array(trajectory.policy_versions, np.int64) == policy_version,
-    )
-    lengths = {len(example.tokens_N), len(example.mask_N), len(example.behaviour_N), len(example.on_version_N)}
-    if len(lengths) > 1:
-        raise protocols.DataError(f"trajectory {name}: its per-token lists have different lengths {sorted(lengths)}.")
-    if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < vocab_size:
-        raise protocols.DataError(
-            f"trajectory {name}: holds a token id outside the model's vocabulary of {vocab_size}; tokenizer and model "
-            "do not belong together."
+    made = []
+    for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
+        name = trajectory.trajectory_id
+        example = packing.Example(
+            sequence_id=name,
+            tokens_N=np.array(trajectory.token_ids, np.int32),
+            mask_N=np.array(trajectory.loss_mask, bool),
+            behaviour_N=np.array(trajectory.log_probs, np.float32),
+            on_version_N=np.array(trajectory.policy_versions, np.int64) == policy_version,
         )
-    if not np.isfinite(example.behaviour_N).all():
-        raise protocols.DataError(f"trajectory {name}: the engine returned a log-probability that is not a number.")
-    return example
+        lengths = {len(example.tokens_N), len(example.mask_N), len(example.behaviour_N), len(example.on_version_N)}
+        if len(lengths) > 1:
+            raise protocols.DataError(
+                f"trajectory {name}: its per-token lists have different lengths {sorted(lengths)}."
+            )
+        # No device raises an error for a token outside the embedding table.
+        if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < vocab_size:
+            raise protocols.DataError(
+                f"trajectory {name}: holds a token id outside the model's vocabulary of {vocab_size}; tokenizer and "
+                "model do not belong together."
+            )
+        if not np.isfinite(example.behaviour_N).all():
+            raise protocols.DataError(f"trajectory {name}: the engine returned a log-probability that is not a number.")
+        example.mask_N[:] &= not out
+        made.append(example)
+    return made
 
 
 def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +189,7 @@ def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
 def token_advantages(
     config: config_lib.AlgorithmConfig,
     groups: Sequence[protocols.Group],
-    members: Sequence[packing.Example],
+    sequences: Sequence[packing.Example],
     references: Sequence[np.ndarray] | None,
     masked: Sequence[bool],
 ) -> list[np.ndarray]:
@@ -99,7 +201,7 @@ def token_advantages(
     Args:
       config: settings that name the estimator.
       groups: groups of the batch.
-      members: `examples` of the batch's trajectories, in the same order.
+      sequences: `examples` of the batch's trajectories, in the same order.
       references: reference log-probability of each token, one array per trajectory, for the KL penalty in the reward.
       masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
 
@@ -107,44 +209,40 @@ def token_advantages(
       DataError: a reward or an advantage is not finite; the message names the trajectory.
     """
     rewards_N, groups_N = rewards(groups)
-    alone_N = np.zeros(len(members), bool)
+    alone_N = np.zeros(len(sequences), bool)
     if any(masked):
         masked_N = np.array(masked, bool)
         sizes, kept = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
         if config.advantage in config_lib.GROUP_ADVANTAGES:
             alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
         # Each masked trajectory gets a group number of its own, so that no other baseline sees its reward.
-        groups_N = np.where(masked_N, len(groups) + np.arange(len(members)), groups_N).astype(np.int32)
+        groups_N = np.where(masked_N, len(groups) + np.arange(len(sequences)), groups_N).astype(np.int32)
         # A reward of 0 in a group of one gives an advantage of 0: exactly at the baseline.
         rewards_N = np.where(alone_N, np.float32(0.0), rewards_N)
-    mask_NxT = _stack([example.mask_N for example in members])
+    mask_NxT = _stack([example.mask_N for example in sequences])
     mask_NxT[:, 0] = False  # no position predicts the first token
     kl_NxT = None
     if references is not None:
-        behaviour_NxT = _stack([example.behaviour_N for example in members])
+        behaviour_NxT = _stack([example.behaviour_N for example in sequences])
         estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
         kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
     advantages_NxT = advantages.compute(
         config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT
     )
-    for example, row_T in zip(members, advantages_NxT, strict=True):
+    for example, row_T in zip(sequences, advantages_NxT, strict=True):
         if not np.isfinite(row_T).all():
             raise protocols.DataError(f"trajectory {example.sequence_id}: its advantage is not a finite number.")
-    return [row_T[: len(example.tokens_N)] for example, row_T in zip(members, advantages_NxT, strict=True)]
-
-
-NO_ADVANTAGE = 1e-6
-"""Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
+    return [row_T[: len(example.tokens_N)] for example, row_T in zip(sequences, advantages_NxT, strict=True)]
 
 
 def statistics(
-    values: Sequence[np.ndarray], members: Sequence[packing.Example], groups: Sequence[protocols.Group]
+    values: Sequence[np.ndarray], sequences: Sequence[packing.Example], groups: Sequence[protocols.Group]
 ) -> dict[str, float]:
     """Describes the advantages of a batch.
 
     Args:
       values: advantage of each token, one array per trajectory.
-      members: `examples` of the trajectories, in the same order.
+      sequences: `examples` of the trajectories, in the same order.
       groups: groups of the batch, in the same order.
 
     Returns:
@@ -152,7 +250,7 @@ def statistics(
       rollouts masked). `advantage/mean`, `/std`, `/min` and `/max`: over trained tokens, absent if there are none.
     """
     # No position predicts the first token, so its advantage never counts.
-    trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, members, strict=True)]
+    trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, sequences, strict=True)]
     largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
     idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]
     found = {"groups/without_gradient": float(np.mean(idle))}

@@ -111,10 +111,8 @@ class Checkpointer:
             return
         self._finishing.join()
         error, self._finishing, self._error = self._error, None, None
-        if error is not None and world.is_loss(error):
-            raise world.lost(error) from error
         if error is not None:
-            raise protocols.CheckpointFailed(
+            raise world.peer_lost(error) or protocols.CheckpointFailed(
                 f"{self._target}: the checkpoint cannot be written ({_line(error)}): see to the disk."
             ) from error
 

@@ -19,8 +19,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
-from libra_jax.training import losses, optimizer, packing, precision, step, world
-from libra_jax.training import mesh as mesh_lib
+from libra_jax.training import losses, optimizer, packing, step, world
 from libra_jax.training import state as state_lib
 
 POLICY = "policy"
@@ -42,6 +41,7 @@ class Learner:
       config: the run's configuration, with this learner's mesh.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
+      accumulator: the zeroed sums on the devices, kept from step to step; None before the first step.
       programs: the compiled programs.
       give_up: event that any thread may set during a step of a single-process trainer. It aborts the step between two
         micro-batches; `update` clears it.
@@ -69,8 +69,8 @@ class Learner:
         self._model = model
         self._options = compiler_options
         self._transform = optimizer.transform(config.optimizer)
-        mesh = mesh_lib.make(config.trainer, devices)
-        precision.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
+        mesh = state_lib.make_mesh(config.trainer, devices)
+        losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
         self.layout = state_lib.layout(
             model,
             mesh,
@@ -87,35 +87,34 @@ class Learner:
             temperature=config.rollout.temperature,
             packed=config.trainer.pack,
         )
+        temperature = config.rollout.temperature
         self.programs = step.Programs(
             self.layout,
             self._transform,
             losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
-            score=functools.partial(losses.score, scorer=scorer, temperature=config.rollout.temperature),
+            score=lambda params, batch: scorer(params, batch, temperature=temperature)[0],
             compiler_options=compiler_options,
             helped=config.elastic.hybrid > 0,
         )
         self.give_up = threading.Event()
         self.state: state_lib.TrainState | None = None
-        self._accumulator: state_lib.Accumulator | None = None
+        self.accumulator: state_lib.Accumulator | None = None
 
     @property
     def params(self) -> Any:
         """The policy's parameters."""
-        return self._begun().params
+        return self.train_state().params
 
-    @property
-    def holds_sums(self) -> bool:
-        """True if the accumulator is on the devices: from the first step on."""
-        return self._accumulator is not None
+    def train_state(self) -> state_lib.TrainState:
+        """Returns `state`. Raises LibraError if there is none yet."""
+        if self.state is None:
+            raise protocols.LibraError("the trainer holds no state yet: call start first.")
+        return self.state
 
-    def begin(self, params: Any) -> None:
-        """Starts a fresh state around `params`, with a fresh optimizer and reference model."""
+    def begin(self, params: Any = None) -> None:
+        """Starts a fresh state, optimizer and reference model around `params`, or around the present parameters."""
+        params = self.params if params is None else params
         self.state = state_lib.begin(params, self.layout, self._transform, self.config.seed)
-
-    def restart(self) -> None:
-        """Resets optimizer, reference model and step number around the present parameters."""
-        self.begin(self.params)
 
     def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
         """Returns a learner like this one on another mesh, without programs or a state.
@@ -128,32 +127,34 @@ class Learner:
 
     def release(self) -> tuple[list[jax.Array], Any]:
         """Gives up the state: returns its leaves and their structure, and frees the accumulator."""
-        leaves, structure = jax.tree.flatten(self._begun())
-        self.state = self._accumulator = None
+        leaves, structure = jax.tree.flatten(self.train_state())
+        self.state = self.accumulator = None
         return leaves, structure
 
-    def compile(self, loss: str) -> None:
-        """Compiles a step over the shortest rows before its first use."""
-        self.programs.compile(loss, self._empty_batch(loss, self.config.trainer.row_tokens))
+    def compile(self, loss: str, row_tokens: int | None = None, *, sums_only: bool = False) -> None:
+        """Compiles the programs of a step before its first use.
 
-    def compile_sums(self, loss: str, row_tokens: int) -> None:
-        """Compiles the program of `sums` for rows of one length."""
-        self.programs.compile_grad_step(loss, self._empty_batch(loss, row_tokens))
-
-    def _empty_batch(self, loss: str, row_tokens: int) -> dict[str, np.ndarray]:
-        shape = (self.config.trainer.rows_per_micro_batch, row_tokens)
+        Args:
+          loss: `POLICY` or `SUPERVISED`.
+          row_tokens: length of the rows; None for the shortest.
+          sums_only: compile only what `sums` needs.
+        """
+        shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
         if loss == POLICY:
-            batch["advantages"] = np.zeros(shape, np.float32)
-            if self.layout.state.reference is not None:
-                batch["reference"] = np.zeros(shape, np.float32)
-            if len(self.config.rollout.tensor_parallel) > 1:
-                batch["moved"] = np.zeros(shape, np.float32)
-        return batch
+            # The extras of `batch.prepare`: a batch with other arrays would be another program.
+            extras = ["advantages"]
+            extras += ["reference"] * (self.layout.state.reference is not None)
+            extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
+            batch |= {name: np.zeros(shape, np.float32) for name in extras}
+        if sums_only:
+            self.programs.program(loss, batch)
+        else:
+            self.programs.compile(loss, batch)
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
         """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch."""
-        reference = self._begun().reference
+        reference = self.train_state().reference
         return [self.programs.score(reference, self.programs.put(vars(item))) for item in packed.micro_batches]
 
     def sums(
@@ -176,13 +177,12 @@ class Learner:
         Raises:
           LibraError: the devices ran out of memory.
         """
-        accumulator, parts = self.programs.zeros(), list[step.Report]()
+        parts: list[step.Report] = []
         try:
-            accumulator = self._accumulate(loss, params, packed, extras, indices, accumulator, parts)
-            parts = jax.device_get(parts)
+            accumulator = self._accumulate(loss, params, packed, extras, indices, self.programs.zeros(), parts)
+            return accumulator, _combined(jax.device_get(parts))
         except jax.errors.JaxRuntimeError as error:
-            raise protocols.LibraError(_explain(error)) from error
-        return accumulator, _sum_up(parts)
+            raise _explained(error) from error
 
     def update(
         self,
@@ -212,9 +212,9 @@ class Learner:
           PeerLost: another process of the trainer is gone.
           StepGivenUp: `give_up` was set; the state is unchanged.
         """
-        accumulator = self._accumulator or self.programs.zeros()
-        self._accumulator = None  # the first program consumes it; kept again only if the step ends well
-        state = self._begun()
+        state = self.train_state()
+        accumulator = self.accumulator or self.programs.zeros()
+        self.accumulator = None  # the first program consumes it; kept again only if the step ends well
         extras = extras or [{} for _ in packed.micro_batches]
         parts: list[step.Report] = []
         began = time.monotonic()
@@ -234,13 +234,15 @@ class Learner:
             # Reports come to the host once per step, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
-            if world.is_loss(error):
-                raise world.lost(error) from error
-            raise protocols.LibraError(_explain(error)) from error
+            raise _explained(error) from error
         finally:
             self.give_up.clear()
-        self._accumulator = accumulator
-        return {**{name: float(value) for name, value in report.items()}, **_merge(parts)}
+        self.accumulator = accumulator
+        combined = _combined(parts)
+        metrics = {name: float(value) for name, value in report.items()}
+        metrics |= {name: total / count for name, (total, count) in combined["metrics"].items() if count > 0}
+        # All maxima are of positive numbers, so 0 means that there was nothing to compare.
+        return metrics | {name: value for name, value in combined["maxima"].items() if value != 0}
 
     def _accumulate(
         self,
@@ -264,13 +266,8 @@ class Learner:
             parts.append(part)
         return accumulator
 
-    def _begun(self) -> state_lib.TrainState:
-        if self.state is None:
-            raise protocols.LibraError("the trainer holds no state yet: call start first.")
-        return self.state
 
-
-def _sum_up(parts: Sequence[step.Report]) -> step.Report:
+def _combined(parts: Sequence[step.Report]) -> step.Report:
     """Combines the reports of several micro-batches into one: (sum, count) and maximum of each metric."""
     metrics: dict[str, tuple[float, float]] = {}
     maxima: dict[str, float] = {}
@@ -284,19 +281,14 @@ def _sum_up(parts: Sequence[step.Report]) -> step.Report:
     return {"metrics": metrics, "maxima": maxima}
 
 
-def _merge(parts: Sequence[step.Report]) -> dict[str, float]:
-    """Returns the step's metrics from the sums and maxima of its micro-batches."""
-    report = _sum_up(parts)
-    means = {name: total / count for name, (total, count) in report["metrics"].items() if count > 0}
-    # All maxima are of positive numbers, so 0 means that there was nothing to compare.
-    return means | {name: value for name, value in report["maxima"].items() if value != 0}
-
-
-def _explain(error: Exception) -> str:
+def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:
+    """Returns the error to raise in place of the devices' error."""
+    if (lost := world.peer_lost(error)) is not None:
+        return lost
     text = str(error).strip().splitlines()[0][:300]
     if "RESOURCE_EXHAUSTED" in text:
-        return (
+        return protocols.LibraError(
             "the trainer's devices ran out of memory; lower trainer.rows_per_micro_batch or model.logits_chunk, set "
             f"model.remat, or raise trainer.fsdp ({text})."
         )
-    return f"a training program failed on the devices ({text})."
+    return protocols.LibraError(f"a training program failed on the devices ({text}).")

@@ -2,11 +2,18 @@
 
 Both are sums over the micro-batch, with metrics as (sum, count) pairs and maxima, so any split of a batch adds up.
 
-Letters: B rows, T tokens, D model width, V vocabulary.
+Both need the log-probabilities and entropies of tokens, computed without the [tokens, vocabulary] matrix of logits. The
+hidden states are projected onto the vocabulary one chunk of tokens at a time. The backward pass projects each chunk
+again, so the logits of at most `chunk` tokens exist at once in both directions. The idea comes from Liger Kernel's
+fused linear cross entropy (arXiv 2410.10989, section 3.2). Here it is a scan that XLA partitions, so the vocabulary may
+be sharded over the mesh.
+
+Letters: B rows, T tokens of a row, C tokens of a row in one chunk, N chunks, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +26,6 @@ from libra_jax.algorithms import kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
 from libra_jax.planning import rows
-from libra_jax.training import logprobs
 
 Batch = Mapping[str, jax.Array]
 
@@ -46,7 +52,7 @@ class Scorer:
             params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
         )
         head_DxV = transformer.unembedding(params, self.model)
-        return logprobs.token_log_probs(
+        return token_log_probs(
             hidden_BxTxD,
             head_DxV,
             batch["targets"],
@@ -66,6 +72,9 @@ def policy(
     packed: bool,
 ) -> objective.ObjectiveSums:
     """Computes the configured policy objective, with `mismatch/*` and `offpolicy/kl` among its metrics.
+
+    With `moved`, `mismatch/moved_kl` and `mismatch/moved_log_prob_max` (largest |difference| of log-probabilities)
+    cover the tokens of the scoring version in trajectories that several instances served.
 
     The decoupled objective (AReaL, arXiv 2505.24298 section 5.2) needs a proximal policy: the policy just before the
     update. A batch takes one update, so the proximal policy is the one being differentiated. Its log-probabilities are
@@ -101,27 +110,17 @@ def policy(
     distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
     offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
     sums = sums._replace(metrics={**sums.metrics, "offpolicy/kl": offpolicy})
-    return _with_moved(sums, batch, log_probs_BxT) if "moved" in batch else sums
-
-
-def _with_moved(sums: objective.ObjectiveSums, batch: Batch, log_probs_BxT: jax.Array) -> objective.ObjectiveSums:
-    """Adds `mismatch/moved_kl` and `mismatch/moved_log_prob_max`, the largest |difference| of log-probabilities.
-
-    Both cover tokens of the scoring version, in trajectories that several instances served.
-    """
+    if "moved" not in batch:
+        return sums
+    # A move of a trajectory between instances must not change its log-probabilities, so it is measured apart.
     moved_BxT = batch["mask"] & batch["on_version"] & (batch["moved"] > 0)
-    log_probs_BxT = jax.lax.stop_gradient(log_probs_BxT)
-    kl_BxT = jnp.where(moved_BxT, kl.k3(batch["behaviour"], log_probs_BxT), 0.0)
-    difference_BxT = jnp.where(moved_BxT, jnp.abs(log_probs_BxT - batch["behaviour"]), 0.0)
+    difference_BxT = jnp.abs(jax.lax.stop_gradient(log_probs_BxT) - batch["behaviour"])
+    moved = jnp.sum(jnp.where(moved_BxT, distance_BxT, 0.0)), jnp.sum(moved_BxT, dtype=jnp.float32)
+    largest = jnp.max(jnp.where(moved_BxT, difference_BxT, 0.0))
     return sums._replace(
-        metrics={**sums.metrics, "mismatch/moved_kl": (jnp.sum(kl_BxT), jnp.sum(moved_BxT, dtype=jnp.float32))},
-        maxima={**sums.maxima, "mismatch/moved_log_prob_max": jnp.max(difference_BxT)},
+        metrics={**sums.metrics, "mismatch/moved_kl": moved},
+        maxima={**sums.maxima, "mismatch/moved_log_prob_max": largest},
     )
-
-
-def score(params: Any, batch: Batch, *, scorer: Scorer, temperature: float) -> jax.Array:
-    """Returns log p(target), float32 [B, T], without entropy."""
-    return scorer(params, batch, temperature=temperature)[0]
 
 
 def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.ObjectiveSums:
@@ -145,3 +144,82 @@ def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.Object
         "target_probability": (total(jnp.exp(jax.lax.stop_gradient(log_probs_BxT))), count),
     }
     return objective.ObjectiveSums(loss_sum=-total(log_probs_BxT), count=count, metrics=metrics, maxima={})
+
+
+def token_log_probs(
+    hidden_BxTxD: jax.Array,
+    head_DxV: jax.Array,
+    targets_BxT: jax.Array,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy_gradient: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns log p(target) and the entropy of p = softmax(hidden @ head / temperature), both float32 [B, T].
+
+    Args:
+      hidden_BxTxD: final hidden states.
+      head_DxV: output projection in the parameters' dtype. Each chunk casts it to the dtype of the hidden states.
+      targets_BxT: int32, the token that each hidden state predicts.
+      temperature: sampling temperature, above 0 (the log-prob contract: score as sampled).
+      chunk: number of tokens, over all rows, whose logits may exist at once; at least one per row.
+      entropy_gradient: gradients flow through the entropy. This costs time, so set it only if the loss has an entropy
+        term.
+    """
+    rows, columns = targets_BxT.shape
+    width = min(columns, max(1, chunk // rows))
+    score = functools.partial(_chunk_log_probs, temperature=temperature, entropy_gradient=entropy_gradient)
+    if width == columns:
+        return score(hidden_BxTxD, head_DxV, targets_BxT)
+    # A scan needs equal chunks, so the last chunk is padded here and cut off below.
+    count = -(-columns // width)
+    padding = count * width - columns
+    hidden_BxNxCxD = jnp.pad(hidden_BxTxD, ((0, 0), (0, padding), (0, 0))).reshape(rows, count, width, -1)
+    targets_BxNxC = jnp.pad(targets_BxT, ((0, 0), (0, padding))).reshape(rows, count, width)
+    # XLA never merges the two passes of a scan, so prevent_cse is not needed; and the head is cast only once.
+    checkpointed = jax.checkpoint(score, prevent_cse=False)
+
+    def body(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        hidden_BxCxD, targets_BxC = inputs
+        return None, checkpointed(hidden_BxCxD, head_DxV, targets_BxC)
+
+    inputs = jnp.moveaxis(hidden_BxNxCxD, 1, 0), jnp.moveaxis(targets_BxNxC, 1, 0)
+    _, (log_probs_NxBxC, entropy_NxBxC) = jax.lax.scan(body, None, inputs)
+    log_probs_BxT, entropy_BxT = (
+        jnp.moveaxis(chunks_NxBxC, 0, 1).reshape(rows, -1)[:, :columns]
+        for chunks_NxBxC in (log_probs_NxBxC, entropy_NxBxC)
+    )
+    return log_probs_BxT, entropy_BxT
+
+
+def _chunk_log_probs(
+    hidden_BxCxD: jax.Array, head_DxV: jax.Array, targets_BxC: jax.Array, *, temperature: float, entropy_gradient: bool
+) -> tuple[jax.Array, jax.Array]:
+    # Cast here, not before the chunks: the chunks' gradients then add up in the head's own dtype.
+    head_DxV = head_DxV.astype(hidden_BxCxD.dtype)
+    logits_BxCxV = jnp.einsum("bcd,dv->bcv", hidden_BxCxD, head_DxV, preferred_element_type=jnp.float32) / temperature
+    normaliser_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    # Compare and sum, not gather: each device of a sharded vocabulary then looks only at its own part.
+    vocabulary_V = jax.lax.broadcasted_iota(targets_BxC.dtype, (1, 1, logits_BxCxV.shape[-1]), 2)
+    chosen_BxC = jnp.sum(jnp.where(vocabulary_V == targets_BxC[..., None], logits_BxCxV, 0.0), axis=-1)
+    # Without the stop, the backward pass would also differentiate the entropy: one more [tokens, vocabulary] product.
+    held = (logits_BxCxV, normaliser_BxC)
+    z_BxCxV, lse_BxC = held if entropy_gradient else jax.lax.stop_gradient(held)
+    entropy_BxC = lse_BxC - jnp.sum(jnp.exp(z_BxCxV - lse_BxC[..., None]) * z_BxCxV, axis=-1)
+    return chosen_BxC - normaliser_BxC, entropy_BxC
+
+
+def keep_float32(platform: str, compute_dtype: str) -> None:
+    """Sets JAX's default precision of matrix products so that float32 products are computed in float32.
+
+    By default, JAX lets a GPU round the inputs of float32 products to TF32 (10 bits), and a TPU to bfloat16 (7 bits).
+    That breaks the log-prob contract: the trainer's log-probabilities differ from the log-probabilities of an engine
+    that computes in float32. A precision that is already set stays (JAX_DEFAULT_MATMUL_PRECISION). The setting holds
+    for every thread of the process.
+
+    Args:
+      platform: JAX's platform name: "cpu", "gpu" or "tpu". CPUs always compute in float32.
+      compute_dtype: compute dtype of the model, as in `config.ModelConfig`.
+    """
+    if platform != "cpu" and compute_dtype == "float32" and jax.config.jax_default_matmul_precision is None:
+        jax.config.update("jax_default_matmul_precision", "highest")

@@ -78,12 +78,6 @@ class MicroBatch:
     behaviour: np.ndarray
     on_version: np.ndarray
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        rows, columns = self.tokens.shape
-        return rows, columns
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -105,7 +99,7 @@ class Packed:
         Args:
           values: one value per example: a number for all its predictions, or an array [N] with one number per token.
         """
-        arrays = [np.zeros(micro_batch.shape, np.float32) for micro_batch in self.micro_batches]
+        arrays = [np.zeros(micro_batch.tokens.shape, np.float32) for micro_batch in self.micro_batches]
         for place, value in zip(self.places, values, strict=True):
             if place is not None:
                 # A column holds the prediction of the next token, so column 0 takes the value of token 1.
@@ -173,9 +167,18 @@ def _lay_out(
             places.append(None)
             continue
         micro_batch, row = slot[int(fit.row[index])]
-        place = Place(micro_batch, row, int(fit.start[index]), int(columns[index]))
-        _write(micro_batches[micro_batch], example, place, int(fit.segment[index]))
-        places.append(place)
+        count, start = int(columns[index]), int(fit.start[index])
+        places.append(Place(micro_batch, row, start, count))
+        target, where = micro_batches[micro_batch], (row, slice(start, start + count))
+        # Column j holds token j as input and everything else about token j + 1, which it predicts.
+        target.tokens[where] = example.tokens_N[:count]
+        target.positions[where] = np.arange(count)
+        target.segments[where] = fit.segment[index]
+        following = slice(1, count + 1)
+        target.targets[where] = example.tokens_N[following]
+        target.mask[where] = example.mask_N[following]
+        target.behaviour[where] = example.behaviour_N[following]
+        target.on_version[where] = example.on_version_N[following]
     total = sum(micro_batch.tokens.size for micro_batch in micro_batches)
     padding = 1.0 - float(columns.sum()) / total if total else 0.0
     return Packed(tuple(micro_batches), tuple(places), padding)
@@ -192,15 +195,3 @@ def empty(shape: tuple[int, int]) -> MicroBatch:
         behaviour=np.zeros(shape, np.float32),
         on_version=np.zeros(shape, bool),
     )
-
-
-def _write(micro_batch: MicroBatch, example: Example, place: Place, segment: int) -> None:
-    columns = place.columns
-    where = (place.row, slice(place.start, place.start + columns))
-    micro_batch.tokens[where] = example.tokens_N[:columns]
-    micro_batch.targets[where] = example.tokens_N[1 : columns + 1]
-    micro_batch.positions[where] = np.arange(columns)
-    micro_batch.segments[where] = segment
-    micro_batch.mask[where] = example.mask_N[1 : columns + 1]
-    micro_batch.behaviour[where] = example.behaviour_N[1 : columns + 1]
-    micro_batch.on_version[where] = example.on_version_N[1 : columns + 1]

@@ -12,15 +12,16 @@ Thread-safety: one thread starts, finishes and cancels a resize; only compilatio
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib
@@ -68,9 +69,12 @@ class Resize:
             raise protocols.ConfigError(
                 "a mesh of several processes cannot be resized inside them; start other processes from a checkpoint"
             )
-        config = present.config
-        trainer = _with_sizes(config.trainer, sizes)
-        if sizes == mesh_sizes(config.trainer):
+        before = present.config.trainer
+        try:
+            trainer = dataclasses.replace(before, data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
+        except protocols.ConfigError as error:
+            raise protocols.ConfigError(f"a mesh of {sizes} cannot be: {error}") from error
+        if sizes == protocols.MeshSizes(before.data, before.fsdp, before.tensor):
             raise protocols.ConfigError(f"the trainer's mesh is {sizes} already")
         self.sizes = sizes
         self._present = present
@@ -86,7 +90,7 @@ class Resize:
     @property
     def progress(self) -> protocols.ResizeProgress:
         """Number of programs compiled, and number that the present learner has. Training may add more."""
-        met = len(self._present.programs.shapes())
+        met = len(self._present.programs.shapes)
         if self._compiled < met and not (self._thread.is_alive() or self._error or self._cancelled.is_set()):
             self._thread = self._begin()  # the thread had ended, then training met another shape
         return protocols.ResizeProgress(self._compiled, met, ready=not self._thread.is_alive())
@@ -154,8 +158,14 @@ class Resize:
         Raises:
           LibraError: a device lacks memory for the move.
         """
-        before, after = self._present.layout, self._next.layout
-        made = estimate(before, after, holds_sums=self._present.holds_sums, program_bytes=self._program_bytes())
+        present, following = self._present, self._next
+        before, after = present.layout, following.layout
+        # Until the new programs are compiled, their temporary bytes are scaled from the present ones.
+        program_bytes = following.programs.temporary_bytes() or (
+            present.programs.temporary_bytes() * before.mesh.size // after.mesh.size
+        )
+        holds_sums = present.accumulator is not None
+        made = estimate(before, after, holds_sums=holds_sums, program_bytes=program_bytes)
         devices = list(after.mesh.devices.flat)
         free = self._free_bytes(devices)
         # The move and the first step on the new mesh must both fit.
@@ -168,31 +178,19 @@ class Resize:
                 )
         return dataclasses.replace(made, unchecked=len(devices) - len(free))
 
-    def _program_bytes(self) -> int:
-        """Returns the new programs' temporary bytes on a device; until compiled, scaled from the present ones."""
-        present, following = self._present, self._next
-        if compiled := following.programs.temporary_bytes:
-            return compiled
-        return present.programs.temporary_bytes * present.layout.mesh.size // following.layout.mesh.size
-
     def _compile(self) -> None:
         began = time.monotonic()
         try:
             while not self._cancelled.is_set():
-                shapes = self._present.programs.shapes()  # training continues and may compile another shape
+                shapes = self._present.programs.shapes  # training continues and may compile another shape
                 if self._compiled == len(shapes):
                     return
-                self._next.programs.compile_like(shapes[self._compiled])
+                self._next.programs.compile(*shapes[self._compiled])
                 self._compiled += 1
         except Exception as error:  # raised in `take_over`
             self._error = error
         finally:
             self._seconds += time.monotonic() - began
-
-
-def mesh_sizes(trainer: config_lib.TrainerConfig) -> protocols.MeshSizes:
-    """Returns the mesh axis sizes of a trainer configuration."""
-    return protocols.MeshSizes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
 def estimate(
@@ -207,24 +205,49 @@ def estimate(
         accumulator, which may be larger on each device.
       program_bytes: temporary bytes that a program of the next step needs on each device.
     """
-    held: dict[jax.Device, int] = {}  # relative to the bytes that the device holds now
+    held: Counter[jax.Device] = Counter()  # relative to the bytes that the device holds now
+
+    def hold(leaf: Any, sign: int) -> None:
+        # The shards of a leaf are of equal size.
+        nbytes = np.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for device in leaf.sharding.device_set:
+            held[device] += sign * nbytes
+
     whole = arriving = peak = 0
     for sums in jax.tree.leaves(before.accumulator) if holds_sums else ():
-        _add(held, _bytes(sums), -1)
+        hold(sums, -1)
     for old, new in zip(jax.tree.leaves(before.state), jax.tree.leaves(after.state), strict=True):
         item = np.dtype(old.dtype).itemsize
-        whole += item * int(np.prod(old.shape))
-        here, there = _slices(old), _slices(new)
-        for device, part in there.items():
-            arriving += item * (_size(part) - (_overlap(here[device], part) if device in here else 0))
-        _add(held, _bytes(new), 1)
+        whole += item * math.prod(old.shape)
+        arriving += item * _arriving(old, new)
+        hold(new, 1)
         # The old leaf is freed after the new leaf exists, so the peak counts both.
         peak = max(peak, *held.values())
-        _add(held, _bytes(old), -1)
+        hold(old, -1)
     for sums in jax.tree.leaves(after.accumulator):
-        _add(held, _bytes(sums), 1)
+        hold(sums, 1)
     stays = max(held[device] for device in after.mesh.devices.flat)
     return protocols.ResizeEstimate(whole, arriving, max(peak, stays), step_bytes=max(0, stays + program_bytes))
+
+
+def _arriving(old: Any, new: Any) -> int:
+    """Returns the number of elements that the devices of `new` do not hold of `old`, over all devices."""
+
+    def places(leaf: Any) -> dict[jax.Device, list[tuple[int, int]]]:
+        # For each device, the first and last index of each dimension that it holds.
+        found = leaf.sharding.devices_indices_map(leaf.shape).items()
+        return {
+            device: [part.indices(size)[:2] for part, size in zip(parts, leaf.shape, strict=True)]
+            for device, parts in found
+        }
+
+    here, count = places(old), 0
+    for device, part in places(new).items():
+        count += math.prod(last - first for first, last in part)
+        if device in here:
+            both = zip(here[device], part, strict=True)
+            count -= math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in both)
+    return count
 
 
 def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> None:
@@ -255,42 +278,8 @@ def move(leaves: list[jax.Array], places: Sequence[jax.ShapeDtypeStruct]) -> Non
 
 
 def _put(leaf: jax.Array, where: jax.sharding.Sharding) -> jax.Array:
+    # Waiting frees the old leaf before the next one moves, and raises the error of this leaf here.
     return jax.block_until_ready(jax.device_put(leaf, where))
-
-
-def _with_sizes(trainer: config_lib.TrainerConfig, sizes: protocols.MeshSizes) -> config_lib.TrainerConfig:
-    try:
-        return dataclasses.replace(trainer, data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
-    except protocols.ConfigError as error:
-        raise protocols.ConfigError(f"a mesh of {sizes} cannot be: {error}") from error
-
-
-def _slices(leaf: Any) -> dict[jax.Device, tuple[tuple[int, int], ...]]:
-    """Returns, for each device, the first and last index of each dimension that it holds."""
-    places = leaf.sharding.devices_indices_map(leaf.shape)
-    return {
-        device: tuple(part.indices(size)[:2] for part, size in zip(parts, leaf.shape, strict=True))
-        for device, parts in places.items()
-    }
-
-
-def _bytes(leaf: Any) -> dict[jax.Device, int]:
-    """Returns the bytes that each device holds."""
-    return {device: np.dtype(leaf.dtype).itemsize * _size(part) for device, part in _slices(leaf).items()}
-
-
-def _add(held: dict[jax.Device, int], nbytes: dict[jax.Device, int], sign: int) -> None:
-    for device, count in nbytes.items():
-        held[device] = held.get(device, 0) + sign * count
-
-
-def _size(part: Sequence[tuple[int, int]]) -> int:
-    return int(np.prod([last - first for first, last in part], dtype=np.int64))
-
-
-def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
-    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
-    return _size(common) if all(first < last for first, last in common) else 0
 
 
 def _free_bytes(devices: Sequence[jax.Device]) -> dict[jax.Device, int]:

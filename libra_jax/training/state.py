@@ -1,24 +1,29 @@
-"""The train state and its layout on the mesh.
+"""The train state, and its layout on the device mesh.
 
 Thread-safety: none; one thread makes and changes the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, sharding, transformer
-from libra_jax.training import mesh as mesh_lib
+from libra_jax.models import feasibility, transformer
 
 PyTree = Any
+
+AXES = ("data", "fsdp", "tensor", "context")
+"""Names of the mesh's axes."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,11 +70,39 @@ class Layout:
       mesh: the devices.
       state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
       accumulator: `jax.ShapeDtypeStruct` leaves in the structure of `Accumulator`.
+      rows: sharding of a [rows, tokens] array: rows over data and fsdp.
+      everywhere: sharding of an array that every device holds whole.
     """
 
     mesh: Mesh
     state: TrainState
     accumulator: Accumulator
+    rows: NamedSharding
+    everywhere: NamedSharding
+
+
+def make_mesh(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """Builds the mesh of `config` over the first of `devices`. Its axes are `AXES`, of type Auto (the compiler shards).
+
+    Raises:
+      ConfigError: the mesh needs more devices, or the devices are not of `config.platform`. Without a GPU, JAX silently
+        ignores the "cuda" in JAX_PLATFORMS=cuda,cpu.
+    """
+    shape = (config.data, config.fsdp, config.tensor, config.context)
+    wanted = {"cuda": "gpu"}.get(config.platform, config.platform)
+    if devices and wanted not in ("auto", devices[0].platform):
+        raise protocols.ConfigError(
+            f"config.trainer.platform: JAX finds no {config.platform} device here, only {devices[0].platform}; install "
+            f"JAX for {config.platform}, or use auto"
+        )
+    if len(devices) < config.devices:
+        sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
+        raise protocols.ConfigError(
+            f"config.trainer: the mesh ({sizes or 'one device'}) needs {config.devices} devices and there are "
+            f"{len(devices)}; lower data, fsdp or tensor, or start with more devices"
+        )
+    grid = np.asarray(devices[: config.devices], dtype=object).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def layout(
@@ -93,17 +126,21 @@ def layout(
       ConfigError: a size of the model is not divisible by an axis of the mesh.
     """
     feasibility.check_mesh(config, mesh.shape)
-    shardings = sharding.shardings(config, mesh)
-    everywhere = mesh_lib.replicated(mesh)
+    shardings = transformer.shardings(config, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
     shapes = transformer.abstract_params(config, dtype)
-    params = jax.tree.map(_placed, shapes, shardings)
-    moments = jax.eval_shape(transform.init, shapes)
+
+    def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    params = jax.tree.map(placed, shapes, shardings)
     opt_state = optax.tree_utils.tree_map_params(
         transform,
-        _placed,
-        moments,
+        placed,
+        jax.eval_shape(transform.init, shapes),
         shardings,
-        transform_non_params=lambda leaf: _placed(leaf, everywhere),
+        # Counters and the like belong to no parameter.
+        transform_non_params=lambda leaf: placed(leaf, everywhere),
     )
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     return Layout(
@@ -123,6 +160,8 @@ def layout(
             loss=scalar,
             count=scalar,
         ),
+        rows=NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)),
+        everywhere=everywhere,
     )
 
 
@@ -131,31 +170,21 @@ def shardings_of(structure: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, structure)
 
 
-def zeros(structure: PyTree) -> Callable[[], PyTree]:
-    """Returns a program that makes zeros in the shapes and shardings of a tree of placed `ShapeDtypeStruct`."""
-
-    def make() -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), structure)
-
-    return jax.jit(make, out_shardings=shardings_of(structure))
-
-
 def random_params(config: model_config.TransformerConfig, where: Layout, seed: int) -> PyTree:
     """Draws the initial parameters: the same values on every mesh, each shard made on its own device."""
-
-    def make() -> PyTree:
-        return transformer.init_params(config, jax.random.key(seed), str(_dtype(where)))
-
-    return jax.jit(make, out_shardings=shardings_of(where.state.params))()
+    dtype = str(jax.tree.leaves(where.state.params)[0].dtype)
+    draw = jax.jit(
+        lambda: transformer.init_params(config, jax.random.key(seed), dtype),
+        out_shardings=shardings_of(where.state.params),
+    )
+    return draw()
 
 
 def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int) -> TrainState:
     """Builds the state before the first step. It takes over `params`; the reference model is a copy of them."""
-
-    def make() -> tuple[jax.Array, jax.Array]:
-        return jnp.int32(0), jax.random.key_data(jax.random.key(seed))
-
-    step, rng = jax.jit(make, out_shardings=mesh_lib.replicated(where.mesh))()
+    step, rng = jax.jit(
+        lambda: (jnp.int32(0), jax.random.key_data(jax.random.key(seed))), out_shardings=where.everywhere
+    )()
     return TrainState(
         step=step,
         params=params,
@@ -165,11 +194,3 @@ def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation
         # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.
         reference=None if where.state.reference is None else jax.tree.map(jnp.copy, params),
     )
-
-
-def _dtype(where: Layout) -> jnp.dtype:
-    return jax.tree.leaves(where.state.params)[0].dtype
-
-
-def _placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

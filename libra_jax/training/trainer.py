@@ -13,21 +13,20 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from libra_jax import checksums, protocols
+from libra_jax import checksums, machine, protocols
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, members, optimizer, packing, prepare, resize, world
+from libra_jax.training import checkpoints, optimizer, packing, resize, world
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import mesh as mesh_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
-from libra_jax.weights import addresses
 from libra_jax.weights import snapshot as weight_snapshot
 
 MIB = 2**20
@@ -53,26 +52,50 @@ def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfi
     return model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
 
 
+@dataclass
+class Running:
+    """The parts of a started trainer.
+
+    Attributes:
+      learner: the train state and its programs. A finished resize replaces it.
+      weights: the snapshot that weight syncs read.
+      checkpointer: saves and restores the run's checkpoints.
+      handover: saves the state for another trainer.
+    """
+
+    learner: learner_lib.Learner
+    weights: weight_snapshot.Snapshot
+    checkpointer: checkpoints.Checkpointer
+    handover: checkpoints.Checkpointer
+
+
 class TrainerActor:
     """Implements `protocols.Trainer`, synchronously. Every method raises LibraError with one sentence."""
 
     def __init__(self, config: config_lib.RunConfig, process: int = 0) -> None:
         self._config = config
-        host = addresses.in_cluster(config.cluster.address) if config.cluster.address else addresses.LOOPBACK
+        # Without a cluster address, all processes run on this host, so the loopback is enough.
+        host = machine.cluster_address(config.cluster.address) if config.cluster.address else machine.LOOPBACK
         self._world = world.World(process, config.trainer.processes, host)
+        self._channels = shares_lib.Channels(config.elastic, config.deadlines.transition, host)
         self._model = model_shape(config.model)
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
-        self._learner: learner_lib.Learner | None = None
-        self._weights: weight_snapshot.Snapshot | None = None
-        self._checkpointer: checkpoints.Checkpointer | None = None
+        self._running: Running | None = None
         self._resize: resize.Resize | None = None
-        self._snapshots: checkpoints.Checkpointer | None = None
-        # Without a cluster address, hybrid workers run on this host, so the loopback is enough.
-        self._members = members.Members(config.elastic, config.deadlines.transition, host)
         self._version = 0
-        self._published: int | None = None  # the version last synced, while the parameters equal its snapshot
+        self._synced: int | None = None  # the version last synced, while the parameters equal its snapshot
         self._warm = False  # the warm start has filled the optimizer's moments
         self._skipped_in_a_row = 0
+
+    def running(self) -> Running:
+        """Returns the trainer's parts.
+
+        Raises:
+          LibraError: the trainer has not been started, or was shut down.
+        """
+        if self._running is None:
+            raise protocols.LibraError("the trainer is not running: call start first.")
+        return self._running
 
     def reserve(self) -> str:
         """Reserves the address at which process 0 (this process) will meet the others."""
@@ -89,19 +112,19 @@ class TrainerActor:
           ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
           DataError: the model directory cannot be used.
         """
-        config, learner = self._config, self._open()
-        where = learner.layout
+        config, info = self._config, self.stand_by()
+        learner = self.running().learner
         if config.model.path:
-            shardings = state_lib.shardings_of(where.state.params)
+            shardings = state_lib.shardings_of(learner.layout.state.params)
             params = hf.load(config.model.path, self._model, config.model.param_dtype, shardings)
         else:
-            params = state_lib.random_params(self._model, where, config.seed)
+            params = state_lib.random_params(self._model, learner.layout, config.seed)
         learner.begin(params)
         # Only the shortest rows; longer rows are compiled when a batch first needs them.
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
-        return self._begin(learner)
+        return info
 
     def stand_by(self) -> protocols.TrainerInfo:
         """Builds only the mesh, in place of `start`. `warm` compiles; `restore` loads the state of another trainer.
@@ -109,53 +132,47 @@ class TrainerActor:
         Raises:
           ConfigError: for the same reasons as `start`.
         """
-        return self._begin(self._open())
-
-    def shapes(self) -> list[protocols.ProgramShape]:
-        """Returns the shapes that this trainer has compiled programs for, in the order of compilation."""
-        return [
-            protocols.ProgramShape(name, {key: (tuple(item.shape), str(item.dtype)) for key, item in batch.items()})
-            for name, batch in self._started().programs.shapes()
-        ]
-
-    def warm(self, shapes: Sequence[protocols.ProgramShape]) -> None:
-        """Compiles the programs for the `shapes` of another trainer of the same run, if still missing."""
-        programs = self._started().programs
-        for shape in shapes:
-            arrays = {name: jax.ShapeDtypeStruct(*array) for name, array in shape.arrays.items()}
-            programs.compile_like((shape.program, arrays))
-
-    def _open(self) -> learner_lib.Learner:
         config = self._config
         if config.trainer.cores:
             # Pins this thread; the threads that XLA starts from it inherit the cores.
             config_lib.check_cores(config.trainer.cores, "trainer.cores")
             os.sched_setaffinity(0, config.trainer.cores)
         self._world.check(config.trainer)
-        return learner_lib.Learner(config, self._model, jax.devices())
-
-    def _begin(self, learner: learner_lib.Learner) -> protocols.TrainerInfo:
-        config, where = self._config, learner.layout
-        rollout = config.rollout
-        self._weights = weight_snapshot.create(
+        learner = learner_lib.Learner(config, self._model, jax.devices())
+        weights = weight_snapshot.create(
             self._model,
-            rollout.dtype,
-            rollout.chunk_mib * MIB,
-            rollout.transport,
+            config.rollout.dtype,
+            config.rollout.chunk_mib * MIB,
+            config.rollout.transport,
             # The digest that hybrid workers send is made of the checksums, and weight relays verify chunks with them.
-            rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
-            rollout.tensor_parallel,
+            config.rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
+            config.rollout.tensor_parallel,
             config.deadlines.weight_sync,
         )
         # The next trainer reads a snapshot once, so speed matters more than size: no compression.
-        self._checkpointer, self._snapshots = checkpoints.Checkpointer(), checkpoints.Checkpointer(compress=False)
-        self._learner = learner
+        handover = checkpoints.Checkpointer(compress=False)
+        self._running = Running(learner, weights, checkpoints.Checkpointer(), handover)
+        mesh = learner.layout.mesh
         return protocols.TrainerInfo(
             policy_version=self._version,
             parameters=model_config.parameter_count(self._model),
-            mesh=mesh_lib.sizes(where.mesh),
-            platform=where.mesh.devices.flat[0].platform,
+            mesh=dict(mesh.shape),
+            platform=mesh.devices.flat[0].platform,
         )
+
+    def shapes(self) -> list[protocols.ProgramShape]:
+        """Returns the shapes that this trainer has compiled programs for, in the order of compilation."""
+        return [
+            protocols.ProgramShape(name, {key: (tuple(item.shape), str(item.dtype)) for key, item in batch.items()})
+            for name, batch in self.running().learner.programs.shapes
+        ]
+
+    def warm(self, shapes: Sequence[protocols.ProgramShape]) -> None:
+        """Compiles the programs for the `shapes` of another trainer of the same run, if still missing."""
+        programs = self.running().learner.programs
+        for shape in shapes:
+            arrays = {name: jax.ShapeDtypeStruct(*array) for name, array in shape.arrays.items()}
+            programs.compile(shape.program, arrays)
 
     def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> dict[str, float]:
         """Takes one supervised step (mean cross entropy of the tokens in the loss mask) at the warm start's rate.
@@ -163,14 +180,14 @@ class TrainerActor:
         Raises:
           LibraError: training has begun, or no token in `sequences` is under the loss mask.
         """
-        learner = self._started()
+        learner = self.running().learner
         if self._version:
             raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
         examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
-        packed = prepare.pack(self._config, examples)
+        packed = batch_lib.pack(self._config, examples)
         self._warm = True
         # The parameters change without a new version, so the synced snapshot no longer matches.
-        self._published = None
+        self._synced = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
         return self._finish(metrics, packed, rate)
@@ -182,7 +199,7 @@ class TrainerActor:
           batch: groups to train on.
           shares: parts of the step that hybrid workers compute meanwhile. The core computes a share that does not
             arrive, and dismisses its hybrid worker. With shares, the metrics include `shares/*`
-            (`members.Collection.metrics`).
+            (`shares.Collection.metrics`).
 
         Raises:
           DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
@@ -190,15 +207,31 @@ class TrainerActor:
           LibraError: the batch is for another version, or `trainer.max_skipped_steps` steps in a row were not finite.
           StepGivenUp: `give_up_step` aborted the step; version and state are unchanged.
         """
-        learner = self._started()
+        learner = self.running().learner
         if batch.policy_version != self._version:
             raise protocols.LibraError(
                 f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
             )
         self._end_warm_start()
-        prepared = prepare.prepare(self._config, batch, self._model.vocab_size, learner.reference_log_probs)
+        prepared = batch_lib.prepare(self._config, batch, self._model.vocab_size, learner.reference_log_probs)
+        own, collection = None, None
+        if shares:
+            own, *ranges = shares_lib.split(prepared.work, shares)
+            weights = self.running().weights
+            # Hybrid workers read parameters from host memory: the config refuses any other transport.
+            assert isinstance(weights, weight_snapshot.HostSnapshot)
+            # Without a sync of this version, no hybrid worker can hold its parameters. Of several processes, the first
+            # alone has the snapshot; it checks for all.
+            known = self._synced == self._version and jax.process_index() == 0
+            collection = shares_lib.Collection(
+                self._channels,
+                version=self._version,
+                digest=weights.digest(self._version) if known else None,
+                shares=shares,
+                ranges=ranges,
+                accumulator=learner.layout.accumulator,
+            )
         rate = float(self._schedule(self._version))
-        own, collection = self._collection(prepared, shares) if shares else (None, None)
         metrics = learner.update(learner_lib.POLICY, prepared.packed, rate, prepared.extras, own, collection)
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
@@ -217,13 +250,13 @@ class TrainerActor:
         """
         if self._config.trainer.processes > 1:
             return False
-        self._started().give_up.set()
+        self.running().learner.give_up.set()
         return True
 
     async def listen(self, member: str, epoch: int) -> dict[str, Any]:
         """Opens a gradient channel for a hybrid worker and returns its address. Only for the core's first process."""
-        self._started()
-        return self._members.listen(member, epoch)
+        self.running()
+        return self._channels.listen(member, epoch)
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
         """Starts to connect to a hybrid worker's channel and returns at once. Deadline: `deadlines.transition`.
@@ -231,12 +264,12 @@ class TrainerActor:
         Raises:
           LibraError: the address belongs to another hybrid worker, membership generation or trainer.
         """
-        self._started()
-        self._members.connect(member, epoch, address)
+        self.running()
+        self._channels.connect(member, epoch, address)
 
     async def dismiss(self, member: str) -> None:
         """Closes the channel of a hybrid worker, if it has one. Not for a channel that the current step waits for."""
-        self._members.dismiss(member)
+        self._channels.dismiss(member)
 
     def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
         """Starts to compile for another mesh of this process's devices; training continues.
@@ -245,7 +278,7 @@ class TrainerActor:
           ConfigError: the sizes do not fit this model, batch and number of devices, or a resize is running.
           LibraError: a device lacks memory for the move.
         """
-        learner = self._started()
+        learner = self.running().learner
         if self._resize is not None:
             raise protocols.ConfigError(
                 f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
@@ -254,7 +287,7 @@ class TrainerActor:
         return self._resize.estimate
 
     def resize_progress(self) -> protocols.ResizeProgress:
-        """Returns the progress of the resize."""
+        """Returns the progress of the resize. Raises ConfigError if none is running."""
         return self._resizing().progress
 
     def finish_resize(self, seconds: float) -> protocols.ResizePhases:
@@ -264,9 +297,9 @@ class TrainerActor:
           DeadlineMissed: compilation took longer; the resize continues.
           LibraError: the resize failed; training continues on the present mesh.
         """
-        resizing = self._resizing()
+        running, resizing = self.running(), self._resizing()
         try:
-            self._learner, phases = resizing.take_over(seconds)
+            running.learner, phases = resizing.take_over(seconds)
         except protocols.DeadlineMissed:
             raise
         except protocols.LibraError:
@@ -283,63 +316,48 @@ class TrainerActor:
 
     def open_weights(self, policy_version: int) -> int:
         """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks."""
-        learner, weights = self._started(), self._weights
-        assert weights is not None
+        running = self.running()
         if policy_version != self._version:
             raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
-        count = weights.open(policy_version, learner.params)
-        self._published = policy_version
+        count = running.weights.open(policy_version, running.learner.params)
+        self._synced = policy_version
         return count
 
     def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
-        self._started()
-        assert self._weights is not None
-        return self._weights.stage(policy_version, index)
+        return self.running().weights.stage(policy_version, index)
 
     def close_weights(self, policy_version: int) -> None:
         """Frees the snapshot of the parameters."""
-        self._started()
-        assert self._weights is not None
-        self._weights.close(policy_version)
+        self.running().weights.close(policy_version)
 
     def save(self, path: str) -> None:
         """Starts an asynchronous save of the train state to a new directory. Ends the warm start."""
-        learner = self._started()
-        self._end_warm_start()
-        assert self._checkpointer is not None
-        assert learner.state is not None
-        self._checkpointer.save(path, learner.state, self._host_state())
+        self._save(self.running().checkpointer, path)
 
     def wait_saved(self) -> None:
         """Waits until the last `save` is durable."""
-        self._started()
-        assert self._checkpointer is not None
-        self._checkpointer.wait()
+        self.running().checkpointer.wait()
 
     def restore(self, path: str) -> int:
         """Restores a train state, saved on any mesh, into this mesh's shardings. Returns its policy version."""
-        learner = self._started()
-        assert self._checkpointer is not None
-        learner.state = self._checkpointer.restore(path, learner.layout.state)
-        self._version = int(learner.state.step)
-        self._warm, self._published = False, None
+        running = self.running()
+        state = running.checkpointer.restore(path, running.learner.layout.state)
+        running.learner.state = state
+        self._version = int(state.step)
+        self._warm, self._synced = False, None
         self._skipped_in_a_row = checkpoints.host_state(path).get("skipped_in_a_row", 0)
         return self._version
 
     def policy_version(self) -> int:
         """Returns the policy version of the state."""
-        self._started()
+        self.running()
         return self._version
 
     def snapshot(self, path: str) -> protocols.Snapshot:
         """Saves the state for another trainer to take over. Independent of `save` and its checkpoints."""
-        learner = self._started()
-        self._end_warm_start()
-        assert self._snapshots is not None
-        assert learner.state is not None
-        self._snapshots.save(path, learner.state, self._host_state())
-        return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(learner.state)))
+        state = self._save(self.running().handover, path)
+        return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
 
     def snapshot_saved(self) -> bool:
         """Returns True if the last snapshot is durable, without waiting for it.
@@ -347,20 +365,24 @@ class TrainerActor:
         Raises:
           LibraError: the snapshot could not be written.
         """
-        self._started()
-        assert self._snapshots is not None
-        if self._snapshots.saving:
+        handover = self.running().handover
+        if handover.saving:
             return False
-        self._snapshots.wait()
+        handover.wait()
         return True
 
     def is_saved(self, path: str) -> bool:
         """Returns True if any trainer has durably saved a state at `path`."""
         return checkpoints.is_sealed(path)
 
-    def _host_state(self) -> dict[str, Any]:
-        """Returns what a step depends on beside the train state. The warm start has ended before it is called."""
-        return {"skipped_in_a_row": self._skipped_in_a_row}
+    def _save(self, checkpointer: checkpoints.Checkpointer, path: str) -> state_lib.TrainState:
+        """Ends the warm start, starts to save the state, and returns it."""
+        # A restored trainer knows of no warm start, so the moments that it left must be gone before the save.
+        self._end_warm_start()
+        state = self.running().learner.train_state()
+        # The host's part is what a step depends on beside the train state.
+        checkpointer.save(path, state, {"skipped_in_a_row": self._skipped_in_a_row})
+        return state
 
     def export(self, path: str) -> None:
         """Writes the parameters as a Hugging Face directory, sealed with the checksums of its files.
@@ -368,7 +390,7 @@ class TrainerActor:
         Raises:
           LibraError: a parameter is not finite; nothing is written.
         """
-        params = self._started().params
+        params = self.running().learner.params
         if not checkpoints.is_finite(params):
             raise protocols.LibraError(
                 f"{path}: not written, because version {self._version} of the policy {checkpoints.NOT_FINITE}: go back "
@@ -385,22 +407,16 @@ class TrainerActor:
     def shutdown(self) -> None:
         """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""
         self.cancel_resize()
-        self._members.close()
-        if self._weights is not None:
-            self._weights.shutdown()
-        for checkpointer in (self._checkpointer, self._snapshots):
-            if checkpointer is not None:
-                checkpointer.close()
-        self._learner = self._weights = self._checkpointer = self._snapshots = None
+        self._channels.close()
+        running, self._running = self._running, None
+        if running is not None:
+            running.weights.shutdown()
+            running.checkpointer.close()
+            running.handover.close()
         self._world.leave()
 
-    def _started(self) -> learner_lib.Learner:
-        if self._learner is None:
-            raise protocols.LibraError("the trainer is not running: call start first.")
-        return self._learner
-
     def _resizing(self) -> resize.Resize:
-        self._started()
+        self.running()
         if self._resize is None:
             raise protocols.ConfigError("the trainer's mesh is not being changed: call begin_resize first")
         return self._resize
@@ -408,30 +424,8 @@ class TrainerActor:
     def _end_warm_start(self) -> None:
         """Starts training with a fresh optimizer, and with the warm-started policy as reference model."""
         if self._warm:
-            self._started().restart()
+            self.running().learner.begin()
             self._warm = False
-
-    def _collection(
-        self, prepared: prepare.Prepared, shares: Sequence[protocols.Share]
-    ) -> tuple[range, members.Collection]:
-        """Returns the core's own micro-batches, and the collection that brings the other sums."""
-        own, *ranges = shares_lib.split(prepared.work, shares)
-        # Without a sync of this version, no hybrid worker can hold its parameters.
-        known = self._published == self._version
-        wanted = members.Wanted(
-            version=self._version,
-            # Only the first process knows the synced digest; it checks for all (`members.everywhere`).
-            digest=self._host_snapshot().digest(self._version) if known and jax.process_index() == 0 else None,
-            shares=shares,
-            ranges=ranges,
-            arrays=members.array_kinds(self._started().layout.accumulator),
-        )
-        return own, members.Collection(self._members, wanted)
-
-    def _host_snapshot(self) -> weight_snapshot.HostSnapshot:
-        # The config refuses hybrid workers with any other transport: they read parameters from host memory.
-        assert isinstance(self._weights, weight_snapshot.HostSnapshot)
-        return self._weights
 
     def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
         """Adds the host's metrics of the step, and stops a run whose steps are not finite."""
@@ -448,5 +442,5 @@ class TrainerActor:
             "tokens/processed": float(sum(place.columns for place in packed.places if place is not None)),
             "padding_fraction": packed.padding_fraction,
             "micro_batches": float(len(packed.micro_batches)),
-            "compiled_shapes": float(self._started().programs.compiled_shapes),
+            "compiled_shapes": float(len(self.running().learner.programs.shapes)),
         }

@@ -22,8 +22,7 @@ import jax
 from jax._src import distributed
 
 from libra_jax import config as config_lib
-from libra_jax import protocols
-from libra_jax.weights import addresses
+from libra_jax import machine, protocols
 
 HEARTBEAT_SECONDS = 30
 """Seconds of silence before a process counts as dead. Heartbeats have their own thread, so compilation does not delay
@@ -45,7 +44,7 @@ class World:
       host: address of this host, as the other processes reach it.
     """
 
-    def __init__(self, process: int, processes: int, host: str = addresses.LOOPBACK) -> None:
+    def __init__(self, process: int, processes: int, host: str = machine.LOOPBACK) -> None:
         self._host = host
         self._process = process
         self._processes = processes
@@ -127,16 +126,13 @@ class World:
             self._port = None
 
 
-def is_loss(error: BaseException) -> bool:
-    """Returns True if the error of a program or barrier means that a process of this world is gone."""
-    text = str(error).lower()
+def peer_lost(error: BaseException) -> protocols.PeerLost | None:
+    """Returns the error to raise if the error of a program or barrier means that a process of this world is gone."""
+    text = str(error).strip()
     # JAX raises one type for all failures of a program, so only the text identifies a lost peer.
-    return jax.process_count() > 1 and any(sign in text for sign in _SIGNS)
-
-
-def lost(error: BaseException) -> protocols.PeerLost:
-    """Returns the error to raise in a process whose peer is gone."""
+    if jax.process_count() == 1 or not any(sign in text.lower() for sign in _SIGNS):
+        return None
     return protocols.PeerLost(
         f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
-        f"({str(error).strip().splitlines()[0][:200]}); restart the trainer to go on"
+        f"({text.splitlines()[0][:200]}); restart the trainer to go on"
     )

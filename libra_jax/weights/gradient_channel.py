@@ -1,6 +1,6 @@
 """The gradient channel: carries gradient sums from a hybrid worker to the core trainer, over torch.distributed's gloo.
 
-Between weight relays (`relay`) a channel carries the bytes of weights, from the sender to the listening relay.
+Between weight relays (`relay`), a channel carries the bytes of weights from the sender to the listening relay.
 
 A channel is one gloo process group with a store of its own, for one worker and one membership generation. It does not
 touch torch's global process group. Its ranks are the core's processes, in their order, and last the worker. A sum
@@ -25,14 +25,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import distributed
 
-from libra_jax import protocols
-from libra_jax.weights import addresses
+from libra_jax import machine, protocols
 
 HEADER_BYTES = 64 * 2**10
 """Bytes of every header."""
@@ -142,6 +141,7 @@ class Channel:
     Attributes:
       member: the hybrid worker.
       epoch: membership generation of the worker.
+      closed: reason of the closing; empty while the channel connects or is open.
     """
 
     def __init__(self, address: Mapping[str, Any], rank: int, seconds: float, listener: Listener | None = None) -> None:
@@ -155,7 +155,7 @@ class Channel:
         """
         self.member, self.epoch = str(address["member"]), int(address["epoch"])
         self._ranks = int(address["ranks"])
-        self._why = ""
+        self.closed = ""
         self._store = listener.store if listener is not None else None
         self._group: Any = None
         self._buffer = np.zeros(0, np.uint8)
@@ -172,11 +172,6 @@ class Channel:
         """True while the channel is connected and open."""
         return self._group is not None
 
-    @property
-    def closed(self) -> str:
-        """Reason of the closing; empty while the channel connects or is open."""
-        return self._why
-
     def wait(self, seconds: float) -> None:
         """Waits until the channel is connected.
 
@@ -188,9 +183,14 @@ class Channel:
             raise self._fail("not everybody came to it in time")
 
     def send(self, header: Header, arrays: Sequence[np.ndarray], seconds: float) -> Sent:
-        """Sends one sum to every process of the core.
+        """Sends arrays to every process of the core.
 
-        A message leaves only when the other side waits for it. So this method returns after the core has taken the sum.
+        A message leaves only when the other side waits for it. So this method returns after the core has taken them.
+
+        Args:
+          header: description of the arrays.
+          arrays: arrays of any kind. A single vector of bytes is sent without a copy.
+          seconds: deadline in seconds for the whole transfer.
 
         Raises:
           ChannelError: the channel is closed, here or by the other side, or the deadline passed.
@@ -198,43 +198,33 @@ class Channel:
         """
         deadline = time.monotonic() + seconds
         self.wait(seconds)
-        flat = self._room(sum(array.nbytes for array in arrays))
-        at = 0
-        for array in arrays:
-            flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            at += array.nbytes
-        return self._send(header, [(str(array.dtype), array.shape) for array in arrays], flat, deadline)
-
-    def send_bytes(self, header: Header, data: np.ndarray, seconds: float) -> Sent:
-        """Sends bytes without a copy; otherwise like `send`.
-
-        Args:
-          header: description of the bytes.
-          data: one-dimensional array of dtype uint8.
-          seconds: deadline in seconds for the whole transfer.
-        """
-        deadline = time.monotonic() + seconds
-        self.wait(seconds)
-        return self._send(header, [("uint8", data.shape)], data, deadline)
-
-    def _send(self, header: Header, kinds: Sequence[ArrayKind], flat: np.ndarray, deadline: float) -> Sent:
-        head = _encode(header, kinds)
+        if len(arrays) == 1 and arrays[0].dtype == np.uint8 and arrays[0].ndim == 1:
+            flat = arrays[0]
+        else:
+            flat, at = self._room(sum(array.nbytes for array in arrays)), 0
+            for array in arrays:
+                flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                at += array.nbytes
+        head = _encode(header, [(str(array.dtype), array.shape) for array in arrays])
         began = time.monotonic()
-        self._give(head, deadline)
+        self._pass("send", head, deadline)
         waited = time.monotonic() - began
-        for part in _parts(flat):
-            self._give(part, deadline)
+        for at in range(0, len(flat), PART_BYTES):
+            self._pass("send", flat[at : at + PART_BYTES], deadline)
         return Sent(len(head) + len(flat), waited)
 
-    def receive(self, wanted: Sequence[ArrayKind], seconds: float) -> tuple[Header, list[np.ndarray]]:
-        """Receives the next sum from the hybrid worker.
+    def receive(
+        self, wanted: Sequence[ArrayKind], seconds: float, into: np.ndarray | None = None
+    ) -> tuple[Header, list[np.ndarray]]:
+        """Receives the arrays of the next `send` of the hybrid worker.
 
         Args:
-          wanted: the arrays of a sum. The sender's sizes are compared with these, never trusted.
+          wanted: kinds of the arrays. The sender's sizes are compared with these, never trusted.
           seconds: deadline in seconds for the whole transfer.
+          into: vector of bytes to receive into, as large as the arrays; None for this channel's memory.
 
         Returns:
-          The header, and the arrays: views of this channel's memory, valid until the next sum.
+          The header, and the arrays: views of `into`, or of this channel's memory, valid until the next call.
 
         Raises:
           ChannelError: the channel is closed, here or by the other side, the deadline passed, or the sum has other
@@ -242,34 +232,8 @@ class Channel:
         """
         deadline = time.monotonic() + seconds
         self.wait(seconds)
-        sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in wanted]
-        header = self._take_header(wanted, deadline)
-        flat = self._room(sum(sizes))
-        for part in _parts(flat):
-            self._take(part, deadline)
-        ends = np.cumsum(sizes)
-        return header, [
-            flat[end - size : end].view(dtype).reshape(shape)
-            for end, size, (dtype, shape) in zip(ends, sizes, wanted, strict=True)
-        ]
-
-    def receive_bytes(self, target: np.ndarray, seconds: float) -> Header:
-        """Receives the bytes of the next `send_bytes` into the caller's memory; otherwise like `receive`.
-
-        Args:
-          target: one-dimensional array of dtype uint8, whose size is the expected number of bytes.
-          seconds: deadline in seconds for the whole transfer.
-        """
-        deadline = time.monotonic() + seconds
-        self.wait(seconds)
-        header = self._take_header([("uint8", target.shape)], deadline)
-        for part in _parts(target):
-            self._take(part, deadline)
-        return header
-
-    def _take_header(self, wanted: Sequence[ArrayKind], deadline: float) -> Header:
         head = np.zeros(HEADER_BYTES, np.uint8)
-        self._take(head, deadline)
+        self._pass("recv", head, deadline)
         try:
             header, kinds = _decode(head.tobytes())
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
@@ -277,12 +241,20 @@ class Channel:
         # Sizes from the network never decide how much is read or allocated.
         if kinds != [(dtype, tuple(shape)) for dtype, shape in wanted]:
             raise self._fail("the sum offered over it has other arrays than this model's")
-        return header
+        sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in wanted]
+        flat = self._room(sum(sizes)) if into is None else into
+        for at in range(0, len(flat), PART_BYTES):
+            self._pass("recv", flat[at : at + PART_BYTES], deadline)
+        ends = np.cumsum(sizes)
+        return header, [
+            flat[end - size : end].view(dtype).reshape(shape)
+            for end, size, (dtype, shape) in zip(ends, sizes, wanted, strict=True)
+        ]
 
     def close(self, why: str = "it was aborted here") -> None:
         """Closes the connection. The connecting thread ends by itself. Idempotent: the first reason stays."""
         with self._lock:
-            self._why = self._why or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
+            self.closed = self.closed or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
             self._group = self._store = None
         self._buffer = np.zeros(0, np.uint8)
 
@@ -302,18 +274,23 @@ class Channel:
             store.set(f"rank {rank}", "here")
             everybody = [f"rank {other}" for other in range(self._ranks)]
             while not store.check(everybody):
-                if self._why:
+                if self.closed:
                     return
                 if time.monotonic() > deadline:
                     self.close(f"not everybody came to it within {seconds:g} s")
                     return
                 time.sleep(LOOK_SECONDS)
-            group = _group(store, rank, self._ranks, addresses.own(address["host"]))
+            # Private names of torch: its public functions make groups in the global registry only.
+            options = distributed.ProcessGroupGloo._Options()
+            own = machine.address(address["host"])
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own)]
+            options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
+            group = distributed.ProcessGroupGloo(store, rank, self._ranks, options)
         except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
             self.close(f"it could not be connected ({_line(error)})")
             return
         with self._lock:
-            if not self._why:
+            if not self.closed:
                 self._store, self._group = store, group
 
     def _room(self, nbytes: int) -> np.ndarray:
@@ -323,49 +300,31 @@ class Channel:
             buffer = self._buffer = np.empty(nbytes, np.uint8)
         return buffer  # not the attribute, which another thread empties if it closes the channel meanwhile
 
-    def _give(self, message: np.ndarray, deadline: float) -> None:
-        tensor = torch.from_numpy(message)
-        self._until(deadline, [self._post("send", tensor, rank) for rank in range(self._ranks - 1)])
-
-    def _take(self, target: np.ndarray, deadline: float) -> None:
-        self._until(deadline, [self._post("recv", torch.from_numpy(target), self._ranks - 1)])
-
-    def _post(self, verb: str, tensor: torch.Tensor, rank: int) -> Any:
+    def _pass(self, verb: Literal["send", "recv"], message: np.ndarray, deadline: float) -> None:
+        """Sends a message to every process of the core, or receives one from the hybrid worker."""
         group = self._group  # read once: another thread may close the channel meanwhile
         if group is None:
-            raise ChannelError(self._why)
+            raise ChannelError(self.closed)
+        tensor = torch.from_numpy(message)
+        ranks = range(self._ranks - 1) if verb == "send" else [self._ranks - 1]
+        late = False
         try:
-            return getattr(group, verb)([tensor], rank, tensor.nbytes)
-        except RuntimeError as error:
-            raise self._fail(f"the connection broke ({_line(error)})") from error
-
-    def _until(self, deadline: float, works: Sequence[Any]) -> None:
-        for work in works:
-            left = deadline - time.monotonic()
-            try:
+            # Each message's tag is its size (see above): gloo would end a process that received a larger one.
+            works = [getattr(group, verb)([tensor], rank, tensor.nbytes) for rank in ranks]
+            for work in works:
                 # Gloo takes a timeout of zero as no timeout.
-                work.wait(datetime.timedelta(seconds=max(left, 0.001)))
-            except RuntimeError as error:
-                late = time.monotonic() >= deadline
-                raise self._fail(
-                    "the other side took too long" if late else f"the connection broke ({_line(error)})"
-                ) from error
+                seconds = max(deadline - time.monotonic(), 0.001)
+                late = True  # only a wait can miss the deadline
+                work.wait(datetime.timedelta(seconds=seconds))
+        except RuntimeError as error:
+            late = late and time.monotonic() >= deadline
+            raise self._fail(
+                "the other side took too long" if late else f"the connection broke ({_line(error)})"
+            ) from error
 
     def _fail(self, why: str) -> ChannelError:
         self.close(why)
-        return ChannelError(self._why)
-
-
-def _group(store: Any, rank: int, ranks: int, host: str) -> Any:
-    # Private names of torch: its public functions make groups in the global registry only.
-    options = distributed.ProcessGroupGloo._Options()
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
-    return distributed.ProcessGroupGloo(store, rank, ranks, options)
-
-
-def _parts(flat: np.ndarray) -> list[np.ndarray]:
-    return [flat[at : at + PART_BYTES] for at in range(0, len(flat), PART_BYTES)]
+        return ChannelError(self.closed)
 
 
 def _encode(header: Header, kinds: Sequence[ArrayKind]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Shares anonymous memory between processes of one host: a memfd, which the peer opens through its owner's `/proc`.
 
 The memory has no name in any file system, so it cannot leak: it is freed with the last process that maps it, even after
-a kill. This module needs only the standard library, so that engine processes import it without JAX.
+a kill. This module needs neither JAX nor torch, so that engine processes import it without JAX.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import mmap
 import os
 from collections.abc import Mapping
 from typing import Any
+
+import psutil
 
 from libra_jax import machine, protocols
 
@@ -33,48 +35,25 @@ def digest(data: memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
-def _meminfo_available() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise SharedMemoryError("/proc/meminfo has no MemAvailable line: this Linux kernel is too old for shared weights")
-
-
-def _cgroup_available() -> int | None:
-    """Returns the bytes left under this process's cgroup v2 limit, or None without a limit.
-
-    Cached files count as free: the cgroup is charged for them, but the kernel drops them if memory is needed.
-    """
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            text = limit.read().strip()
-            if text == "max":
-                return None
-            left = int(text) - int(used.read())
-        with open("/sys/fs/cgroup/memory.stat") as lines:
-            statistics = dict(line.split() for line in lines)
-        return left + int(statistics["inactive_file"]) + int(statistics["active_file"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def available_bytes() -> int:
     """Returns the bytes that this process can still allocate: the machine's, or the rest of its container's limit."""
-    limit = _cgroup_available()
-    machine = _meminfo_available()
-    return machine if limit is None else min(machine, limit)
+    free = int(psutil.virtual_memory().available)
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            left = int(limit.read()) - int(used.read())  # "max", which is no limit, is no number either
+        with open("/sys/fs/cgroup/memory.stat") as lines:
+            statistics = dict(line.split() for line in lines)
+        # The cgroup is charged for cached files, but the kernel drops them if memory is needed.
+        return min(free, left + int(statistics["inactive_file"]) + int(statistics["active_file"]))
+    except (OSError, ValueError, KeyError):
+        return free
 
 
 def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
     """Returns the error for too little memory, with the numbers."""
     return SharedMemoryError(
-        f"{purpose} needs {_mib(nbytes)} of shared memory but only {_mib(free)} of memory is available: free memory on "
-        "this host, raise the container's limit, or sync in a smaller config.rollout.dtype"
+        f"{purpose} needs {nbytes / 2**20:.1f} MiB of shared memory but only {free / 2**20:.1f} MiB of memory is "
+        "available: free memory on this host, raise the container's limit, or sync in a smaller config.rollout.dtype"
     )
 
 
@@ -86,6 +65,9 @@ class Owner:
     Args:
       nbytes: size in bytes, above zero.
       purpose: use of the memory, for the error message.
+
+    Attributes:
+      buffer: the writable memory.
 
     Raises:
       SharedMemoryError: there is too little memory; the message has the numbers.
@@ -100,21 +82,17 @@ class Owner:
         self._fd = os.memfd_create("libra-jax", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._fd, 0, nbytes)
-            self._map = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.buffer = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self._fd)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
             raise SharedMemoryError(
-                f"{purpose} needs {_mib(nbytes)} of shared memory, which the kernel refused ({error.strerror}; "
-                f"{_mib(free)} was available): raise this process's or its container's memory limits"
+                f"{purpose} needs {nbytes / 2**20:.1f} MiB of shared memory, which the kernel refused "
+                f"({error.strerror}; {free / 2**20:.1f} MiB was available): raise this process's or its container's "
+                "memory limits"
             ) from None
         self._inode = os.fstat(self._fd).st_ino
-
-    @property
-    def buffer(self) -> mmap.mmap:
-        """The writable memory."""
-        return self._map
 
     @property
     def address(self) -> dict[str, Any]:
@@ -135,10 +113,10 @@ class Owner:
         os.close(self._fd)
         self._fd = -1
         try:
-            self._map.close()
+            self.buffer.close()
         except BufferError:
             # A tensor still views the memory: the mapping goes with the last view.
-            del self._map
+            del self.buffer
 
 
 def open_peer(address: Mapping[str, Any]) -> mmap.mmap:

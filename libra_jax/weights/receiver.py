@@ -39,10 +39,11 @@ class Receiver:
         self._checksums: dict[int, str] = {}
         self._tensors: dict[str, np.ndarray] = {}
 
-    def start(self, version: int) -> None:
-        """Starts a version, and drops one that was partly received."""
-        self._forget()
-        self._version = version
+    def start(self, version: int | None) -> None:
+        """Drops a version that was partly received, and starts this one; None starts none."""
+        self._version, self._count = version, 0
+        self._checksums.clear()
+        self._tensors.clear()
 
     def load(self, chunk: protocols.WeightChunk) -> None:
         """Takes a chunk's tensors, which must stay in place until `finish`.
@@ -95,38 +96,27 @@ class Receiver:
                 f"version {version} is not whole: {len(self._checksums)} of {self._count} chunks came, without "
                 f"{', '.join(missing[:3]) or 'nothing'}; sync it again."
             )
-        checksums = [self._checksums[index] for index in range(self._count)]
-        # Wait for the copies: the trainer may overwrite the memory as soon as this method returns.
-        params = jax.block_until_ready(self._assemble())
-        self._forget()
-        return params, snapshot.snapshot_digest(checksums)
-
-    def close(self) -> None:
-        """Releases the trainer's memory. Idempotent."""
-        self._forget()
-        self._peers.close()
-
-    def _forget(self) -> None:
-        self._version, self._count = None, 0
-        self._checksums.clear()
-        self._tensors.clear()
-
-    def _assemble(self) -> dict[str, Any]:
+        params: dict[str, Any] = {}
         leaves: dict[tuple[str, ...], list[np.ndarray]] = {}
         for name, source in self._sources.items():  # layers in their order
             if name not in self._copies:
                 leaves.setdefault(source.path, []).append(self._tensors[name])
-        params: dict[str, Any] = {}
         for path, tensors in leaves.items():
             place: Any = self._places
-            for key in path:
-                place = place[key]
-            *parents, last = path
             node = params
-            for key in parents:
-                node = node.setdefault(key, {})
-            node[last] = _placed(tensors, place)
-        return params
+            for key in path[:-1]:
+                place, node = place[key], node.setdefault(key, {})
+            node[path[-1]] = _placed(tensors, place[path[-1]])
+        digest = snapshot.snapshot_digest([self._checksums[index] for index in range(self._count)])
+        # Wait for the copies: the trainer may overwrite the memory as soon as this method returns.
+        jax.block_until_ready(params)
+        self.start(None)
+        return params, digest
+
+    def close(self) -> None:
+        """Releases the trainer's memory. Idempotent."""
+        self.start(None)
+        self._peers.close()
 
 
 def _placed(tensors: list[np.ndarray], place: jax.ShapeDtypeStruct) -> jax.Array:

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from libra_jax import protocols
-from libra_jax.weights import addresses, gradient_channel, memfd
+from libra_jax import machine, protocols
+from libra_jax.weights import gradient_channel, memfd
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
     """
     # The sent memory is mapped read-only and never written here, which torch cannot know.
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-    return Relay(name, link_seconds, addresses.in_cluster(cluster))
+    return Relay(name, link_seconds, machine.cluster_address(cluster))
 
 
 class Relay(protocols.Relay):
@@ -119,7 +119,7 @@ class Relay(protocols.Relay):
             metrics={},
             maxima={},
         )
-        await _on(link.thread, lambda: link.channel.send_bytes(header, data, self._seconds))
+        await _on(link.thread, lambda: link.channel.send(header, [data], self._seconds))
 
     async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
         """Receives a chunk and keeps it until the next one of that number. Returns it with its address on this host.
@@ -151,9 +151,15 @@ class Relay(protocols.Relay):
         self._peers.close()
 
     def _take(self, channel: gradient_channel.Channel, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
-        owner = self._room(chunk)
+        # A chunk number has the same memory from version to version: engines have it mapped.
+        owner = self._memory.get(chunk.index)
+        if owner is None or owner.nbytes < chunk.nbytes:
+            if owner is not None:
+                owner.close()
+            purpose = f"the copy of the weights on the host of {self._name} (chunk {chunk.index} of {chunk.count})"
+            owner = self._memory[chunk.index] = memfd.Owner(chunk.nbytes, purpose)
         target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)
-        header = channel.receive_bytes(target, self._seconds)
+        header, _ = channel.receive([("uint8", target.shape)], self._seconds, into=target)
         named = f"chunk {chunk.index} of version {chunk.policy_version}"
         # The bytes came over an unauthenticated link; the expected values came from the coordinator.
         if (header.version, header.first) != (chunk.policy_version, chunk.index):
@@ -165,16 +171,6 @@ class Relay(protocols.Relay):
                 f"{named} came to {self._name} damaged: checksum {checksum} instead of {chunk.checksum}."
             )
         return dataclasses.replace(chunk, transport=owner.address)
-
-    def _room(self, chunk: protocols.WeightChunk) -> memfd.Owner:
-        """Returns the memory for a chunk number, the same from version to version."""
-        owner = self._memory.get(chunk.index)
-        if owner is None or owner.nbytes < chunk.nbytes:
-            if owner is not None:
-                owner.close()
-            purpose = f"the copy of the weights on the host of {self._name} (chunk {chunk.index} of {chunk.count})"
-            owner = self._memory[chunk.index] = memfd.Owner(chunk.nbytes, purpose)
-        return owner
 
     def _part_from(self, child: str) -> None:
         if (link := self._children.pop(child, None)) is not None:

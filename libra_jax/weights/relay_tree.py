@@ -19,11 +19,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from libra_jax import clients, deadlines, protocols
 from libra_jax import config as configuration
-from libra_jax import deadlines, protocols
-from libra_jax.weights import relay_client
 
 FAN_OUT = 2
 """Maximum number of relays to which one relay passes a chunk on."""
@@ -51,6 +50,28 @@ async def came(awaited: asyncio.Future[T]) -> T:
     return awaited.result()
 
 
+class RelayClient(clients.ActorClient, protocols.RelayClient):
+    """A weight relay, for one life of its process. See `clients.ActorClient` for the arguments."""
+
+    async def health(self) -> Mapping[str, float]:
+        return await self._ask("weight_sync", "answer", protocols.Relay.health)
+
+    async def listen(self, epoch: int) -> Mapping[str, Any]:
+        return await self._ask("weight_sync", "open a link", protocols.Relay.listen, epoch)
+
+    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+        await self._ask("weight_sync", "connect a link", protocols.Relay.connect, child, epoch, address)
+
+    async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
+        await self._ask("weight_sync", f"send chunk {chunk.index} to {child}", protocols.Relay.send, chunk, child)
+
+    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+        return await self._ask("weight_sync", f"receive chunk {chunk.index}", protocols.Relay.receive, chunk)
+
+    async def shutdown(self) -> None:
+        await self._ask("shutdown", "shut down", protocols.Relay.shutdown)
+
+
 @dataclass
 class Relay:
     """The relay of one host, across all its processes.
@@ -75,14 +96,10 @@ class Relay:
     kept: dict[int, protocols.WeightChunk] = field(default_factory=dict)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
     def called(self) -> protocols.RelayClient:
         """Returns the client. Raises WorkerLost if the relay has been dropped."""
         if self.client is None:
-            raise protocols.WorkerLost(f"{self.name} has been dropped")
+            raise protocols.WorkerLost(f"{self.spec.name} has been dropped")
         return self.client
 
 
@@ -163,7 +180,10 @@ class RelayTree:
             if error is not None and relay.host in needed:
                 error = await self._made(relay)
             elif error is not None and relay.host in lent:
-                error = await self._made_soon(relay)
+                try:
+                    error = await asyncio.wait_for(self._made(relay), MAKE_SECONDS)
+                except TimeoutError:
+                    error = protocols.WorkerLost(f"{relay.spec.name} could not be restarted within {MAKE_SECONDS:g} s")
             if error is not None:
                 _fail(copies[relay.host], error)
                 return
@@ -172,7 +192,10 @@ class RelayTree:
                 parent = self._root  # only its own host waits for a restarting relay
             # A link ends with the life of either relay.
             if relay.link != (parent.host, parent.life):
-                await self._try_to_connect(parent, relay)
+                try:
+                    await self._connect(parent, relay)
+                except protocols.LibraError as fault:  # its first chunk is then requested from the root
+                    self._recorder.note(f"{relay.spec.name} cannot receive from {parent.spec.name}: {fault}")
             await self._supply(relay, staged, copies, begin)
 
         try:
@@ -188,8 +211,13 @@ class RelayTree:
             source = await came(chunk)
             try:
                 held = relay.kept.get(number)
-                # An unchanged chunk is not sent again. Without a checksum, nothing proves that it is unchanged.
-                if held is None or held.checksum is None or not _same(held, source):
+                # An unchanged chunk is not sent again: a restarted trainer may stage other bytes under the same number.
+                # Without a checksum, nothing proves that the bytes are unchanged.
+                if (
+                    held is None
+                    or held.checksum is None
+                    or (held.policy_version, held.checksum) != (source.policy_version, source.checksum)
+                ):
                     held = await self._fetch(relay, source, copies)
                     arrived += held.nbytes
             except protocols.LibraError as error:
@@ -200,7 +228,7 @@ class RelayTree:
         end = asyncio.get_running_loop().time()
         told = {"policy_version": source.policy_version, "bytes": arrived}
         self._recorder.span("weights", f"copy to host {relay.host}", begin, end, told)
-        self._recorder.status(relay.name, f"keeps version {source.policy_version}")
+        self._recorder.status(relay.spec.name, f"keeps version {source.policy_version}")
 
     async def _fetch(
         self, relay: Relay, chunk: protocols.WeightChunk, copies: Mapping[int, Chunks]
@@ -213,106 +241,87 @@ class RelayTree:
                 above = self._relays[relay.link[0]]
             except protocols.LibraError:
                 relay.link = None  # the parent has been dropped
-        what = f"{relay.name}, asked to bring chunk {chunk.index} to host {relay.host},"
-        work = self._fetch_from(above, relay, source, chunk)
-        return await deadlines.within(self._limits.weight_sync, work, what, "weight_sync")
 
-    async def _fetch_from(
-        self, above: Relay, relay: Relay, source: protocols.WeightChunk, chunk: protocols.WeightChunk
-    ) -> protocols.WeightChunk:
-        try:
-            if relay.link != (above.host, above.life):
-                raise protocols.WorkerLost(f"{relay.name} has no link to {above.name}")
-            return await self._transfer(above, relay, source)
-        except protocols.LibraError as error:
-            self._recorder.note(
-                f"Chunk {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} from host "
-                f"{above.host} ({error}); it is asked for again."
-            )
-        # A failed link cannot be used again. The root may be lost, too; the first caller to find that restarts it.
-        if (error_of_root := await self._made(self._root)) is not None:
-            raise error_of_root
-        await self._connect(self._root, relay)
-        return await self._transfer(self._root, relay, chunk)
+        async def twice() -> protocols.WeightChunk:
+            try:
+                if relay.link != (above.host, above.life):
+                    raise protocols.WorkerLost(f"{relay.spec.name} has no link to {above.spec.name}")
+                return await self._transfer(above, relay, source)
+            except protocols.LibraError as error:
+                self._recorder.note(
+                    f"Chunk {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} from "
+                    f"host {above.host} ({error}); it is asked for again."
+                )
+            # A failed link cannot be used again. The root may be lost, too; the first caller to find that restarts it.
+            if (error_of_root := await self._made(self._root)) is not None:
+                raise error_of_root
+            await self._connect(self._root, relay)
+            return await self._transfer(self._root, relay, chunk)
+
+        # The wait for the parent's copy is outside: a slow parent has its own deadline, and is not this relay's fault.
+        what = f"{relay.spec.name}, asked to bring chunk {chunk.index} to host {relay.host},"
+        return await deadlines.within(self._limits.weight_sync, twice(), what, "weight_sync")
 
     async def _transfer(self, above: Relay, relay: Relay, source: protocols.WeightChunk) -> protocols.WeightChunk:
         relay.kept.pop(source.index, None)  # its memory is overwritten
-        _, copy = await deadlines.together(above.called().send(source, relay.name), relay.called().receive(source))
+        _, copy = await deadlines.together(above.called().send(source, relay.spec.name), relay.called().receive(source))
         assert isinstance(copy, protocols.WeightChunk)
         relay.kept[source.index] = copy
         return copy
-
-    async def _try_to_connect(self, above: Relay, relay: Relay) -> None:
-        """Connects a relay. A relay without a link gets one when its first chunk is due."""
-        try:
-            await self._connect(above, relay)
-        except protocols.LibraError as error:
-            self._recorder.note(f"{relay.name} cannot receive from {above.name}: {error}")
 
     async def _connect(self, above: Relay, relay: Relay) -> None:
         relay.link = None
         relay.epoch += 1
         sender, receiver = above.called(), relay.called()
         address = await receiver.listen(relay.epoch)
-        await sender.connect(relay.name, relay.epoch, address)
+        await sender.connect(relay.spec.name, relay.epoch, address)
         relay.link = above.host, above.life
 
     async def _made(self, relay: Relay) -> protocols.LibraError | None:
         """Restarts a relay's process if it does not answer. Returns the error if that failed."""
         async with relay.making:
             try:
-                if await self._answers(relay, patient=True) is not None:
-                    await self._make(relay)
+                if await self._answers(relay, patient=True) is None:
+                    return None
+                self._recorder.status(relay.spec.name, "starting its process")
+                client = RelayClient(self._cluster, relay.spec, self._limits)
+                try:
+                    await client.stop()  # remains of a dropped process
+                except protocols.LibraError as error:
+                    self._recorder.note(f"{relay.spec.name} could not be stopped cleanly: {error}")
+                await client.make()
+                relay.client = client
+                relay.life += 1
+                self._recorder.status(relay.spec.name, "idle")
             except protocols.ConfigError as error:  # the cluster has no room for the run, and this error ends the run
                 return error
             except protocols.LibraError as error:
-                self._recorder.note(f"{relay.name} is not there, and is tried again when it is needed: {error}")
+                self._recorder.note(f"{relay.spec.name} is not there, and is tried again when it is needed: {error}")
                 return error
         return None
-
-    async def _made_soon(self, relay: Relay) -> protocols.LibraError | None:
-        try:
-            return await asyncio.wait_for(self._made(relay), MAKE_SECONDS)
-        except TimeoutError:
-            return protocols.WorkerLost(f"{relay.name} could not be restarted within {MAKE_SECONDS:g} s")
 
     async def _answers(self, relay: Relay, *, patient: bool) -> protocols.LibraError | None:
         """Drops a relay that does not answer, and returns the error. An impatient caller waits `ANSWER_SECONDS`."""
         if relay.client is None:
-            return protocols.WorkerLost(f"{relay.name} is not there")
+            return protocols.WorkerLost(f"{relay.spec.name} is not there")
         seconds = self._limits.weight_sync if patient else min(self._limits.weight_sync, ANSWER_SECONDS)
         try:
-            await deadlines.within(seconds, relay.client.health(), f"{relay.name}, asked to answer,", "weight_sync")
+            await deadlines.within(
+                seconds, relay.client.health(), f"{relay.spec.name}, asked to answer,", "weight_sync"
+            )
         except protocols.LibraError as error:
             self._drop(relay, error)
             return error
         return None
 
-    async def _make(self, relay: Relay) -> None:
-        self._recorder.status(relay.name, "starting its process")
-        client = relay_client.RelayClient(self._cluster, relay.spec, self._limits)
-        try:
-            await client.stop()  # remains of a dropped process
-        except protocols.LibraError as error:
-            self._recorder.note(f"{relay.name} could not be stopped cleanly: {error}")
-        await client.make()
-        relay.client = client
-        relay.life += 1
-        self._recorder.status(relay.name, "idle")
-
     def _drop(self, relay: Relay, error: protocols.LibraError) -> None:
-        """Stops using a relay's process. `_make` later ends and restarts it."""
+        """Stops using a relay's process. `_made` later ends and restarts it."""
         if relay.client is None:
             return
         relay.client, relay.link = None, None
         relay.kept.clear()
-        self._recorder.status(relay.name, "lost")
+        self._recorder.status(relay.spec.name, "lost")
         self._recorder.note(f"The relay of host {relay.host} is dropped, and made again when it is needed: {error}")
-
-
-def _same(held: protocols.WeightChunk, source: protocols.WeightChunk) -> bool:
-    """Returns whether the bytes are the version's. A restarted trainer may stage other bytes under the same number."""
-    return (held.policy_version, held.checksum) == (source.policy_version, source.checksum)
 
 
 def _fail(copies: Chunks, error: protocols.LibraError) -> None:

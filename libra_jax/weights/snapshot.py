@@ -4,6 +4,9 @@ To open a snapshot is one copy, with a cast, from the trainer's arrays into memo
 Afterwards nothing refers to the live parameters, so the next training step may donate them while engines still read.
 The memory is reused from version to version: the page faults of fresh memory would cost more than the copy.
 
+`HostSnapshot` is the snapshot in host memory. `DeviceSnapshot` syncs weights without host memory, NOT RUN YET, on any
+machine: a snapshot in torch's memory on the trainer's first GPU, sent by vLLM's engines.
+
 Tensors travel under their Hugging Face names, layer by layer. `lm_head.weight` is always among them: engines get an
 untied model, because vLLM's reload on CPU leaves a tied output projection stale.
 
@@ -14,31 +17,33 @@ before the array's next donation.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import torch
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import gathering, hf_names
+from libra_jax.models import hf_names, sharding
 from libra_jax.weights import memfd
 
 ALIGNMENT = 64
 """Alignment in bytes of each tensor's place in a chunk (a cache line)."""
 
 PART_BYTES = 4 * 2**20
-"""Approximate bytes of one copy. A large tensor is split, so that all copying threads work on it."""
+"""Approximate bytes of one copy."""
 
 MOST_COPIERS = 4
 """Maximum number of copying threads. More threads do not raise a host's memory bandwidth."""
+
+SENDER = "libra_jax.engines.vllm_weight_sender"
+"""Module of a `DeviceSnapshot`'s sender. It is named and not imported: weights do not depend on an engine."""
 
 
 def wire_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEntry, ...]:
@@ -48,35 +53,6 @@ def wire_entries(config: models_config.TransformerConfig) -> tuple[hf_names.HfEn
         return entries
     table = next(entry for entry in entries if entry.hf_name == "model.embed_tokens.weight")
     return (*entries, hf_names.HfEntry("lm_head.weight", table.path, table.layer, table.shape))
-
-
-def wire_dtype(shape: Sequence[int], dtype: str) -> str:
-    """Returns the dtype in which a tensor of this shape travels.
-
-    Vectors travel in float32. A trainer computes with norm weights in float32. When a hybrid worker got them rounded to
-    bfloat16, its gradients were off by 2%. An engine rounds them to its own dtype as it copies them.
-    """
-    return "float32" if len(shape) == 1 else dtype
-
-
-class Snapshot(Protocol):
-    """One version's parameters for others to read, for any transport."""
-
-    def open(self, version: int, params: Mapping[str, Any]) -> int:
-        """Takes a snapshot of `params`, which may be donated afterwards. Returns the number of chunks."""
-        ...
-
-    def stage(self, version: int, index: int) -> protocols.WeightChunk:
-        """Returns one chunk of the open snapshot, with its address."""
-        ...
-
-    def close(self, version: int) -> None:
-        """Ends the snapshot."""
-        ...
-
-    def shutdown(self) -> None:
-        """Releases the memory. Idempotent."""
-        ...
 
 
 def create(
@@ -114,8 +90,7 @@ def create(
             f"config.rollout.transport: {transport!r} serves one rollout instance, not {len(tensor_parallel)} "
             "(config.rollout.tensor_parallel); use 'memfd'"
         )
-    module = importlib.import_module("libra_jax.weights.device_snapshot")
-    return module.DeviceSnapshot(model_config, dtype, transport, tensor_parallel[0], publish_seconds)
+    return DeviceSnapshot(model_config, dtype, transport, tensor_parallel[0], publish_seconds)
 
 
 class HostSnapshot:
@@ -123,32 +98,40 @@ class HostSnapshot:
 
     Args:
       model_config: the model's shape.
-      dtype: wire dtype of matrices (float32, bfloat16 or float16), in which the engine computes. Vectors: `wire_dtype`.
+      dtype: wire dtype of matrices (float32, bfloat16 or float16), in which the engine computes. Vectors: float32.
       chunk_bytes: maximum bytes of a chunk. A single larger tensor gets a chunk of its own size.
       checksum: True to digest each chunk, so that the engine notices damage.
+
+    Attributes:
+      nbytes: bytes of a snapshot.
     """
 
     def __init__(
-        self,
-        model_config: models_config.TransformerConfig,
-        dtype: str,
-        chunk_bytes: int,
-        checksum: bool,
+        self, model_config: models_config.TransformerConfig, dtype: str, chunk_bytes: int, checksum: bool
     ) -> None:
         self._checksum = checksum
         self._sources = wire_entries(model_config)
-        self._chunks = _pack(self._sources, dtype, chunk_bytes)
+        self._chunks: list[list[protocols.WeightEntry]] = [[]]
+        for source in self._sources:
+            # A trainer computes with norm weights in float32. When a hybrid worker got them rounded to bfloat16, its
+            # gradients were off by 2%. An engine rounds vectors to its own dtype as it copies them.
+            kind = "float32" if len(source.shape) == 1 else dtype
+            nbytes = getattr(torch, kind).itemsize * math.prod(source.shape)
+            last = self._chunks[-1][-1:]
+            # Rounds up to the alignment.
+            offset = -(-(last[0].offset + last[0].nbytes) // ALIGNMENT) * ALIGNMENT if last else 0
+            if offset and offset + nbytes > chunk_bytes:
+                self._chunks.append([])
+                offset = 0
+            self._chunks[-1].append(protocols.WeightEntry(source.hf_name, kind, source.shape, offset, nbytes))
+        self._sizes = [entries[-1].offset + entries[-1].nbytes for entries in self._chunks]
+        self.nbytes = sum(self._sizes)
         self._memory: list[memfd.Owner] = []
         self._version: int | None = None
         self._written: int | None = None  # version of the bytes in memory, even after `close`
         self._checksums: dict[int, str] = {}
         cores = len(os.sched_getaffinity(0))
         self._copiers = futures.ThreadPoolExecutor(min(MOST_COPIERS, cores), "copy", torch.set_num_threads, (1,))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a snapshot."""
-        return sum(_size(entries) for entries in self._chunks)
 
     def open(self, version: int, params: Mapping[str, Any]) -> int:
         """Takes a snapshot of `params`, which may be donated once this returns. Replaces an open snapshot.
@@ -169,11 +152,11 @@ class HostSnapshot:
         leaves = {source.path: leaf(params, source) for source in self._sources}
         self._checksums.clear()
         # All processes take part in the gathering, and process 0 alone keeps the result.
-        with gathering.whole(leaves.values()) as gathered:
+        with sharding.whole(leaves.values()) as gathered:
             if jax.process_index() == 0:
-                self._allocate()
-                with _one_thread():
-                    self._copy(leaves, gathered)
+                if not self._memory:  # it serves all versions
+                    self._memory = self._allocated()
+                self._copy(leaves, gathered)
         self._version = self._written = version
         return len(self._chunks)
 
@@ -184,15 +167,13 @@ class HostSnapshot:
                 f"chunk {index} of version {version} cannot be staged: version {self._version} is open, with "
                 f"{len(self._chunks)} chunks"
             )
-        owner, entries = self._memory[index], self._chunks[index]
-        nbytes = _size(entries)
         return protocols.WeightChunk(
             policy_version=version,
             index=index,
             count=len(self._chunks),
-            entries=entries,
-            nbytes=nbytes,
-            transport=owner.address,
+            entries=tuple(self._chunks[index]),
+            nbytes=self._sizes[index],
+            transport=self._memory[index].address,
             checksum=self._chunk_checksum(index) if self._checksum else None,
         )
 
@@ -217,33 +198,31 @@ class HostSnapshot:
         """Releases the shared memory. Idempotent."""
         self._version = self._written = None
         self._copiers.shutdown()
-        self._free()
-
-    def _free(self) -> None:
         for owner in self._memory:
             owner.close()
         self._memory.clear()
 
     def _chunk_checksum(self, index: int) -> str:
         if index not in self._checksums:
-            data = memoryview(self._memory[index].buffer)[: _size(self._chunks[index])]
+            data = memoryview(self._memory[index].buffer)[: self._sizes[index]]
             self._checksums[index] = memfd.digest(data)
         return self._checksums[index]
 
-    def _allocate(self) -> None:
-        if self._memory:
-            return
+    def _allocated(self) -> list[memfd.Owner]:
         purpose = f"the snapshot of the weights ({self.nbytes / 2**20:.1f} MiB in all)"
         free = memfd.available_bytes()
         # Checked in total first, so that a failure comes before any memory is taken.
         if self.nbytes > free:
             raise memfd.too_little(purpose, self.nbytes, free)
+        made: list[memfd.Owner] = []
         try:
-            for entries in self._chunks:
-                self._memory.append(memfd.Owner(_size(entries), purpose))
+            for nbytes in self._sizes:
+                made.append(memfd.Owner(nbytes, purpose))
         except memfd.SharedMemoryError:
-            self._free()
+            for owner in made:
+                owner.close()
             raise
+        return made
 
     def _copy(self, paths: Iterable[tuple[str, ...]], gathered: Iterator[jax.Array]) -> None:
         """Copies leaf by leaf, so that torch never holds more than one leaf."""
@@ -255,29 +234,108 @@ class HostSnapshot:
             kind = getattr(torch, entry.dtype)
             flat = torch.frombuffer(owner.buffer, dtype=kind, count=math.prod(entry.shape), offset=entry.offset)
             targets[source.path].append((source.layer, flat.view(entry.shape)))
-        for target in targets.values():
-            self._copy_leaf(next(gathered), target)  # no variable keeps the leaf alive while the next one is gathered
 
-    def _copy_leaf(self, array: jax.Array, targets: Sequence[tuple[int | None, torch.Tensor]]) -> None:
-        copies = (copy for piece in pieces(array) for layer, target in targets for copy in _parts(piece, layer, target))
-        for _ in self._copiers.map(lambda copy: copy[0].copy_(copy[1]), copies):
-            pass  # iterating raises a copying thread's error
+        threads = torch.get_num_threads()
+        # Torch's own threads would wait for each other at the end of every tensor.
+        torch.set_num_threads(1)
+        try:
+            for places in targets.values():
+                # No variable keeps a leaf alive while the next one is gathered.
+                for _ in self._copiers.map(lambda copy: copy[0].copy_(copy[1]), _copies(next(gathered), places)):
+                    pass  # iterating raises a copying thread's error
+        finally:
+            torch.set_num_threads(threads)
 
 
-def _parts(piece: Piece, layer: int | None, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the pieces of a device's part of one tensor, each with its target.
+class DeviceSnapshot:
+    """A snapshot over the ipc and nccl transports. One chunk holds the whole model.
 
-    The tensor is a whole leaf, or one layer of it.
+    It is a copy in torch's memory, because CUDA IPC exports only memory that torch allocated. Methods without a
+    docstring are those of `HostSnapshot`.
     """
-    start, tensor = piece.start, piece.tensor
-    if layer is not None:
-        if not start[0] <= layer < start[0] + tensor.shape[0]:
-            return
-        start, tensor = start[1:], tensor[layer - start[0]]
-    for axis, (first, size) in enumerate(zip(start, tensor.shape, strict=True)):
-        target = target.narrow(axis, first, size)
-    rows = max(1, PART_BYTES // target[0].nbytes)
-    yield from zip(target.split(rows), tensor.split(rows), strict=True)
+
+    def __init__(
+        self,
+        model_config: models_config.TransformerConfig,
+        dtype: str,
+        transport: str,
+        workers: int,
+        publish_seconds: float,
+    ) -> None:
+        self._sources = wire_entries(model_config)
+        self._dtype_name = dtype
+        self._dtype = getattr(torch, dtype)
+        self._sender = importlib.import_module(SENDER).Sender(transport, workers, publish_seconds)
+        self._version: int | None = None
+        self._chunk: protocols.WeightChunk | None = None
+
+    def open(self, version: int, params: Mapping[str, Any]) -> int:
+        """Takes the snapshot and starts to send it. See `HostSnapshot.open`."""
+        leaves = {source.path: leaf(params, source) for source in self._sources}
+        gathered: dict[tuple[str, ...], torch.Tensor] = {}
+        for path, array in leaves.items():
+            device = min(array.sharding.device_set, key=lambda item: item.id)
+            gathered[path] = torch.from_dlpack(jax.device_put(array, device).block_until_ready())
+        named = []
+        for source in self._sources:
+            tensor = gathered[source.path] if source.layer is None else gathered[source.path][source.layer]
+            named.append((source.hf_name, tensor.to(self._dtype, copy=True)))
+        # The copies must be complete before the gathered arrays go, and before the engine reads them.
+        torch.cuda.synchronize()
+        # The snapshot has its own copies.
+        gathered.clear()
+        entries, offset = [], 0
+        for name, tensor in named:
+            entries.append(protocols.WeightEntry(name, self._dtype_name, tuple(tensor.shape), offset, tensor.nbytes))
+            offset += tensor.nbytes
+        address = self._sender.begin(named)
+        self._version = version
+        self._chunk = protocols.WeightChunk(version, 0, 1, tuple(entries), offset, address)
+        return 1
+
+    def stage(self, version: int, index: int) -> protocols.WeightChunk:
+        """Returns the only chunk."""
+        if version != self._version or index != 0 or self._chunk is None:
+            raise protocols.LibraError(f"chunk {index} of version {version} cannot be staged: {self._version} is open")
+        return self._chunk
+
+    def close(self, version: int) -> None:
+        """Waits until the last byte is sent, and frees the snapshot."""
+        if version == self._version:
+            self._version, self._chunk = None, None
+            self._sender.end()
+
+    def shutdown(self) -> None:
+        """Closes the transport. Idempotent."""
+        self._version, self._chunk = None, None
+        self._sender.shutdown()
+
+
+Snapshot = HostSnapshot | DeviceSnapshot
+"""One version's parameters for others to read, over any transport."""
+
+
+def _copies(
+    array: jax.Array, places: Sequence[tuple[int | None, torch.Tensor]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields (target, source) of each copy that writes a leaf to its places.
+
+    Args:
+      array: the leaf, on the devices.
+      places: for each tensor of the leaf, its layer (None: the whole leaf) and its memory.
+    """
+    for piece in pieces(array):
+        for layer, target in places:
+            start, tensor = piece.start, piece.tensor
+            if layer is not None:
+                if not start[0] <= layer < start[0] + tensor.shape[0]:
+                    continue
+                start, tensor = start[1:], tensor[layer - start[0]]
+            for axis, (first, size) in enumerate(zip(start, tensor.shape, strict=True)):
+                target = target.narrow(axis, first, size)
+            # In parts, so that all copying threads work on a large tensor.
+            rows = max(1, PART_BYTES // target[0].nbytes)
+            yield from zip(target.split(rows), tensor.split(rows), strict=True)
 
 
 def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
@@ -298,41 +356,9 @@ def leaf(params: Mapping[str, Any], source: hf_names.HfEntry) -> jax.Array:
     return found
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limits torch to one thread. Its own threads would wait for each other at the end of every tensor."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def snapshot_digest(checksums: Sequence[str]) -> str:
     """Returns the digest of a whole snapshot, from the checksums of its chunks in order."""
     return memfd.digest(memoryview(" ".join(checksums).encode()))
-
-
-def _size(entries: Sequence[protocols.WeightEntry]) -> int:
-    return entries[-1].offset + entries[-1].nbytes
-
-
-def _pack(
-    sources: Sequence[hf_names.HfEntry], dtype: str, chunk_bytes: int
-) -> tuple[tuple[protocols.WeightEntry, ...], ...]:
-    """Returns the chunks in order, with each tensor's place."""
-    chunks: list[list[protocols.WeightEntry]] = [[]]
-    for source in sources:
-        kind = wire_dtype(source.shape, dtype)
-        nbytes = getattr(torch, kind).itemsize * math.prod(source.shape)
-        # Rounds up to the alignment.
-        offset = -(-_size(chunks[-1]) // ALIGNMENT) * ALIGNMENT if chunks[-1] else 0
-        if offset and offset + nbytes > chunk_bytes:
-            chunks.append([])
-            offset = 0
-        chunks[-1].append(protocols.WeightEntry(source.hf_name, kind, source.shape, offset, nbytes))
-    return tuple(map(tuple, chunks))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from libra_jax import config as configuration
@@ -99,7 +100,15 @@ class WeightSync:
                 if version not in (self.version, protocols.NO_VERSION) or engine.state != "loaded":
                     version = protocols.NO_VERSION
                 if version != protocols.NO_VERSION:
-                    await self._read(engine, version, chunks)
+                    updates = [_Update(engine, version, self._recorder)]
+                    staged = relay_tree.expected(len(chunks))
+                    for chunk, place in zip(chunks, staged, strict=True):
+                        place.set_result(chunk)
+                    copies = await self._spread(updates, staged)
+                    if updates[0].going:
+                        self._engines.serve([engine])
+                    if self._members is not None:
+                        self._members.add_copies(version, copies)
                     return
         with turns.queued():  # a training step, or a restart of the trainer, may be long
             await self._trainer.lock.acquire()
@@ -120,18 +129,6 @@ class WeightSync:
         """Returns the engines to load. An engine that waits for its host's relay catches up afterwards."""
         return [item for item in self._engines.loadable() if item.name not in self._waiting]
 
-    async def _read(self, engine: instances.Engine, version: int, chunks: Sequence[protocols.WeightChunk]) -> None:
-        """Loads the snapshot in memory into one engine, without a call to the trainer."""
-        updates = [_Update(engine, version, self._recorder)]
-        staged = relay_tree.expected(len(chunks))
-        for chunk, place in zip(chunks, staged, strict=True):
-            place.set_result(chunk)
-        copies = await self._spread(updates, staged)
-        if updates[0].going:
-            self._engines.serve([engine])
-        if self._members is not None:
-            self._members.add_copies(version, copies)
-
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         """Opens a new snapshot, sends it to the engines, and offers it to the training sides. Needs the lock."""
         if not engines and self._members is None:
@@ -139,37 +136,29 @@ class WeightSync:
         if self._members is not None:
             await self._members.settle()  # the new snapshot overwrites the memory that they read
         async with self._engines.weights:
-            staged, copies = await self._load_snapshot(version, engines)
-        if self._members is not None:
-            self._members.offer(version, staged, copies)
-
-    async def _load_snapshot(
-        self, version: int, engines: Sequence[instances.Engine]
-    ) -> tuple[Sequence[protocols.WeightChunk], training_sides.Copies]:
-        self._staged = protocols.NO_VERSION, ()
-        # Made before the first await: if an engine is lost meanwhile, its life changes and its update is dropped.
-        up = [engine for engine in engines if engine.state in ("loaded", "serving")]
-        updates = [_Update(engine, version, self._recorder) for engine in up]
-        count = await self._trainer.open_weights(version)
-        staged = relay_tree.expected(count)
-        try:
+            self._staged = protocols.NO_VERSION, ()
+            # Made before the first await: if an engine is lost meanwhile, its life changes and its update is dropped.
+            up = [engine for engine in engines if engine.state in ("loaded", "serving")]
+            updates = [_Update(engine, version, self._recorder) for engine in up]
+            staged = relay_tree.expected(await self._trainer.open_weights(version))
             try:
-                copies = await self._spread(updates, staged, self._stage(version, staged))
-            finally:
-                await self._trainer.close_weights(version)
-        except protocols.TrainerLost as error:
-            for update in updates:
-                if update.half:  # the engine holds part of the new weights, and the rest is lost with the trainer
-                    self._engines.lost(update.engine, update.life, error)
-            self._serve(update for update in updates if update.ended)
-            raise
-        self._serve(updates)
-        # Only now may an engine that starts later read the snapshot from memory.
-        self._staged = version, [chunk.result() for chunk in staged]
-        return self._staged[1], copies
-
-    def _serve(self, updates: Iterable[_Update]) -> None:
-        self._engines.serve(update.engine for update in updates if update.going)
+                try:
+                    copies = await self._spread(updates, staged, self._stage(version, staged))
+                finally:
+                    await self._trainer.close_weights(version)
+            except protocols.TrainerLost as error:
+                for update in updates:
+                    # The engine holds part of the new weights, and the rest is lost with the trainer.
+                    if update.going and update.begun and not update.ended:
+                        self._engines.lost(update.engine, update.life, error)
+                self._engines.serve(update.engine for update in updates if update.ended and update.going)
+                raise
+            self._engines.serve(update.engine for update in updates if update.going)
+            # Only now may an engine that starts later read the snapshot from memory.
+            self._staged = version, [chunk.result() for chunk in staged]
+            chunks = self._staged[1]
+        if self._members is not None:
+            self._members.offer(version, chunks, copies)
 
     async def _stage(self, version: int, staged: relay_tree.Chunks) -> None:
         for index, chunk in enumerate(staged):
@@ -220,20 +209,15 @@ class WeightSync:
                 await self._each(updates, _Update.begin)
             if not self._checksum:  # the checksum was for relays, which have compared it, or for training sides
                 chunk = dataclasses.replace(chunk, checksum=None)
-            await self._each(updates, _Update.load, chunk)
+            await self._each(updates, functools.partial(_Update.load, chunk=chunk))
         await self._each(updates, _Update.end)
 
-    async def _each(
-        self,
-        updates: Sequence[_Update],
-        verb: Callable[..., Coroutine[Any, Any, None]],
-        *arguments: protocols.WeightChunk,
-    ) -> None:
+    async def _each(self, updates: Sequence[_Update], verb: Callable[[_Update], Coroutine[Any, Any, None]]) -> None:
         """Runs one verb on all engines at once. An engine that fails is reported lost."""
 
         async def guarded(update: _Update) -> None:
             try:
-                await verb(update, *arguments)
+                await verb(update)
             except Exception as error:  # after any failure the engine's weights cannot be trusted
                 self._engines.lost(update.engine, update.life, error)
 
@@ -250,12 +234,7 @@ class _Update:
         self._version = version
         self._recorder = recorder
         self._start = 0.0
-        self._begun = self.ended = False
-
-    @property
-    def half(self) -> bool:
-        """True if the engine holds part of the version."""
-        return self.going and self._begun and not self.ended
+        self.begun = self.ended = False
 
     @property
     def going(self) -> bool:
@@ -271,7 +250,7 @@ class _Update:
 
     async def begin(self) -> None:
         """Freezes decoding and prepares the engine for new weights."""
-        self._start, self._begun = asyncio.get_running_loop().time(), True
+        self._start, self.begun = asyncio.get_running_loop().time(), True
         self.engine.paused = True
         await self.client.pause()
         await self.client.start_weight_update(self._version)

@@ -23,7 +23,7 @@ import numpy as np
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.planning import robust, scale
+from libra_jax.planning import calibration, scale
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import files, status
 from tests.benchmarks import coordinator, planner, publishing, scheduler
@@ -135,7 +135,7 @@ def fit(seconds: Callable[[coordinator.Shape], float]) -> tuple[dict[str, float]
     """
     taken = np.array([seconds(shape) for shape in SHAPES])
     rows = np.array([counts(shape) for shape in SHAPES]) / taken[:, None]
-    values = dict(zip(ATTEMPT_COSTS, map(float, robust.non_negative(rows, np.ones(len(SHAPES)))), strict=True))
+    values = dict(zip(ATTEMPT_COSTS, map(float, calibration.non_negative_fit(rows, np.ones(len(SHAPES)))), strict=True))
     return values, float(np.dot(counts(HELD_OUT), list(values.values())))
 
 

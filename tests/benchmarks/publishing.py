@@ -16,7 +16,7 @@ import numpy as np
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, failure, instances
-from libra_jax.planning import robust
+from libra_jax.planning import calibration
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, world
 from libra_jax.telemetry import memory
@@ -97,7 +97,7 @@ def costs(rounds: int) -> dict[str, float]:
     """CPU seconds of engine_update, engine_chunk, host_chunk, health and serving (`planning.scale.Costs`)."""
     taken = [clock.run(_published(*size, rounds), signals=False) for size in SIZES]
     rows = np.array([_counts(*size) for size in SIZES]) / np.array(taken)[:, None]
-    fitted = robust.non_negative(rows, np.ones(len(SIZES)))
+    fitted = calibration.non_negative_fit(rows, np.ones(len(SIZES)))
     return {
         **dict(zip(PUBLICATION_COSTS, map(float, fitted), strict=True)),
         "health": clock.run(_health(), signals=False),

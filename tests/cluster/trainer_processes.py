@@ -16,7 +16,7 @@ import small_model
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import gathering, hf, transformer
+from libra_jax.models import hf, sharding, transformer
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import trainer
 
@@ -84,8 +84,8 @@ class Trainer(trainer.TrainerActor):
 
     def bits(self) -> dict[str, str]:
         """A digest of each leaf of the state: parameters, moments, step and random key."""
-        paths, leaves = zip(*jax.tree.leaves_with_path(self._started().state), strict=True)
-        with gathering.whole(leaves) as whole:
+        paths, leaves = zip(*jax.tree.leaves_with_path(self.running().learner.state), strict=True)
+        with sharding.whole(leaves) as whole:
             found = [hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in whole]
         return dict(zip(map(jax.tree_util.keystr, paths), found, strict=True))
 

@@ -13,7 +13,7 @@ import mortal_trainers
 import pytest
 
 from libra_jax import protocols
-from libra_jax.planning import replanning
+from libra_jax.planning import planner
 
 BEGIN = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 2, 100),))
 WIDE = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 1, 6), protocols.PlannedBucket(2, 1, 100)))
@@ -28,13 +28,13 @@ class Scripted:
         self.plan = BEGIN
         self.calibrated = False
         self.plans = plans
-        self.measured: list[replanning.Measured] = []
+        self.measured: list[planner.Measured] = []
         self.fails: tuple[int, ...] = ()
 
     def after(
         self,
         step: int,
-        measured: replanning.Measured,
+        measured: planner.Measured,
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
@@ -46,7 +46,7 @@ class Scripted:
         if step not in self.plans or not may_move:
             return None, {"plan/step_seconds": 1.0}
         self.plan = self.plans[step]
-        return replanning.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
+        return planner.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
 
     def refuse(self, plan: protocols.Plan) -> None:
         self.plan = plan
@@ -328,7 +328,7 @@ def test_a_loss_is_told_until_the_planner_may_act_on_it(tmp_path):
     told: list[tuple[int, bool]] = []
     ask = planner.after
 
-    def note(step: int, measured: replanning.Measured, *arguments: Any, **further: Any) -> Any:
+    def note(step: int, measured: planner.Measured, *arguments: Any, **further: Any) -> Any:
         told.append((measured.lost, further["may_move"]))
         return ask(step, measured, *arguments, **further)
 

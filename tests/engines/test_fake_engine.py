@@ -164,4 +164,4 @@ def test_weight_verbs_out_of_order_or_incomplete_are_refused():
 def test_a_script_without_a_function_is_refused():
     with pytest.raises(protocols.ConfigError, match='must have the form "module:function"'):
         make(script="json")
-    assert fake_engine.load_script("json:dumps").__name__ == "dumps"
+    assert make(script="json:dumps")._script.__name__ == "dumps"

@@ -110,11 +110,11 @@ def test_an_engine_that_never_joins_is_a_sentence_and_one_that_joins_late_is_ser
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     joined, engine = threading.Event(), Connected()
 
-    def connect(sender: vllm_weight_sender.Sender, info: object) -> Connected:
+    def connect(info: object, client: object, source: object) -> Connected:
         joined.wait(30)
         return engine
 
-    monkeypatch.setattr(vllm_weight_sender.Sender, "_connect", connect)
+    monkeypatch.setattr(vllm_weight_sender.factory.WeightTransferTrainerFactory, "trainer_init", connect)
     sender = vllm_weight_sender.Sender("nccl", workers=2, seconds=0.2)
     address = sender.begin([("model.norm.weight", torch.ones(3))])
     assert (address["init_info"]["world_size"], address["update_info"]["shapes"]) == (3, [[3]])

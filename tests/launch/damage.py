@@ -176,7 +176,7 @@ def go_on(config: configuration.RunConfig, workdir: Path, outcome: Outcome) -> O
     async def restored(saver: saving.Saver, stored: checkpoint_store.Stored) -> dict[str, Any]:
         state = await restore(saver, stored)
         outcome.step, outcome.state = stored.step, _digest(state, trainers[-1])
-        outcome.weights = _of_leaves(hashlib.sha256(), trainers[-1]._started().state.params)
+        outcome.weights = _of_leaves(hashlib.sha256(), trainers[-1].running().learner.state.params)
         await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == coordinator.OLDER))
         outcome.records = {name: _lines(workdir / name) for name in RECORDS}
         raise Restored("restored")
@@ -206,7 +206,7 @@ def _digest(state: Any, actor: trainer.TrainerActor) -> str:
     """Of the coordinator's part, and of each number of the train state in its place."""
     digest = hashlib.sha256(repr(state).encode())
     digest.update(str(actor._skipped_in_a_row).encode())
-    return _of_leaves(digest, actor._started().state)
+    return _of_leaves(digest, actor.running().learner.state)
 
 
 def _of_leaves(digest: hashlib._Hash, tree: Any) -> str:

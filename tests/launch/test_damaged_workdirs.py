@@ -157,9 +157,9 @@ def test_a_loss_that_stays_nan_ends_the_run(workdir, monkeypatch):
 
     def spoil(actor, path):
         version = restore(actor, path)
-        state = actor._started().state
+        state = actor.running().learner.state
         spoilt = jax.tree.map(lambda leaf: leaf * float("nan"), state.params)
-        actor._started().state = dataclasses.replace(state, params=spoilt)
+        actor.running().learner.state = dataclasses.replace(state, params=spoilt)
         return version
 
     monkeypatch.setattr(damage.trainer.TrainerActor, "restore", spoil)
@@ -173,9 +173,9 @@ def test_weights_that_are_not_finite_are_never_exported(workdir, monkeypatch):
 
     def spoil(actor, batch, *more):
         told = finish(actor, batch, *more)
-        state = actor._started().state
+        state = actor.running().learner.state
         spoilt = jax.tree.map(lambda leaf: leaf * float("nan"), state.params)
-        actor._started().state = dataclasses.replace(state, params=spoilt)
+        actor.running().learner.state = dataclasses.replace(state, params=spoilt)
         return told
 
     monkeypatch.setattr(damage.trainer.TrainerActor, "train_step", spoil)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from libra_jax.models import attention, kernels
+from libra_jax.models import attention, feasibility
 from libra_jax.protocols import ConfigError
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -83,7 +83,7 @@ def test_splash_equals_dense_in_interpret_mode():
     """On a TPU the same kernel is compiled; interpreting it checks our masks, scaling and padding of heads."""
     q, k, v, grad = _inputs(2, 256, seed=1)
     real = (PACKED != 0)[..., None, None]
-    splash = functools.partial(kernels.splash, interpret=True)
+    splash = functools.partial(attention.splash, interpret=True)
     got = _values_and_gradients(splash, q, k, v, grad * real, PACKED)
     expected = _values_and_gradients(attention.dense, q, k, v, grad * real, PACKED)
     for ours, reference in zip(got, expected, strict=True):
@@ -99,7 +99,7 @@ def test_cudnn_serves_single_segments_and_leaves_packed_rows_to_blocks():
         jax.debug.callback(lambda: served.append("blocks"))
         return attention.chunked(*inputs, chunk=64)
 
-    fused = functools.partial(kernels.cudnn, otherwise=otherwise, implementation="xla")
+    fused = functools.partial(attention.cudnn, otherwise=otherwise, implementation="xla")
     single = np.array([[3] * 256, [1] * 200 + [0] * 56], np.int32)
     for segments, packed in ((single, False), (PACKED, True)):
         real = (segments != 0)[..., None, None]
@@ -112,28 +112,28 @@ def test_cudnn_serves_single_segments_and_leaves_packed_rows_to_blocks():
 
 
 def test_a_kernel_of_another_platform_is_refused_with_a_sentence():
-    shape = (1, 128, 4, 128)
-    assert kernels.choose("auto", shape, jnp.bfloat16) == "chunked"
-    assert kernels.choose("chunked", shape, jnp.float32) == "chunked"
-    with pytest.raises(ConfigError, match=r"config.model.attention: splash needs a TPU \(this is cpu\)"):
-        kernels.choose("splash", shape, jnp.bfloat16)
-    with pytest.raises(ConfigError, match=r"config.model.attention: cudnn needs a GPU \(this is cpu\)"):
-        kernels.choose("cudnn", shape, jnp.bfloat16)
+    q, k, v = (jnp.ones((1, 128, heads, 128)) for heads in (4, 2, 2))
+    segments = jnp.ones((1, 128), jnp.int32)
+    for kernel, needs in (("splash", "TPU"), ("cudnn", "GPU")):
+        with pytest.raises(ConfigError, match=rf"config.model.attention: {kernel} needs a {needs} \(this is cpu\)"):
+            attention.prepare(kernel, 128, segments)(q, k, v)
 
 
 @pytest.mark.parametrize(
-    ("platform", "shape", "dtype", "auto", "problem"),
+    ("platform", "tokens", "head_dim", "dtype", "auto", "problem"),
     [
-        ("tpu", (1, 256, 4, 64), "float32", "splash", None),
-        ("tpu", (1, 200, 4, 64), "float32", "chunked", "splash needs rows of a multiple of 128 tokens, not 200"),
-        ("gpu", (1, 200, 4, 128), "bfloat16", "cudnn", None),
-        ("gpu", (1, 200, 4, 128), "float32", "chunked", "cudnn needs bfloat16 and heads of at most 128, not float32"),
-        ("gpu", (1, 200, 4, 256), "bfloat16", "chunked", "cudnn needs bfloat16 and heads of at most 128, not bfloat16"),
+        ("cpu", 128, 128, "bfloat16", "chunked", None),
+        ("tpu", 256, 64, "float32", "splash", None),
+        ("tpu", 200, 64, "float32", "chunked", "splash needs rows of a multiple of 128 tokens, not 200"),
+        ("gpu", 200, 128, "bfloat16", "cudnn", None),
+        ("gpu", 200, 128, "float32", "chunked", "cudnn needs bfloat16 and heads of at most 128, not float32"),
+        ("gpu", 200, 256, "bfloat16", "chunked", "cudnn needs bfloat16 and heads of at most 128, not bfloat16"),
     ],
 )
-def test_auto_takes_the_platform_kernel_where_it_suffices(monkeypatch, platform, shape, dtype, auto, problem):
-    monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    assert kernels.choose("auto", shape, jnp.dtype(dtype)) == auto
+def test_auto_takes_the_platform_kernel_where_it_suffices(platform, tokens, head_dim, dtype, auto, problem):
+    case = (platform, tokens, head_dim, dtype)
+    assert feasibility.choose_attention("auto", *case) == auto
+    assert feasibility.choose_attention("chunked", *case) == "chunked"
     if problem is not None:
         with pytest.raises(ConfigError, match=problem):
-            kernels.choose({"tpu": "splash", "gpu": "cudnn"}[platform], shape, jnp.dtype(dtype))
+            feasibility.choose_attention({"tpu": "splash", "gpu": "cudnn"}[platform], *case)

@@ -13,7 +13,7 @@ import transformers
 from jax.sharding import AxisType
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, hf_names, sharding, transformer
+from libra_jax.models import hf, hf_names, transformer
 from libra_jax.protocols import DataError
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -60,7 +60,7 @@ def test_round_trip_is_bit_exact(config, params, dtype, shard_bytes, tmp_path):
 
 @pytest.mark.parametrize("shape", [(1, 8, 1, 1), (2, 2, 2, 1), (4, 1, 2, 1)])
 def test_sharded_round_trip_is_bit_exact(config, params, directory, shape, tmp_path):
-    shardings = sharding.shardings(config, _mesh(*shape))
+    shardings = transformer.shardings(config, _mesh(*shape))
     loaded = hf.load(directory, config, shardings=shardings)
     assert all(jax.tree.leaves(jax.tree.map(lambda leaf, where: leaf.sharding == where, loaded, shardings)))
     _same(loaded, params)
@@ -103,7 +103,7 @@ def test_sharded_load_reads_only_each_device_piece(config, directory, monkeypatc
             return Slice()
 
     monkeypatch.setattr(hf.safetensors, "safe_open", Recording)
-    hf.load(directory, config, shardings=sharding.shardings(config, _mesh(2, 2, 2, 1)))
+    hf.load(directory, config, shardings=transformer.shardings(config, _mesh(2, 2, 2, 1)))
     shapes = {entry.hf_name: entry.shape for entry in hf_names.weight_map(config)}
     for name, size in read:
         whole = int(np.prod(shapes[name]))

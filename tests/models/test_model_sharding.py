@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from libra_jax.models import axes, feasibility, sharding, transformer
 from libra_jax.models import config as model_config
+from libra_jax.models import feasibility, sharding, transformer
 from libra_jax.protocols import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -55,10 +55,10 @@ def reference(config, batch):
 def test_sharded_loss_and_gradient_equal_unsharded(config, batch, reference, shape, capfd):
     params, (loss, gradient) = reference
     mesh = _mesh(shape)
-    placed = jax.device_put(params, sharding.shardings(config, mesh))
+    placed = jax.device_put(params, transformer.shardings(config, mesh))
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
     with jax.set_mesh(mesh):
-        step = jax.jit(_step, static_argnums=0, out_shardings=(None, sharding.shardings(config, mesh)))
+        step = jax.jit(_step, static_argnums=0, out_shardings=(None, transformer.shardings(config, mesh)))
         got_loss, got = step(config, placed, *(jax.device_put(array, rows) for array in batch))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
     for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True):
@@ -79,7 +79,7 @@ def test_what_a_layer_keeps_is_split_over_the_tensor_axis(config, monkeypatch):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
             return transformer.forward(params, config, options, tokens, positions, jnp.ones_like(tokens)).var()
 
-        where = sharding.shardings(config, mesh)
+        where = transformer.shardings(config, mesh)
         params = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             transformer.abstract_params(config),
@@ -90,7 +90,7 @@ def test_what_a_layer_keeps_is_split_over_the_tensor_axis(config, monkeypatch):
         return step.memory_analysis().temp_size_in_bytes
 
     split = held()
-    monkeypatch.setitem(axes.RULES, "residual", "context")
+    monkeypatch.setitem(sharding.RULES, "residual", "context")
     jax.clear_caches()
     kept = 4 * config.num_layers * 1024 * config.hidden_size
     assert held() - split > 0.3 * kept  # two devices: half of it, less what gathering takes
@@ -98,7 +98,7 @@ def test_what_a_layer_keeps_is_split_over_the_tensor_axis(config, monkeypatch):
 
 def test_parameters_are_drawn_where_they_live(config, reference):
     mesh = _mesh((2, 2, 2, 1))
-    shardings = sharding.shardings(config, mesh)
+    shardings = transformer.shardings(config, mesh)
     drawn = jax.jit(transformer.init_params, static_argnums=0, out_shardings=shardings)(config, jax.random.key(0))
     for ours, whole, where in zip(*(jax.tree.leaves(tree) for tree in (drawn, reference[0], shardings)), strict=True):
         assert ours.sharding == where
@@ -107,7 +107,7 @@ def test_parameters_are_drawn_where_they_live(config, reference):
 
 def test_every_matrix_is_split_over_fsdp_and_tensor():
     config = model_config.untied(model_config.load_preset("Qwen3-1.7B"))
-    specs = jax.tree.leaves(sharding.partition_specs(config), is_leaf=lambda node: isinstance(node, PartitionSpec))
+    specs = jax.tree.leaves(transformer.partition_specs(config), is_leaf=lambda node: isinstance(node, PartitionSpec))
     shapes = jax.tree.leaves(transformer.abstract_params(config))
     for shape, spec in zip(shapes, specs, strict=True):
         assert len(spec) == len(shape.shape)
@@ -149,4 +149,4 @@ def test_rows_that_do_not_divide_are_named(config, batch, reference):
 
 def test_a_mesh_of_explicit_axes_is_refused():
     with jax.set_mesh(_mesh((2, 1, 1, 1), AxisType.Explicit)), pytest.raises(ConfigError, match="of type Explicit"):
-        axes.constrain(jnp.ones((2, 2)), ("batch", None))
+        sharding.constrain(jnp.ones((2, 2)), ("batch", None))

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.planning import calibration, rows, streams
+from libra_jax.planning import calibration, costs, rows
 
-ENGINE = calibration.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6)
-MODEL = calibration.Calibration(
+ENGINE = costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6)
+MODEL = costs.Calibration(
     {1: ENGINE},
-    train=calibration.TrainCosts(0.2, 40e-6),
-    update=calibration.UpdateCosts(0.03, 0.05),
+    train=costs.TrainCosts(0.2, 40e-6),
+    update=costs.UpdateCosts(0.03, 0.05),
     rows=rows.Shape((8,), 2),
 )
 
 
-def lonely(count: int, seed: int = 0) -> list[streams.Stream]:
+def lonely(count: int, seed: int = 0) -> list[calibration.Stream]:
     """Streams that never meet, on an engine that costs what `ENGINE` says."""
     rng, at, made = np.random.default_rng(seed), 0.0, []
     for _ in range(count):
@@ -23,7 +23,7 @@ def lonely(count: int, seed: int = 0) -> list[streams.Stream]:
         context = new + cached + tokens / 2
         seconds = tokens * (ENGINE.step + ENGINE.request + ENGINE.context * context)
         seconds += ENGINE.prefill_token * new + ENGINE.cached_token * cached + ENGINE.prefill_request
-        made.append(streams.Stream("rollout-0", at, at + seconds, tokens, new, cached, True))
+        made.append(calibration.Stream("rollout-0", at, at + seconds, tokens, new, cached, True))
         at += seconds + rng.uniform(0.5, 1.0)
     return made
 
@@ -42,7 +42,7 @@ def test_too_few_streams_are_a_sentence():
     for instances in ([], [[]], [lonely(calibration.LEAST_STREAMS - 1)]):
         with pytest.raises(protocols.DataError, match=r"streams of tokens are too few .* at least 20"):
             calibration.fit_engine(instances)
-    unknown = [streams.Stream("rollout-0", at, at + 1.0, 5) for at in range(50)]
+    unknown = [calibration.Stream("rollout-0", at, at + 1.0, 5) for at in range(50)]
     with pytest.raises(protocols.DataError, match=r"^0 streams"):
         calibration.fit_engine([unknown])
 
@@ -53,10 +53,8 @@ def test_train_and_update_costs():
     seconds[2] += 5.0  # a program was compiled
     fitted = calibration.fit_train(columns, seconds)
     assert (fitted.step, fitted.column) == pytest.approx((0.2, 40e-6), rel=1e-2)
-    assert calibration.fit_update([0.08, 0.09, 4.0], [0.05, 0.05, 3.0]) == calibration.UpdateCosts(
-        pytest.approx(0.04), 0.05
-    )
-    assert calibration.fit_update([0.08], []) == calibration.UpdateCosts(0.0, 0.08)
+    assert calibration.fit_update([0.08, 0.09, 4.0], [0.05, 0.05, 3.0]) == costs.UpdateCosts(pytest.approx(0.04), 0.05)
+    assert calibration.fit_update([0.08], []) == costs.UpdateCosts(0.0, 0.08)
 
 
 def test_a_calibration_answers_what_simulated_machines_ask():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, demand, hardware, partition, ranges, serving
+from libra_jax.planning import costs, hardware, partition, serving
 
 DEGREES = (1, 2, 4, 8)
 TURNS = st.lists(
@@ -37,7 +37,7 @@ SLOTS = (4, 4, 4, 4)
 
 
 def serve(trajectories, *, staleness: int = 0) -> serving.Serving:
-    wanted = demand.of_trajectories([500] * len(trajectories), trajectories)
+    wanted = serving.Demand.of_trajectories([500] * len(trajectories), trajectories)
     return serving.Serving(MODEL, wanted, DEGREES, SLOTS, staleness=staleness)
 
 
@@ -104,8 +104,8 @@ def assigned(made: serving.Serving, devices: int) -> float:
     @functools.cache
     def cost(degree: int, chosen: int) -> float:
         picked = [index for index in range(len(made.demand)) if chosen >> index & 1]
-        fields = {name: getattr(made.demand, name)[picked] for name in demand.FIELDS}
-        alone = serving.Serving(MODEL, demand.Demand(**fields), DEGREES, SLOTS, staleness=0)
+        fields = {name: getattr(made.demand, name)[picked] for name in serving.FIELDS}
+        alone = serving.Serving(MODEL, serving.Demand(**fields), DEGREES, SLOTS, staleness=0)
         return float(alone.seconds(degree, np.array([0]), np.array([len(picked)]))[0])
 
     @functools.cache
@@ -229,7 +229,7 @@ def test_a_context_that_fits_no_instance_has_no_partition_and_one_that_fits_wide
 
 @hypothesis.given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
 def test_range_maxima_are_those_of_slices(values):
-    made = ranges.Maxima(np.array(values))
+    made = serving.Maxima(np.array(values))
     pairs = list(itertools.combinations_with_replacement(range(len(values) + 1), 2))
     first, last = np.array(pairs).T
     expected = [max(values[a:b], default=-math.inf) for a, b in pairs]

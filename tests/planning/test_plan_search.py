@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, demand, hardware, meshes, partition, plans, profiles, search, serving
+from libra_jax.planning import costs, hardware, meshes, partition, plans, profiles, search, serving
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-1.7B", "model"))
 DEGREES = (1, 2, 4, 8)
@@ -19,7 +19,7 @@ TOKENS = st.lists(st.integers(1, 20_000), min_size=1, max_size=10)
 
 
 def parts(tokens: list[int], staleness: int) -> tuple[serving.Serving, meshes.Training]:
-    wanted = demand.of_trajectories([500] * len(tokens), [[protocols.Turn(count)] for count in tokens])
+    wanted = serving.Demand.of_trajectories([500] * len(tokens), [[protocols.Turn(count)] for count in tokens])
     rollout = serving.Serving(MODEL, wanted, DEGREES, (4, 4, 4, 4), staleness=staleness)
     training = meshes.Training(MODEL, [500 + count for count in tokens], meshes.Trainer((4_096, 32_768)))
     return rollout, training
@@ -82,7 +82,7 @@ def test_too_few_devices_for_both_stages_are_refused_with_what_each_takes():
 
 def test_a_context_that_no_instance_holds_is_refused_with_its_length():
     tokens = MODEL.kv_tokens(8) + 1_000
-    wanted = demand.of_trajectories([500], [[protocols.Turn(tokens)]])
+    wanted = serving.Demand.of_trajectories([500], [[protocols.Turn(tokens)]])
     rollout = serving.Serving(MODEL, wanted, DEGREES, (4, 4, 4, 4), staleness=1)
     _, training = parts([1_000], 1)
     with pytest.raises(protocols.ConfigError, match=rf"holds a context of {tokens + 500} tokens .* degree 8"):
@@ -91,7 +91,9 @@ def test_a_context_that_no_instance_holds_is_refused_with_its_length():
 
 @hypothesis.given(st.lists(st.integers(1, 1_000), min_size=1, max_size=60), st.integers(1, 60))
 def test_a_demand_of_other_size_keeps_order_and_mean_and_is_no_longer_than_the_longest(tokens, requests):
-    made = demand.of_trajectories([10] * len(tokens), [[protocols.Turn(one)] for one in tokens], requests=requests)
+    made = serving.Demand.of_trajectories(
+        [10] * len(tokens), [[protocols.Turn(one)] for one in tokens], requests=requests
+    )
     assert len(made) == requests
     assert all(first >= second for first, second in zip(made.tokens[:-1], made.tokens[1:], strict=True))
     assert made.tokens[0] <= max(tokens)

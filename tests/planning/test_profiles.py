@@ -11,7 +11,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import calibration, costs, demand, forecast, hardware, meshes, planner, plans, profiles, serving
+from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans, profiles, serving
 
 SHEET = hardware.HardwareSheet("cpu", 5e10, 1e10, 8e9, 5e9, 5e9, 2)
 MODEL = costs.CostModel(SHEET, model_config.load_preset("libra-tiny"), costs.Coefficients(activation_bytes=0.0))
@@ -23,7 +23,7 @@ KNOWN = {
     "large_message_latency": 2e-3,
 }
 TRUE = dataclasses.replace(MODEL, coefficients=dataclasses.replace(MODEL.coefficients, **KNOWN))
-ENGINE = calibration.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 0.0, 300e-6)
+ENGINE = costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 0.0, 300e-6)
 ERRORS = {"rollout": 0.05, "train": 0.03, "sync": 0.2, "total": 0.04}
 PROFILE = profiles.Profile(SHEET, model_config.to_hf(MODEL.shape), TRUE.coefficients, {1: ENGINE}, 0.1, 0.05, ERRORS)
 
@@ -40,7 +40,7 @@ def steps(*shapes: tuple[int, int, int], count: int = 12, cores: int | None = 1)
             lengths = tuple(int(length) for length in rng.integers(20, 250, size=rng.integers(40, 400)))
             rows = trainer(int(rng.choice([4, 8])), cores)
             seconds = meshes.Training(TRUE, lengths, rows).seconds(*sizes)
-            asked = demand.of_trajectories([20], [[protocols.Turn(10)]])
+            asked = serving.Demand.of_trajectories([20], [[protocols.Turn(10)]])
             stages = profiles.Stages(1.0, seconds, 0.1, seconds + 1.1)
             made.append(profiles.Measured(sizes, rows, lengths, asked, 1, 8, stages))
     return made
@@ -94,8 +94,10 @@ def test_rows_that_shards_share_cost_each_of_them_less_memory():
 @pytest.mark.parametrize("tool_seconds", [0.0, 3.0])
 def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_seconds):
     """Tools take the time they take, however fast the engine is: there one correction is not enough."""
-    asked = demand.of_trajectories([50] * 8, [[protocols.Turn(200, "bash", "success", 20, tool_seconds)] * 3] * 8)
-    slower = calibration.MeasuredEngines({1: ENGINE.scaled(1.7)})
+    asked = serving.Demand.of_trajectories(
+        [50] * 8, [[protocols.Turn(200, "bash", "success", 20, tool_seconds)] * 3] * 8
+    )
+    slower = costs.MeasuredEngines({1: ENGINE.scaled(1.7)})
     served = serving.Serving(slower, asked, [1], [8], staleness=0)
     seconds = float(served.seconds(1, np.array([0]), np.array([8]))[0])
     step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(seconds, 1.0, 0.1, 2.0))
@@ -103,8 +105,8 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
 
 
 def test_a_full_cache_is_charged_once():
-    asked = demand.of_trajectories([50] * 64, [[protocols.Turn(2_000)]] * 64)
-    crowded = calibration.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
+    asked = serving.Demand.of_trajectories([50] * 64, [[protocols.Turn(2_000)]] * 64)
+    crowded = costs.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
     served = serving.Serving(crowded, asked, [1], [64], staleness=0)
     seconds = float(served.seconds(1, np.array([0]), np.array([64]))[0])
     step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(seconds, 1.0, 0.1, 2.0))
@@ -163,7 +165,7 @@ def test_plans_go_by_the_profile_and_have_degrees_that_were_measured(tmp_path):
 def test_a_full_cache_lengthens_rollout_with_a_profile_too():
     small = dataclasses.replace(MODEL, sheet=dataclasses.replace(SHEET, memory_bytes=2.3e6))
     assert 500 < small.kv_tokens(1) < 3_000
-    asked = demand.of_trajectories([30] * 64, [[protocols.Turn(200)]] * 64)
+    asked = serving.Demand.of_trajectories([30] * 64, [[protocols.Turn(200)]] * 64)
     whole = np.array([0]), np.array([64])
     roomy, tight = (
         serving.Serving(PROFILE.rollout(model), asked, [1], [64], staleness=0).seconds(1, *whole)[0]

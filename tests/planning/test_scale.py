@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.planning import remedies, scale
+from libra_jax.planning import scale
 from libra_jax.weights import relay_tree
 
 MS = 1e-3
@@ -156,30 +156,30 @@ def test_the_first_bottleneck_is_what_reaches_its_limit_with_the_fewest_and_then
 
 
 def test_what_needs_no_remedy_has_none():
-    here = {part: remedies.remedy(COSTS, WORK, SETTINGS, 40, part) for part in found().parts}
+    here = {part: scale.remedy(COSTS, WORK, SETTINGS, 40, part) for part in found().parts}
     assert set(here.values()) == {"none needed at 40"}
 
 
 def test_fewer_deltas_are_the_remedy_of_a_busy_coordinator_as_long_as_they_are_enough():
     assert found(400).parts["coordinator"].value > 1.0
-    told = remedies.remedy(COSTS, WORK, SETTINGS, 400, "coordinator")
+    told = scale.remedy(COSTS, WORK, SETTINGS, 400, "coordinator")
     interval = int(told.split("=")[1].split(":")[0])
-    assert found(400, stream_interval=interval).parts["coordinator"].value <= remedies.BUSY
-    assert found(400, stream_interval=interval // 2).parts["coordinator"].value > remedies.BUSY
-    shards = remedies.remedy(COSTS, WORK, SETTINGS, 40_000, "coordinator")
+    assert found(400, stream_interval=interval).parts["coordinator"].value <= scale.BUSY
+    assert found(400, stream_interval=interval // 2).parts["coordinator"].value > scale.BUSY
+    shards = scale.remedy(COSTS, WORK, SETTINGS, 40_000, "coordinator")
     assert "coordinators, each of a share of the groups" in shards
     count = int(shards.split(" and ")[1].split()[0])
     interval = int(shards.split("=")[1].split()[0])
     left = found(40_000, stream_interval=interval).parts["coordinator"].value
-    assert (count - 1) * remedies.BUSY < left <= count * remedies.BUSY
+    assert (count - 1) * scale.BUSY < left <= count * scale.BUSY
 
 
 def test_larger_buckets_are_the_remedy_of_a_publication_as_long_as_they_are_enough():
     dear = dataclasses.replace(COSTS, call=5 * MS)
     over = next(size for size in range(40, 10**6, 40) if found(size, dear).parts["publication"].ratio > 1.0)
-    told = remedies.remedy(dear, WORK, SETTINGS, over, "publication")
+    told = scale.remedy(dear, WORK, SETTINGS, over, "publication")
     assert told.startswith("rollout.chunk_mib=512: ")
-    told = remedies.remedy(dear, WORK, SETTINGS, 10**6, "publication")
+    told = scale.remedy(dear, WORK, SETTINGS, 10**6, "publication")
     assert "one call for each of 50,000 hosts instead of 4 times as many" in told
 
 
@@ -193,7 +193,7 @@ def test_larger_buckets_are_the_remedy_of_a_publication_as_long_as_they_are_enou
     ],
 )
 def test_every_other_part_has_a_remedy_with_its_numbers(part, said):
-    told = remedies.remedy(COSTS, WORK, SETTINGS, 10**6, part)
+    told = scale.remedy(COSTS, WORK, SETTINGS, 10**6, part)
     assert said in told
     assert any(letter.isdigit() for letter in told)
 

@@ -1,11 +1,11 @@
 """Streams out of spans and trace records."""
 
-from libra_jax.planning import streams
-from libra_jax.telemetry import timeline
+from libra_jax import protocols
+from libra_jax.planning import calibration
 
 
-def span(request: str, start: float, tokens: int, track: str = "rollout-0", name: str = "generate") -> timeline.Span:
-    return timeline.Span(track, 0, name, start, start + 1.0, {"request": request, "tokens": tokens})
+def span(request: str, start: float, tokens: int, track: str = "rollout-0", name: str = "generate") -> protocols.Span:
+    return protocols.Span(track, 0, name, start, start + 1.0, {"request": request, "tokens": tokens})
 
 
 def record(name: str, prompt: int, *turns: tuple[int, int]) -> dict:
@@ -16,13 +16,13 @@ def record(name: str, prompt: int, *turns: tuple[int, int]) -> dict:
     }
 
 
-def told(found: list[streams.Stream]) -> list[tuple]:
+def told(found: list[calibration.Stream]) -> list[tuple]:
     return [(item.instance, item.start, item.tokens, item.new, item.cached, item.known) for item in found]
 
 
 def test_a_request_prefills_what_its_instance_has_not_seen():
     spans = [span("a/0", 5.0, 7), span("a/0", 0.0, 10), span("a/0", 9.0, 4, "rollout-1"), span("a/0", 12.0, 3)]
-    found = streams.read(spans, [record("a/0", 30, (10, 5), (7, 20), (7, 0))])
+    found = calibration.read_streams(spans, [record("a/0", 30, (10, 5), (7, 20), (7, 0))])
     assert told(found) == [
         ("rollout-0", 0.0, 10, 30, 0, True),
         ("rollout-0", 5.0, 7, 5, 40, True),
@@ -39,9 +39,11 @@ def test_streams_of_nobody_in_the_trace_count_and_are_not_known():
         span("b/0", 2.0, 3),
         span("b/0", 3.0, 3),  # one of the two was given up
         span("a/0", 0.0, 10, "tools", "calculator"),
-        timeline.Span("rollout-0", 0, "generate", 0.0, 1.0, {}),
+        protocols.Span("rollout-0", 0, "generate", 0.0, 1.0, {}),
     ]
-    found = streams.read(spans, [record("a/0", 30, (10, 0)), record("b/0", 30, (3, 0)), record("c/0", 30, (3, 0))])
+    found = calibration.read_streams(
+        spans, [record("a/0", 30, (10, 0)), record("b/0", 30, (3, 0)), record("c/0", 30, (3, 0))]
+    )
     assert told(found) == [
         ("rollout-0", 0.0, 10, 30, 0, True),
         ("rollout-0", 1.0, 9, 0, 0, False),
@@ -51,5 +53,7 @@ def test_streams_of_nobody_in_the_trace_count_and_are_not_known():
 
 
 def test_outputs_without_tokens_are_walked_over():
-    found = streams.read([span("a/0", 0.0, 4), span("a/0", 2.0, 6)], [record("a/0", 10, (0, 3), (4, 5), (6, 0))])
+    found = calibration.read_streams(
+        [span("a/0", 0.0, 4), span("a/0", 2.0, 6)], [record("a/0", 10, (0, 3), (4, 5), (6, 0))]
+    )
     assert [(item.new, item.cached) for item in found] == [(13, 0), (5, 17)]

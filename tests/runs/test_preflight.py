@@ -12,7 +12,7 @@ from importlib import metadata
 import pytest
 import scripts
 
-from libra_jax import config, protocols
+from libra_jax import config, machine, protocols
 from libra_jax.planning import memory
 from libra_jax.runs import dry_run, preflight, wiring
 
@@ -220,7 +220,7 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
 def test_memory_is_told_in_numbers_that_are_never_zero():
     counts = (0.4, 12, 1023, 1.64e6, 1048000 * 1024, 24e9, 3e12, 5e16)
     shown = ["0.4 B", "12 B", "0.999 KiB", "1.56 MiB", "0.999 GiB", "22.4 GiB", "2.73 TiB", "4.55e+04 TiB"]
-    assert [memory.size(count) for count in counts] == shown
+    assert [machine.bytes_text(count) for count in counts] == shown
     shape = wiring.policy_shape(config.RunConfig(), need_weights=False)
     fits, short = (memory.verdict(config.RunConfig(), shape, free) for free in (64 * 2**30, 2**20))
     assert fits.startswith("fits: about ")

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.protocols import DataError
 from libra_jax.scheduling import prediction_quality
 from libra_jax.telemetry import (
@@ -216,7 +217,7 @@ def test_the_mean_of_five_steps_uses_fewer_at_the_start():
 
 
 def test_the_busy_share_counts_overlapping_spans_once():
-    spans = [timeline.Span("engine-0", 0, "generate", *ends, {}) for ends in ((0, 4), (1, 2), (6, 12), (-5, 1))]
+    spans = [protocols.Span("engine-0", 0, "generate", *ends, {}) for ends in ((0, 4), (1, 2), (6, 12), (-5, 1))]
     assert sections.busy_share(spans, 0.0, 10.0) == pytest.approx(0.8)
 
 

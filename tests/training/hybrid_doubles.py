@@ -1,6 +1,7 @@
-"""What a core and its replicas are given in tests, and what is looked at in a core."""
+"""What a core and its hybrid workers are given in tests, and what is looked at in a core."""
 
 import asyncio
+import dataclasses
 import socket
 import time
 
@@ -8,8 +9,9 @@ import jax
 import numpy as np
 
 from libra_jax import protocols
+from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import prepare, shares
+from libra_jax.training import shares
 
 
 def attempt(name, rng, version):
@@ -44,7 +46,7 @@ def share(epoch=1, fraction=0.4, member="r"):
 
 
 def publish(core, version, remote=None):
-    """Publishes a version, to a replica or to nobody."""
+    """Publishes a version, to a training side or to nobody."""
     count = core.open_weights(version)
     chunks = [core.stage_weights(version, index) for index in range(count)]
     if remote is not None:
@@ -56,7 +58,7 @@ def publish(core, version, remote=None):
 
 
 def admit(core, remote, epoch):
-    """Lets the replica join the core; returns where they meet."""
+    """Lets the training side join the core; returns where they meet."""
     address = asyncio.run(core.listen("r", epoch))
     asyncio.run(core.connect("r", epoch, address))
     remote("join", epoch, address)
@@ -65,7 +67,7 @@ def admit(core, remote, epoch):
 
 def params(core):
     """Copies of the core's parameters."""
-    return [np.array(leaf) for leaf in jax.tree.leaves(core._started().params)]
+    return [np.array(leaf) for leaf in jax.tree.leaves(core.running().learner.params)]
 
 
 def assert_equal_params(core, alone):
@@ -88,12 +90,25 @@ def eventually(condition):
 
 def sums(core, config, batch, indices):
     """Sums over some micro-batches, computed by the core itself."""
-    learner = core._started()
-    prepared = prepare.prepare(config, batch, 16)
+    learner = core.running().learner
+    prepared = batch_lib.prepare(config, batch, 16)
     made, report = learner.sums(learner_lib.POLICY, learner.params, prepared.packed, prepared.extras, indices)
     return [np.array(leaf) for leaf in jax.tree.leaves(made)], report
 
 
 def ranges(config, batch, given):
     """The micro-batches of the core and of each share."""
-    return shares.split(prepare.prepare(config, batch, 16).work, given)
+    return shares.split(batch_lib.prepare(config, batch, 16).work, given)
+
+
+def array_kinds(core):
+    """Dtype and shape of each array of a sum."""
+    return [
+        (str(np.dtype(leaf.dtype)), leaf.shape) for leaf in jax.tree.leaves(core.running().learner.layout.accumulator)
+    ]
+
+
+def hurry(monkeypatch, core, seconds):
+    """Lets shares count as late after these seconds."""
+    config = dataclasses.replace(core._channels.config, late_min_seconds=seconds, late_factor=1e-6)
+    monkeypatch.setattr(core._channels, "config", config)

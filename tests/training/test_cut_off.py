@@ -9,7 +9,7 @@ import trainer_doubles as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import prepare, shares
+from libra_jax.training import shares
 
 MASKED = {0: (1, 3), 1: (0,)}
 """Group to the samples in it that are cut off."""
@@ -38,7 +38,7 @@ def _without(batch, cut=MASKED):
 
 def _prepared(small, batch, advantage="grpo", **task):
     config = small.config(algorithm=config_lib.AlgorithmConfig(advantage=advantage), task=config_lib.TaskConfig(**task))
-    return prepare.prepare(config, batch, small.vocabulary)
+    return batch_lib.prepare(config, batch, small.vocabulary)
 
 
 @pytest.mark.parametrize("advantage", config_lib.ADVANTAGES)

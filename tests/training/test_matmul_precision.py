@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from libra_jax.training import precision
+from libra_jax.training import losses
 
 
 @pytest.fixture
@@ -20,18 +20,18 @@ def setting():
 )
 def test_float32_products_are_float32_on_accelerators(setting, platform, dtype, wanted):
     jax.config.update("jax_default_matmul_precision", None)
-    precision.keep_float32(platform, dtype)
+    losses.keep_float32(platform, dtype)
     assert setting() == wanted
 
 
 def test_a_precision_that_the_user_chose_stays(setting):
     jax.config.update("jax_default_matmul_precision", "tensorfloat32")
-    precision.keep_float32("gpu", "float32")
+    losses.keep_float32("gpu", "float32")
     assert setting() == "tensorfloat32"
 
 
 def test_every_learner_asks_for_it(small, monkeypatch):
     asked = []
-    monkeypatch.setattr(precision, "keep_float32", lambda *given: asked.append(given))
+    monkeypatch.setattr(losses, "keep_float32", lambda *given: asked.append(given))
     small.learner(small.config())
     assert asked == [("cpu", "float32")]

@@ -46,7 +46,7 @@ def _train(small, split):
         zeros = adam.programs.zeros()
         sums, _ = adam.programs.grad_step(learner_lib.POLICY, adam.params, zeros, arrays)
         gradients = jax.device_get(sums.gradients)
-        sgd.restart()
+        sgd.begin()
         stepped, _, _ = sgd.programs.apply_step(sgd.state, sums, 0.1)
         after = jax.device_get(stepped.params)
         sgd.begin(jax.device_put(small.params, state.shardings_of(sgd.layout.state.params)))
@@ -54,7 +54,7 @@ def _train(small, split):
         curve = [adam.update(learner_lib.POLICY, packed, RATE, extras)["loss"] for _ in range(STEPS)]
         adam.begin(jax.device_put(small.params, state.shardings_of(adam.layout.state.params)))
         results.append((gradients, after, np.array(curve)))
-    assert adam.programs.compiled_shapes == 1
+    assert len(adam.programs.shapes) == 1
     return results
 
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.training import members
 from libra_jax.weights import gradient_channel
 
 
 class Forger:
-    """A replica's end of the channel in this process, which sends whatever a test likes."""
+    """A training side's end of the channel in this process, which sends whatever a test likes."""
 
     def __init__(self, core, epoch=1):
         address = asyncio.run(core.listen("r", epoch))
@@ -53,7 +52,7 @@ def forge(pair, hybrid_config):
     batch = doubles.batch(version)
     _, indices = doubles.ranges(hybrid_config, batch, [doubles.share()])
     arrays, report = doubles.sums(core, hybrid_config, batch, indices)
-    digest = core._weights.digest(version)
+    digest = core.running().weights.digest(version)
     header = gradient_channel.Header(
         "r", 1, version, digest, indices.start, indices.stop, report["metrics"], report["maxima"]
     )
@@ -117,23 +116,23 @@ def test_sums_of_an_older_step_are_dropped_and_those_of_this_one_added(pair, for
 
 def _level(core, alone):
     """Gives both the same state again, after a step whose sums were added in another order."""
-    alone._started().state = jax.tree.map(lambda leaf: leaf.copy(), core._started().state)
+    alone.running().learner.state = jax.tree.map(lambda leaf: leaf.copy(), core.running().learner.state)
 
 
 def test_a_connection_that_breaks_in_the_middle_of_a_sum_is_late(pair, forge, monkeypatch):
     core, alone = pair
     forger, batch, header, arrays = forge
     monkeypatch.setattr(gradient_channel, "PART_BYTES", 1000)
-    until, parts = gradient_channel.Channel._until, []
+    pass_, parts = gradient_channel.Channel._pass, []
 
-    def break_off(channel, deadline, works):
-        until(channel, deadline, works)
+    def break_off(channel, verb, message, deadline):
+        pass_(channel, verb, message, deadline)
         if channel is forger.channel:
-            parts.append(len(works))  # a work that is held would hold the connection
+            parts.append(verb)
             if len(parts) == 3:
                 channel.close("it broke")
 
-    monkeypatch.setattr(gradient_channel.Channel, "_until", break_off)
+    monkeypatch.setattr(gradient_channel.Channel, "_pass", break_off)
     forger.send((header, arrays))
     metrics = core.train_step(batch, [doubles.share()])
     assert len(parts) == 3
@@ -147,7 +146,7 @@ def test_a_replica_that_never_comes_is_late_and_leaves_neither_port_nor_thread(p
     doubles.publish(core, core._version)
     address = asyncio.run(core.listen("r", 5))
     asyncio.run(core.connect("r", 5, address))
-    monkeypatch.setattr(members.Members, "late_after", lambda self, own_seconds: 0.1)
+    doubles.hurry(monkeypatch, core, 0.1)
     batch = doubles.batch(core._version)
     assert core.train_step(batch, [doubles.share(5)])["shares/late"] == 2
     alone.train_step(batch)

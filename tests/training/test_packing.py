@@ -93,7 +93,7 @@ def test_gather_undoes_scatter_and_packing_repeats_exactly(case):
 def test_a_step_fills_its_last_micro_batch_with_empty_rows_and_reports_padding():
     config = config_lib.TrainerConfig(row_tokens=32, rows_per_micro_batch=4)
     packed = packing.pack([_example(index, 25, [True] * 25) for index in range(5)], config)
-    assert [micro_batch.shape for micro_batch in packed.micro_batches] == [(4, 32), (4, 32)]
+    assert [micro_batch.tokens.shape for micro_batch in packed.micro_batches] == [(4, 32), (4, 32)]
     assert packed.padding_fraction == pytest.approx(1 - 5 * 24 / (2 * 4 * 32))
     assert not packed.micro_batches[1].segments[1:].any()
 
@@ -102,7 +102,7 @@ def test_short_sequences_share_rows_and_long_ones_take_a_longer_row():
     config = config_lib.TrainerConfig(row_tokens=64, row_buckets=(128,), rows_per_micro_batch=1)
     lengths = [101, 21, 21, 21, 21, 21]
     packed = packing.pack([_example(index, n, [True] * n) for index, n in enumerate(lengths)], config)
-    assert [micro_batch.shape for micro_batch in packed.micro_batches] == [(1, 64), (1, 64), (1, 128)]
+    assert [micro_batch.tokens.shape for micro_batch in packed.micro_batches] == [(1, 64), (1, 64), (1, 128)]
     unpacked = packing.pack(
         [_example(index, n, [True] * n) for index, n in enumerate(lengths)], dataclasses.replace(config, pack=False)
     )

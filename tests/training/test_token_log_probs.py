@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from libra_jax import config as config_lib
 from libra_jax.models import transformer
-from libra_jax.training import logprobs, losses, packing
-from libra_jax.training import mesh as mesh_lib
+from libra_jax.training import losses, packing, state
 
 ROWS, COLUMNS, WIDTH, VOCABULARY = 3, 10, 8, 37
 TEMPERATURE = 0.7
@@ -47,7 +46,7 @@ def test_values_and_gradients_agree_with_torch_for_any_chunk(inputs, chunk, entr
     hidden, head, targets, weights = inputs
 
     def total(hidden, head):
-        log_probs, entropy = logprobs.token_log_probs(
+        log_probs, entropy = losses.token_log_probs(
             hidden, head, targets, temperature=TEMPERATURE, chunk=chunk, entropy_gradient=entropy_gradient
         )
         return (weights[0] * log_probs).sum() + (weights[1] * entropy).sum(), (log_probs, entropy)
@@ -60,7 +59,7 @@ def test_values_and_gradients_agree_with_torch_for_any_chunk(inputs, chunk, entr
 
 def test_extreme_logits_stay_finite(inputs):
     hidden, head, targets, _ = inputs
-    log_probs, entropy = logprobs.token_log_probs(1e4 * hidden, head, targets, temperature=1.0, chunk=12)
+    log_probs, entropy = losses.token_log_probs(1e4 * hidden, head, targets, temperature=1.0, chunk=12)
     assert np.isfinite(log_probs).all()
     assert np.isfinite(entropy).all()
     assert (np.asarray(entropy) >= 0).all()
@@ -92,7 +91,7 @@ def test_no_array_of_tokens_by_vocabulary_exists_for_a_32k_token_row(small):
     hidden = jax.ShapeDtypeStruct((1, tokens, 16), jnp.float32)
     head = jax.ShapeDtypeStruct((16, vocabulary), jnp.float32)
     targets = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    score = functools.partial(logprobs.token_log_probs, temperature=1.0, chunk=chunk)
+    score = functools.partial(losses.token_log_probs, temperature=1.0, chunk=chunk)
     gradient = jax.jit(jax.grad(lambda *arrays: score(*arrays)[0].sum(), (0, 1)))
     memory = gradient.lower(hidden, head, targets).compile(small.fast).memory_analysis()
     assert memory.temp_size_in_bytes < 4 * tokens * vocabulary / 8
@@ -100,11 +99,11 @@ def test_no_array_of_tokens_by_vocabulary_exists_for_a_32k_token_row(small):
 
 def test_a_sharded_vocabulary_is_never_gathered(inputs, small):
     hidden, head, targets, _ = inputs
-    mesh = mesh_lib.make(config_lib.TrainerConfig(tensor=8), jax.devices())
+    mesh = state.make_mesh(config_lib.TrainerConfig(tensor=8), jax.devices())
     head = np.pad(head, ((0, 0), (0, 40 - VOCABULARY)))
     split = NamedSharding(mesh, PartitionSpec(None, "tensor"))
-    whole = mesh_lib.replicated(mesh)
-    score = functools.partial(logprobs.token_log_probs, temperature=TEMPERATURE, chunk=12)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    score = functools.partial(losses.token_log_probs, temperature=TEMPERATURE, chunk=12)
     gradient = jax.jit(
         jax.grad(lambda *arrays: score(*arrays)[0].sum(), (0, 1)),
         in_shardings=(whole, split, whole),

@@ -117,7 +117,7 @@ def test_warm_start_learns_and_training_begins_with_a_fresh_optimizer(small, sta
     first = actor.train_step(doubles.batch(small))
     assert first["kl/reference"] == pytest.approx(0.0, abs=1e-7)
     assert actor.open_weights(1) > 0
-    state = actor._started().state
+    state = actor.running().learner.state
     assert int(state.step) == 1
     assert max(int(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == np.int32) == 1
     for leaf, wanted in zip(jax.tree.leaves(state.reference), warmed, strict=True):
@@ -188,7 +188,7 @@ def test_batches_of_another_version_or_without_a_trained_token_are_refused(small
 
 def test_a_run_whose_steps_stay_not_finite_stops_with_a_sentence(small, start_trainer):
     actor = start_trainer(trainer={"max_skipped_steps": 2})
-    learner = actor._started()
+    learner = actor.running().learner
     learner.begin(jax.tree.map(lambda leaf: leaf * np.nan, learner.params))
     assert [actor.train_step(doubles.batch(small, version))["skipped"] for version in (0, 1)] == [1, 1]
     with pytest.raises(protocols.LibraError, match=r"max_skipped_steps: 3 steps in a row .* not finite"):
@@ -246,7 +246,7 @@ def test_a_step_that_is_given_up_leaves_the_state_as_it_was_and_the_same_batch_t
     settings = {"trainer": {"rows_per_micro_batch": 1}}
     actor, untouched = start_trainer(**settings), start_trainer(**settings)
     before, batch = doubles.params(actor), doubles.batch(small)
-    programs, steps = actor._learner.programs, []
+    programs, steps = actor.running().learner.programs, []
     grad_step = programs.grad_step
 
     def counted(*arguments):

@@ -31,7 +31,7 @@ def test_a_saved_state_brings_the_count_of_skipped_steps_along_and_a_snapshot_le
     small, start_trainer, tmp_path
 ):
     first = start_trainer(trainer={"max_skipped_steps": 2})
-    learner = first._started()
+    learner = first.running().learner
     learner.begin(jax.tree.map(lambda leaf: leaf * np.float32(1e36), learner.params))  # their products overflow
     for version in (0, 1):
         first.train_step(doubles.batch(small, version))
@@ -105,7 +105,7 @@ def test_a_trainer_goes_from_mesh_to_mesh_and_nothing_it_holds_or_publishes_chan
 
     def everything():
         published = [made.stage_weights(1, index) for index in range(made.open_weights(1))]
-        leaves = [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(made._learner.state))]
+        leaves = [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(made.running().learner.state))]
         return [memfd.open_peer(chunk.transport)[: chunk.nbytes] for chunk in published], leaves
 
     wire, leaves = everything()

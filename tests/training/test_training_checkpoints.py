@@ -51,7 +51,7 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh_while_training_goes_on(
     small, learners, checkpointer, tmp_path, saved_on, restored_on
 ):
     source, target = learners[saved_on], learners[restored_on]
-    source.restart()
+    source.begin()
     _step(small, source, 1)
     wanted = jax.tree.map(np.array, jax.device_get(source.state))
     checkpointer.save(str(tmp_path / "a"), source.state)
@@ -72,7 +72,7 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh_while_training_goes_on(
 def saved(learners, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "whole"
     writer = checkpoints.Checkpointer()
-    learners["one"].restart()
+    learners["one"].begin()
     writer.save(str(path), learners["one"].state, {"skipped_in_a_row": 0})
     writer.close()
     return path
@@ -134,7 +134,7 @@ def test_what_is_not_whole_is_refused_with_one_sentence(learners, checkpointer, 
 
 def test_a_state_that_is_not_finite_is_neither_saved_nor_restored(learners, checkpointer, tmp_path, monkeypatch):
     learner = learners["one"]
-    learner.restart()
+    learner.begin()
     spoilt = dataclasses.replace(learner.state, params=jax.tree.map(lambda leaf: leaf * np.inf, learner.state.params))
     with pytest.raises(protocols.CheckpointFailed, match="not finite"):
         checkpointer.save(str(tmp_path / "a"), spoilt)

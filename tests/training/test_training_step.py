@@ -9,8 +9,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import mesh as mesh_lib
-from libra_jax.training import optimizer, packing
+from libra_jax.training import optimizer, packing, state
 
 
 def _batch(small, config, count=10, seed=0):
@@ -138,13 +137,13 @@ def test_weight_decay_without_an_optimizer_that_has_it_is_refused():
 def test_too_few_devices_are_told_in_numbers(available):
     config = config_lib.TrainerConfig(data=2, tensor=2)
     with pytest.raises(protocols.ConfigError, match=rf"data 2 x tensor 2\) needs 4 devices and there are {available}"):
-        mesh_lib.make(config, jax.devices()[:available])
+        state.make_mesh(config, jax.devices()[:available])
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_training_elsewhere_than_asked_for_is_refused(platform):
     with pytest.raises(protocols.ConfigError, match=rf"platform: JAX finds no {platform} device here, only cpu"):
-        mesh_lib.make(config_lib.TrainerConfig(platform=platform), jax.devices())
+        state.make_mesh(config_lib.TrainerConfig(platform=platform), jax.devices())
 
 
 def test_a_reference_model_exists_only_above_coefficient_zero_and_pulls_the_policy_back(small):

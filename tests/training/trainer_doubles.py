@@ -43,4 +43,4 @@ def batch(small, version=0, seed=0, sampled_by=None):
 
 def params(actor):
     """Copies of the actor's parameters."""
-    return [np.array(leaf) for leaf in jax.tree.leaves(actor._started().params)]
+    return [np.array(leaf) for leaf in jax.tree.leaves(actor.running().learner.params)]

@@ -8,7 +8,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names, sharding, transformer
+from libra_jax.models import hf_names, transformer
 from libra_jax.training import losses
 from libra_jax.weights import receiver, snapshot
 
@@ -29,7 +29,7 @@ def _places(shape, dtype, mesh):
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         shapes,
-        sharding.shardings(shape, mesh),
+        transformer.shardings(shape, mesh),
     )
 
 

@@ -144,14 +144,14 @@ async def main(address, nbytes):
     await made.connect("relay-1", 1, address)
     owner = memfd.Owner(nbytes, "a test")
     chunk = protocols.WeightChunk(1, 0, 1, (), nbytes, owner.address)
-    give, given = gradient_channel.Channel._give, []
-    def few(channel, message, deadline):
+    give, given = gradient_channel.Channel._pass, []
+    def few(channel, verb, message, deadline):
         if len(given) == 2:
             print("half", flush=True)
             sys.stdin.readline()
         given.append(message)
-        give(channel, message, deadline)
-    gradient_channel.Channel._give = few
+        give(channel, verb, message, deadline)
+    gradient_channel.Channel._pass = few
     await made.send(chunk, "relay-1")
 
 asyncio.run(main(json.loads(sys.argv[1]), int(sys.argv[2])))

@@ -13,7 +13,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names, sharding, transformer
+from libra_jax.models import hf_names, transformer
 from libra_jax.weights import memfd, snapshot
 
 READ = """
@@ -80,7 +80,7 @@ def test_another_process_reads_every_tensor_bit_for_bit(
     params = transformer.init_params(shape, jax.random.key(0), param_dtype)
     if mesh_shape is not None:
         mesh = jax.make_mesh((*mesh_shape, 1), ("data", "fsdp", "tensor", "context"))
-        params = jax.device_put(params, sharding.shardings(shape, mesh))
+        params = jax.device_put(params, transformer.shardings(shape, mesh))
         widths = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)}
         assert widths == {8}
     publisher = snapshot.HostSnapshot(shape, wire_dtype, 100_000, False)

@@ -16,17 +16,18 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import members, prepare, replica
+from libra_jax.training import training_side
 from libra_jax.weights import gradient_channel
 
-SCRIPT = pathlib.Path(__file__).parent / "replica_process.py"
+SCRIPT = pathlib.Path(__file__).parent / "training_side_process.py"
 SECONDS = 120
 """Deadline of a call to the replica's process."""
 
 
-class RemoteReplica:
-    """A replica's process. Calls return at once; `result` waits for the answer of the last one."""
+class RemoteTrainingSide:
+    """A training side's process. Calls return at once; `result` waits for the answer of the last one."""
 
     def __init__(self, config, fast):
         here, there = socket.socketpair()
@@ -42,7 +43,7 @@ class RemoteReplica:
         self._calls.send((method, arguments))
 
     def result(self):
-        assert self._calls.poll(SECONDS), "the replica did not answer in time"
+        assert self._calls.poll(SECONDS), "the training side did not answer in time"
         value, error = self._calls.recv()
         if error is not None:
             raise protocols.LibraError(error)
@@ -60,8 +61,8 @@ class RemoteReplica:
 
 @pytest.fixture(scope="module")
 def remote(hybrid_config, small):
-    """A started replica's process, which several tests use."""
-    made = RemoteReplica(hybrid_config, small.fast)
+    """A started training side's process, which several tests use."""
+    made = RemoteTrainingSide(hybrid_config, small.fast)
     info = made("start")
     assert info.mesh == {"data": 1, "fsdp": 2, "tensor": 1, "context": 1}
     made("init_weight_transfer", {"kind": "memfd"})
@@ -81,12 +82,12 @@ def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hy
     channel = gradient_channel.Channel(listener.address, 0, SECONDS, listener)
     remote("join", 3, listener.address)
     remote.begin("contribute", batch, given)
-    header, arrays = channel.receive(members.array_kinds(core._started().layout.accumulator), SECONDS)
+    header, arrays = channel.receive(doubles.array_kinds(core), SECONDS)
     told = remote.result()
     own, indices = doubles.ranges(hybrid_config, batch, given)
     assert (len(own), len(indices)) == (4, 2)
     assert (header.first, header.last, header.version, header.epoch) == (4, 6, 0, 3)
-    assert header.digest == core._weights.digest(0)
+    assert header.digest == core.running().weights.digest(0)
     assert told["micro_batches"] == 2
     assert told["bytes"] == sum(array.nbytes for array in arrays) + gradient_channel.HEADER_BYTES
     wanted, report = doubles.sums(core, hybrid_config, batch, indices)
@@ -146,7 +147,7 @@ def test_a_replica_that_stands_still_or_is_killed_is_late_and_the_step_is_the_co
     pair, hybrid_config, small, monkeypatch
 ):
     core, alone = pair
-    remote = RemoteReplica(hybrid_config, small.fast)
+    remote = RemoteTrainingSide(hybrid_config, small.fast)
     remote("start")
     for signal_number in (signal.SIGSTOP, signal.SIGKILL):
         version = core._version
@@ -158,7 +159,7 @@ def test_a_replica_that_stands_still_or_is_killed_is_late_and_the_step_is_the_co
         if signal_number == signal.SIGKILL:
             assert remote.process.wait(20) == -9
         else:
-            monkeypatch.setattr(members.Members, "late_after", lambda self, own_seconds: 0.3)
+            doubles.hurry(monkeypatch, core, 0.3)
         metrics = core.train_step(batch, given)
         monkeypatch.undo()
         assert (metrics["shares/late"], metrics["shares/micro_batches"], metrics["shares/bytes"]) == (2, 0, 0)
@@ -171,7 +172,7 @@ def test_a_replica_that_stands_still_or_is_killed_is_late_and_the_step_is_the_co
 
 
 def test_a_replica_without_a_part_in_the_step_says_why(hybrid_config):
-    actor = replica.create(config_lib.to_dict(hybrid_config), workdir="unused", name="r")
+    actor = training_side.create(config_lib.to_dict(hybrid_config), workdir="unused", name="r")
     with pytest.raises(protocols.LibraError, match="replica r is not running: call start first"):
         actor.contribute(doubles.batch(0), [doubles.share()])
     assert actor.start().mesh["data"] == 1
@@ -208,16 +209,16 @@ def test_the_seconds_of_a_share_go_from_the_batch_to_the_end_of_the_sending_with
         def close(self, why):
             pass
 
-    actor = replica.create(config_lib.to_dict(hybrid_config), workdir="unused", name="r")
+    actor = training_side.create(config_lib.to_dict(hybrid_config), workdir="unused", name="r")
     actor.start()
     actor._version, actor._channel = 0, Slow()
-    readies = prepare.prepare
+    readies = batch_lib.prepare
 
     def slowly(*arguments):
         time.sleep(0.3)
         return readies(*arguments)
 
-    monkeypatch.setattr(prepare, "prepare", slowly)
+    monkeypatch.setattr(batch_lib, "prepare", slowly)
     monkeypatch.setattr(learner_lib.Learner, "sums", lambda *_: ([], {"metrics": {}, "maxima": {}}))
     began = time.monotonic()
     told = actor.contribute(doubles.batch(0), [doubles.share(4)])

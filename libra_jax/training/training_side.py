@@ -1,4 +1,4 @@
-"""A hybrid worker's trainer side as an actor: the methods of `protocols.Replica` around a learner without a state.
+"""A hybrid worker's training side as an actor: the methods of `protocols.Replica` around a learner without a state.
 
 It holds programs and the parameters of one version, never an optimizer. As in the trainer, all sync methods of the
 actor run on one thread of its own, because JAX's mesh contexts are thread-local.
@@ -17,15 +17,15 @@ import jax
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
+from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import mesh as mesh_lib
-from libra_jax.training import packing, prepare
+from libra_jax.training import packing
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import trainer as trainer_lib
 from libra_jax.weights import gradient_channel, receiver
 
 
-def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[int] = ()) -> ReplicaActor:
+def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[int] = ()) -> TrainingSideActor:
     """Creates a hybrid worker of the run's trainer. Its `start` is the first to touch devices.
 
     Args:
@@ -38,24 +38,19 @@ def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[i
       ConfigError: a field has an unusable value.
       DataError: the model directory cannot be read.
     """
-    return ReplicaActor(config_lib.parse(config_lib.RunConfig, config), name, tuple(cores))
+    return TrainingSideActor(config_lib.parse(config_lib.RunConfig, config), name, tuple(cores))
 
 
-def own_config(config: config_lib.RunConfig) -> config_lib.RunConfig:
-    """Returns the config of a hybrid worker: one data-parallel part of the trainer's mesh, in one process."""
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, data=1, processes=1))
-
-
-class ReplicaActor:
+class TrainingSideActor:
     """Implements `protocols.Replica`, synchronously. Every method raises LibraError with one sentence."""
 
     def __init__(self, config: config_lib.RunConfig, name: str, cores: tuple[int, ...]) -> None:
-        self._config = own_config(config)
+        # One data-parallel part of the trainer's mesh, in one process.
+        self._config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, data=1, processes=1))
         self._model = trainer_lib.model_shape(config.model)
         self._name = name
         self._cores = cores
-        self._learner: learner_lib.Learner | None = None
-        self._receiver: receiver.Receiver | None = None
+        self._parts: tuple[learner_lib.Learner, receiver.Receiver] | None = None
         self._channel: gradient_channel.Channel | None = None
         self._params: Any = None
         self._version: int | None = None
@@ -72,13 +67,12 @@ class ReplicaActor:
             config_lib.check_cores(self._cores, "elastic.cores")
             os.sched_setaffinity(0, self._cores)
         learner = learner_lib.Learner(self._config, self._model, jax.devices())
-        self._learner = learner
-        self._receiver = receiver.Receiver(self._model, learner.layout.state.params)
+        self._parts = learner, receiver.Receiver(self._model, learner.layout.state.params)
         mesh = learner.layout.mesh
         return protocols.TrainerInfo(
             policy_version=0,
             parameters=model_config.parameter_count(self._model),
-            mesh=mesh_lib.sizes(mesh),
+            mesh=dict(mesh.shape),
             platform=mesh.devices.flat[0].platform,
         )
 
@@ -88,11 +82,10 @@ class ReplicaActor:
 
     def start_weight_update(self, policy_version: int) -> None:
         """Drops the version it holds and begins another version."""
-        self._started()
-        assert self._receiver is not None
+        _, weights = self._started()
         # Before the first chunk, so that two versions never lie on the devices at once.
         self._params = self._version = None
-        self._receiver.start(policy_version)
+        weights.start(policy_version)
 
     def update_weights(self, chunk: protocols.WeightChunk) -> None:
         """Checks one chunk of weights and records its tensors.
@@ -100,9 +93,8 @@ class ReplicaActor:
         Raises:
           LibraError: the chunk is damaged, has no checksum, or is not of this update or model.
         """
-        self._started()
-        assert self._receiver is not None
-        self._receiver.load(chunk)
+        _, weights = self._started()
+        weights.load(chunk)
 
     def finish_weight_update(self, policy_version: int) -> None:
         """Puts the parameters on the mesh.
@@ -110,16 +102,15 @@ class ReplicaActor:
         Raises:
           LibraError: chunks of the version are missing.
         """
-        self._started()
-        assert self._receiver is not None
-        self._params, self._digest = self._receiver.finish(policy_version)
+        _, weights = self._started()
+        self._params, self._digest = weights.finish(policy_version)
         self._version = policy_version
 
     def warm(self) -> None:
         """Compiles the gradient step for every row length, if still missing."""
-        learner = self._started()
+        learner, _ = self._started()
         for row_tokens in packing.row_lengths(self._config.trainer):
-            learner.compile_sums(learner_lib.POLICY, row_tokens)
+            learner.compile(learner_lib.POLICY, row_tokens, sums_only=True)
 
     def join(self, epoch: int, address: Mapping[str, Any]) -> None:
         """Connects to the core's gradient channel; closes a channel of an earlier membership generation.
@@ -134,7 +125,8 @@ class ReplicaActor:
                 f"the gradient channel of {address['member']} (epoch {address['epoch']}) is not that of {self._name} "
                 f"in epoch {epoch}: call the trainer's listen for it."
             )
-        self._close_channel()
+        if self._channel is not None:
+            self._channel.close("the replica left")
         seconds = self._config.deadlines.transition
         self._channel = gradient_channel.Channel(address, address["ranks"] - 1, seconds)
         self._channel.wait(seconds)
@@ -152,7 +144,7 @@ class ReplicaActor:
           LibraError: the worker holds another version, has no such share, or the channel is gone.
         """
         began = time.monotonic()
-        learner, channel = self._started(), self._channel
+        (learner, _), channel = self._started(), self._channel
         if batch.policy_version != self._version:
             raise protocols.LibraError(
                 f"{self._name} holds policy version {self._version}, and the batch is for {batch.policy_version}."
@@ -163,7 +155,7 @@ class ReplicaActor:
                 (channel.closed if channel else "")
                 or f"{self._name} has no part in this step: it has not joined, or in another membership epoch."
             )
-        prepared = prepare.prepare(self._config, batch, self._model.vocab_size)
+        prepared = batch_lib.prepare(self._config, batch, self._model.vocab_size)
         # 1 + : the first range is the core's own.
         indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
         if not indices:
@@ -187,22 +179,18 @@ class ReplicaActor:
 
     def leave(self) -> None:
         """Closes the channel and frees the parameters; compiled programs stay. Idempotent."""
-        self._close_channel()
-        self._params = self._version = None
-        if self._receiver is not None:
-            self._receiver.close()
+        if self._channel is not None:
+            self._channel.close("the replica left")
+        self._channel = self._params = self._version = None
+        if self._parts is not None:
+            self._parts[1].close()
 
     def shutdown(self) -> None:
         """Releases everything. Idempotent."""
         self.leave()
-        self._learner = self._receiver = None
+        self._parts = None
 
-    def _close_channel(self) -> None:
-        if self._channel is not None:
-            self._channel.close("the replica left")
-        self._channel = None
-
-    def _started(self) -> learner_lib.Learner:
-        if self._learner is None:
+    def _started(self) -> tuple[learner_lib.Learner, receiver.Receiver]:
+        if self._parts is None:
             raise protocols.LibraError(f"replica {self._name} is not running: call start first.")
-        return self._learner
+        return self._parts
