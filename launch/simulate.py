@@ -120,7 +120,7 @@ def _write(
         shared = libra_config.to_dict(run)
         # The entries differ in these.
         del shared["seed"], shared["scheduler"]["policy"]
-        output.write_text(report.to_json(result.entries, result.bound_seconds, about.as_json(), shared))
+        output.write_text(report.to_json(result.entries, result.bound_seconds, asdict(about), shared))
         title = [run.name, about.machine, about.work]
         report.write_picture(result.entries, result.bound_seconds, picture, title)
         if moves:

@@ -113,8 +113,10 @@ def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
     value = evaluate(expression, max_characters)
     operations = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.BinOp)]
     inner = [node for node in operations if is_number(node.left) and is_number(node.right)]
+    # A lone number or one operation leaves nothing to simplify.
     if len(operations) < 2:
         return str(value), True
+    # The leftmost one, so that an expression always simplifies in the same way.
     first = min(inner, key=lambda node: node.col_offset)
     result = _value(first, expression)
     if result.denominator != 1:

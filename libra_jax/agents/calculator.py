@@ -19,6 +19,8 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from libra_jax import config, protocols
 from libra_jax.agents import arithmetic, question, splits
@@ -39,6 +41,7 @@ def _draw(pattern: str, rng: random.Random) -> str:
     divisor = rng.randint(11, 99)
     same = str(rng.randint(10, 99))
     pieces = []
+    # S is drawn once and E is a multiple of V: so B-B is zero, and a quotient is whole.
     for letter in pattern.replace("(B-B)", "(S-S)").replace("E/B", "E/V"):
         if letter == "A":
             pieces.append(str(rng.randint(101, 999)))
@@ -101,6 +104,7 @@ def task_source(
 
     def make(split: str, seed: int, index: int) -> protocols.Task:
         training = split == "train"
+        # Held-out tasks never repeat, because an evaluation must not weigh some of them twice.
         place = index % period if period and training else index
         rng = splits.generator("calculator", seed, split, place)
         preamble, solvable = 0, patterns
@@ -123,10 +127,11 @@ def task_source(
     return splits.Tasks(seed, make)
 
 
+@dataclass
 class CalculatorEnvironment:
     """The environment of one rollout. Also demonstrates solved rollouts.
 
-    Args:
+    Attributes:
       system: System message, for pretrained models that need instructions. Empty means none.
       delay: Seconds that each tool call takes.
       prompt_width: Characters to which prompts are padded with spaces. 0 suits pretrained models.
@@ -134,21 +139,13 @@ class CalculatorEnvironment:
       stepwise: Do one operation per call. Set `return_width` to `prompt_width`, because expressions are returned.
     """
 
-    def __init__(
-        self,
-        system: str = "",
-        delay: float = 0.0,
-        prompt_width: int = 20,
-        return_width: int = 8,
-        stepwise: bool = False,
-    ) -> None:
-        self._system = system
-        self._stepwise = stepwise
-        self._delay = delay
-        self._prompt_width = prompt_width
-        self._return_width = return_width
-        self._task: protocols.Task | None = None
-        self.running_tool = arithmetic.TOOL
+    system: str = ""
+    delay: float = 0.0
+    prompt_width: int = 20
+    return_width: int = 8
+    stepwise: bool = False
+    _task: protocols.Task | None = field(default=None, init=False)
+    running_tool: ClassVar[str] = arithmetic.TOOL
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the expression, after the system message if there is one."""
@@ -160,12 +157,12 @@ class CalculatorEnvironment:
         if self._task is None:
             raise RuntimeError("step before reset")
         payload = self._task.payload
-        tool_return = arithmetic.answer_call(output, payload["max_characters"], stepwise=self._stepwise)
+        tool_return = arithmetic.answer_call(output, payload["max_characters"], stepwise=self.stepwise)
         if tool_return is None:
             return protocols.StepResult(done=True, reward=float(question.final_answer(output) == payload["answer"]))
-        if self._delay > 0:
-            await asyncio.sleep(self._delay)
-        content = tool_return.content.ljust(self._return_width)
+        if self.delay > 0:
+            await asyncio.sleep(self.delay)
+        content = tool_return.content.ljust(self.return_width)
         return protocols.StepResult(tool_returns=[dataclasses.replace(tool_return, content=content)])
 
     async def close(self) -> None:
@@ -176,18 +173,18 @@ class CalculatorEnvironment:
         messages, left = self._opening(task), task.payload["expression"]
         while True:
             call = left
-            answer = arithmetic.carry_out(call, task.payload["max_characters"], stepwise=self._stepwise)
+            answer = arithmetic.carry_out(call, task.payload["max_characters"], stepwise=self.stepwise)
             left = answer.content
             messages += [
                 protocols.Message("assistant", f"<tool_call>{call}</tool_call>"),
-                protocols.Message("tool", left.ljust(self._return_width)),
+                protocols.Message("tool", left.ljust(self.return_width)),
             ]
             if answer.tool == arithmetic.TOOL:
                 return [*messages, protocols.Message("assistant", task.payload["answer"])]
 
     def _opening(self, task: protocols.Task) -> list[protocols.Message]:
-        preamble = self._system or " " * task.payload.get("preamble", 0)
-        return question.opening(task.payload["expression"].ljust(self._prompt_width), preamble)
+        preamble = self.system or " " * task.payload.get("preamble", 0)
+        return question.opening(task.payload["expression"].ljust(self.prompt_width), preamble)
 
 
 environment = CalculatorEnvironment

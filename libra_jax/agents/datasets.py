@@ -19,16 +19,37 @@ class FileTasks:
 
     A hash of the prompt chooses the held-out rows, independent of the seed. All rows with the same prompt stay
     together, so no held-out prompt is ever trained on.
+
+    Args:
+      path: Path of the file, for ids and errors.
+      seed: Seed of the order of training tasks.
+      rows: Pairs of line or row number and payload.
+      holdout: Share of the distinct prompts that are kept for evaluation, at least one. 0 means none.
+      prompt: Name of the prompt in the payloads.
     """
 
-    def __init__(self, path: str, seed: int, rows: Sequence[tuple[int, dict[str, Any]]], holdout: float) -> None:
-        """Splits the rows. `rows` are pairs of line or row number and payload."""
+    def __init__(
+        self, path: str, seed: int, rows: Sequence[tuple[int, dict[str, Any]]], holdout: float, prompt: str = "prompt"
+    ) -> None:
         self._path = path
         self._name = pathlib.Path(path).stem
         self._seed = seed
-        held_out = _held_out_prompts(path, [payload for _, payload in rows], holdout)
-        self._train = [row for row in rows if _key(row[1]) not in held_out]
-        self._evaluation = [row for row in rows if _key(row[1]) in held_out]
+        keys = [json.dumps(payload[prompt], sort_keys=True) for _, payload in rows]
+        prompts = set(keys)
+        evaluated: set[str] = set()
+        if holdout:
+            if len(prompts) < 2:
+                raise protocols.DataError(
+                    f"{path}: its rows have only one prompt, so none can be held out; give "
+                    "--config.task.arguments=\"{'holdout': 0}\""
+                )
+            # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
+            ranked = sorted(prompts, key=lambda key: hashlib.sha256(key.encode()).digest())
+            # At least one prompt on each side.
+            evaluated.update(ranked[: min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))])
+        self._train = [row for key, row in zip(keys, rows, strict=True) if key not in evaluated]
+        self._evaluation = [row for key, row in zip(keys, rows, strict=True) if key in evaluated]
+        # Two epochs: the next one begins before the last tasks of an epoch have ended.
         self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
@@ -65,26 +86,6 @@ class FileTasks:
         return protocols.Task(f"{self._name}{split}-{number}{suffix}", payload)
 
 
-def _key(payload: Mapping[str, Any]) -> str:
-    return json.dumps(payload["prompt"], sort_keys=True)
-
-
-def _held_out_prompts(path: str, payloads: Sequence[Mapping[str, Any]], holdout: float) -> set[str]:
-    prompts = {_key(payload) for payload in payloads}
-    if holdout == 0:
-        return set()
-    if len(prompts) < 2:
-        raise protocols.DataError(
-            f"{path}: its rows have only one prompt, so none can be held out; give "
-            "--config.task.arguments=\"{'holdout': 0}\""
-        )
-    # At least one prompt on each side.
-    count = min(len(prompts) - 1, max(1, math.floor(holdout * len(prompts))))
-    # Ordered by hash, so that the choice depends on neither the seed nor the order of the rows.
-    ranked = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
-    return set(ranked[:count])
-
-
 _OTHER_COLUMNS = (
     " (other columns are named as --config.task.arguments=\"{'columns': {'prompt': 'question', 'answer': "
     "'reward_model.ground_truth'}}\")"
@@ -118,11 +119,30 @@ def task_source(
       ConfigError: No path is given, or an argument is out of range.
       DataError: The file is missing, empty or malformed. The message names the file and the line or row.
     """
+    rows = read(path, prompt_column, answer_column, columns, split, holdout)
+    return FileTasks(path, seed, rows, holdout)
+
+
+def read(
+    path: str,
+    prompt_column: str,
+    answer_column: str,
+    columns: Sequence[str] | Mapping[str, str],
+    split: str,
+    holdout: float,
+) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the numbers and payloads of a file's rows. The arguments and errors are those of `task_source`."""
     config.check(
         bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
     )
     config.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
-    mapping = _mapping(prompt_column, answer_column, columns)
+    field = "task.arguments.columns"
+    config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
+    given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
+    for name, column in given.items():
+        config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
+    mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **given}
+    config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
     found = []
     for row in tables.rows(path, tuple(mapping.values()), split):
         payload = {name: tables.value(row, column, _OTHER_COLUMNS) for name, column in mapping.items()}
@@ -133,7 +153,7 @@ def task_source(
         found.append((row.number, payload))
     if not found:
         raise protocols.DataError(f"{path}: holds no tasks; a JSONL file of them has one JSON object a line")
-    return FileTasks(path, seed, found, holdout)
+    return found
 
 
 def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0.05) -> FileTasks:
@@ -157,20 +177,9 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
         found.append((number, payload))
     if not found:
         raise protocols.DataError("tasks: is empty; give at least one mapping with a 'prompt'")
-    prompts = {_key(payload) for _, payload in found}
-    return FileTasks("tasks", seed, found, holdout if len(prompts) > 1 else 0.0)
-
-
-def _mapping(prompt: str, answer: str, columns: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Returns a mapping from names in the payload to columns."""
-    field = "task.arguments.columns"
-    config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
-    given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
-    for name, column in given.items():
-        config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
-    mapping = {"prompt": prompt, **({"answer": answer} if answer else {}), **given}
-    config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
-    return mapping
+    # A single prompt cannot lie on both sides of the split.
+    alone = all(payload["prompt"] == found[0][1]["prompt"] for _, payload in found)
+    return FileTasks("tasks", seed, found, 0.0 if alone else holdout)
 
 
 def _prompt(value: Any, where: str, column: str) -> Any:
@@ -188,17 +197,15 @@ def _prompt(value: Any, where: str, column: str) -> Any:
 
 def _answer(value: Any, where: str, column: str) -> str | list[str]:
     """Reads one answer, or a list of answers that are all right."""
-    if isinstance(value, list) and value:
-        return [_one_answer(item, where, column) for item in value]
-    return _one_answer(value, where, column)
-
-
-def _one_answer(value: Any, where: str, column: str) -> str:
-    if isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip():
-        return str(value)
-    raise protocols.DataError(
-        f"{where}: column {column!r} must be a text or a number, or a list of them, not {value!r:.80}"
-    )
+    texts = []
+    for item in value if isinstance(value, list) and value else [value]:
+        # bool is a subclass of int, and True is no answer that a policy could give.
+        if not isinstance(item, str | int | float) or isinstance(item, bool) or not str(item).strip():
+            raise protocols.DataError(
+                f"{where}: column {column!r} must be a text or a number, or a list of them, not {item!r:.80}"
+            )
+        texts.append(str(item))
+    return texts if isinstance(value, list) else texts[0]
 
 
 def _check_plain(payload: Mapping[str, Any], where: str) -> None:

@@ -39,8 +39,12 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         if task.done():
             return task.result()
     finally:
-        reaped = await _reap(task)
-    raise Overdue(reaped)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=REAP_SECONDS)
+        if task.done() and not task.cancelled():
+            task.exception()  # marks the error as retrieved, so that asyncio does not warn
+    raise Overdue(task.done())
 
 
 async def _settled(task: asyncio.Task[Any], seconds: float) -> None:
@@ -62,15 +66,6 @@ async def _settled(task: asyncio.Task[Any], seconds: float) -> None:
     finally:
         timer.cancel()
         task.remove_done_callback(release)
-
-
-async def _reap(task: asyncio.Task[Any]) -> bool:
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=REAP_SECONDS)
-    if task.done() and not task.cancelled():
-        task.exception()  # marks the error as retrieved, so that asyncio does not warn
-    return task.done()
 
 
 async def call(function: Callable[..., Any], *arguments: Any) -> Any:

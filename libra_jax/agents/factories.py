@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import cast
 
 from libra_jax import config, protocols
@@ -32,7 +33,8 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
     reserved = {"path": task.path, "seed": seed}
     for name in reserved:
         config.check(name not in task.arguments, field, f"must not hold {name!r}: it has a field of its own")
-    if not _takes_path(factory):
+    taken = _parameters(factory)
+    if taken is not None and "path" not in taken and not any(item.kind is item.VAR_KEYWORD for item in taken.values()):
         config.check(
             not task.path,
             "task.path",
@@ -65,13 +67,12 @@ def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) 
     )
 
 
-def _takes_path(factory: Callable[..., object]) -> bool:
-    """Returns whether a source of tasks accepts `task.path`."""
+def _parameters(factory: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
+    """Returns the parameters of a factory. None for a callable written in C that has no readable signature."""
     try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a callable written in C may have no readable signature
-        return True
-    return "path" in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 def environment_factory(
@@ -88,7 +89,7 @@ def environment_factory(
     """
     factory, field = resolving.resolve(task.environment, "task.environment"), "task.environment_arguments"
     arguments = dict(task.environment_arguments)
-    if _takes_tools(factory):
+    if "tools" in (_parameters(factory) or ()):
         config.check("tools" not in arguments, field, "must not hold 'tools': name them in tools.use")
         arguments["tools"] = tools
     elif tools is not None:
@@ -101,19 +102,8 @@ def environment_factory(
     resolving.check_arguments(factory, task.environment, arguments, field)
     if inspect.isclass(factory):
         _check_methods(task, factory, factory)
-
-    def make() -> protocols.Environment:
-        return cast(protocols.Environment, resolving.call(factory, task.environment, arguments, field))
-
-    return make
-
-
-def _takes_tools(factory: Callable[..., object]) -> bool:
-    """Returns whether environments of this factory offer the run's tools."""
-    try:
-        return "tools" in inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a callable written in C may have no readable signature
-        return False
+    make = functools.partial(resolving.call, factory, task.environment, arguments, field)
+    return cast("Callable[[], protocols.Environment]", make)
 
 
 def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
@@ -143,22 +133,23 @@ async def demonstrator(
       ConfigError: The factory cannot be found or called, or does not make an environment.
     """
     trial = environment_factory(task, tools)()
+    # A factory that is a function shows only now what it makes.
     _check_methods(task, trial, type(trial))
     lent = needed and callable(getattr(trial, "demonstration", None))
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(_close, trial)
-        if not lent:
-            await stack.aclose()
-        yield cast(protocols.Demonstrator, trial) if lent else None
 
+    async def close() -> None:
+        # Nothing depends on this close, and some environments cannot close before their first `reset`.
+        with contextlib.suppress(Exception):
+            await deadlines.within(TRIAL_CLOSE_SECONDS, deadlines.call(trial.close))
 
-async def _close(trial: protocols.Environment) -> None:
-    """Closes the trial environment. Ignores a failing or hanging close, because nothing depends on it.
-
-    Some environments cannot close before their first `reset`.
-    """
-    with contextlib.suppress(Exception):
-        await deadlines.within(TRIAL_CLOSE_SECONDS, deadlines.call(trial.close))
+    if not lent:
+        await close()
+        yield None
+        return
+    try:
+        yield cast(protocols.Demonstrator, trial)
+    finally:
+        await close()
 
 
 def limits(run: config.RunConfig, temperature: float | None = None) -> loop.Limits:

@@ -1,4 +1,4 @@
-"""An attempt's environment, each call of it under a deadline; what goes wrong is a crash that says whose and where."""
+"""A rollout's environment, with a deadline on each call. What goes wrong is a crash that says whose and where."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -13,22 +14,25 @@ from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
 
 _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
-"""Of `config.task`, by the environment's method; all others have `reset_seconds`."""
+"""Fields of `config.task` with the deadlines of methods. All other methods have `reset_seconds`."""
+
+_METRIC = re.compile(r"[A-Za-z0-9_/]+")
+"""Pattern of a metric's name. Files, charts and queries take such a name without quotes."""
 
 
 class Environment:
-    """The environment as the loop calls it. Ask `has` before a call of an optional method.
+    """The environment as the loop calls it. Check `optional` before a call of an optional method.
 
-    Methods that are plain functions run on threads, so that the deadlines hold for them too. Each raises
-    `EnvironmentCrashed` where the environment breaks, overruns its deadline or answers what is no answer, except
-    `close`; any `LibraError` of its own but a lost worker's goes through.
+    Methods that are plain functions run on threads, so that the deadlines hold for them too. If the environment breaks,
+    overruns its deadline or returns something invalid, every method except `close` raises `EnvironmentCrashed`. A
+    `LibraError` of the environment itself is passed on, unless it is a lost worker.
 
     Args:
-      environment: the user's.
-      task: what is attempted in it; errors name it.
-      reset_seconds: seconds, the deadline of `reset`, `close`, `snapshot` and `restore`.
-      step_seconds: of `step`.
-      wait_seconds: of `ready`.
+      environment: The user's environment.
+      task: Task of the rollout. Errors name it.
+      reset_seconds: Deadline in seconds of `reset`, `close`, `snapshot` and `restore`.
+      step_seconds: Deadline in seconds of `step`.
+      wait_seconds: Deadline in seconds of `ready`.
     """
 
     def __init__(
@@ -46,28 +50,26 @@ class Environment:
         kind = type(environment)
         self._name = f"{kind.__module__}:{kind.__qualname__}"
 
-    def has(self, verb: str) -> bool:
-        """Whether it has this optional method."""
-        return self._optional(verb) is not None
-
-    @property
-    def hear(self) -> Callable[[str], Any] | None:
-        """What hears an output while it comes, if it listens (`protocols.Listener`)."""
-        return self._optional("hear")
+    def optional(self, verb: str) -> Callable[..., Any] | None:
+        """Returns an optional method of the environment. None if it has no such method."""
+        method = getattr(self._environment, verb, None)
+        return method if callable(method) else None
 
     async def reset(self) -> Sequence[protocols.Message]:
-        """The messages in which the task is posed."""
+        """Returns the messages that pose the task."""
         messages = await self._call("reset", self._reset_seconds, self._task)
         if problem := messages_problem(messages):
             raise self.crash("reset", f"returned {problem}")
         return list(messages)
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up a snapshot."""
+        """Restores a snapshot."""
         await self._call("restore", self._reset_seconds, self._task, state)
 
     async def snapshot(self) -> Mapping[str, Any] | None:
-        """Its state, JSON-able; None where it gives none now."""
+        """Returns the environment's state, which JSON can hold. None if the environment gives none now, or never."""
+        if self.optional("snapshot") is None:
+            return None
         state = await self._call("snapshot", self._reset_seconds)
         try:
             json.dumps(state)
@@ -76,7 +78,7 @@ class Environment:
         return state
 
     async def ready(self, output: str) -> None:
-        """Waits for what the step needs: no tool's time, and not its time-out."""
+        """Waits for what the step needs. This wait is not part of the tool's time."""
         try:
             await self._call("ready", self._wait_seconds, output)
         except deadlines.Overdue:
@@ -87,7 +89,7 @@ class Environment:
             ) from None
 
     async def step(self, output: str) -> protocols.StepResult:
-        """The answer to an output; past the deadline, a "timeout" of the tool that `running_tool` names."""
+        """Returns the answer to an output. After the deadline, it is a "timeout" of the tool in `running_tool`."""
         try:
             result = await self._call("step", self._step_seconds, output)
         except deadlines.Overdue:
@@ -101,38 +103,38 @@ class Environment:
             return protocols.StepResult(tool_returns=[protocols.ToolReturn(tool, "timeout", "timeout")])
         if not isinstance(result, protocols.StepResult):
             raise self.crash("step", f"returned {type(result).__name__} instead of a StepResult")
-        if not (isinstance(result.metrics, Mapping) and all(map(_is_number, result.metrics.values()))):
-            raise self.crash("step", f"gave the metrics {result.metrics!r}, which are not all numbers")
+        metrics = result.metrics
+        if not isinstance(metrics, Mapping) or not all(isinstance(value, numbers.Real) for value in metrics.values()):
+            raise self.crash("step", f"gave the metrics {metrics!r}, which are not all numbers")
+        for name in metrics:
+            if not (isinstance(name, str) and _METRIC.fullmatch(name)):
+                raise self.crash("step", f"gave a metric the name {name!r:.80}; use only letters, digits, _ and /")
         if problem := messages_problem(result.messages):
             raise self.crash("step", f"gave the StepResult.messages {problem}")
         return result
 
     async def close(self, metrics: dict[str, float]) -> None:
-        """Closes it. A failed close cannot undo the attempt: it is counted (`close_failures`), not raised.
+        """Closes the environment. A failed close cannot undo the rollout: the metric `close_failures` counts it.
 
-        A caller that is cancelled meanwhile still finishes the close.
+        If the caller is cancelled meanwhile, the close still finishes.
         """
         closing = asyncio.ensure_future(deadlines.within(self._reset_seconds, deadlines.call(self._environment.close)))
         try:
-            await asyncio.wait({closing})  # which leaves it alone where it is cancelled itself
+            await asyncio.wait({closing})  # cancelling this wait does not cancel the close
         except asyncio.CancelledError:
             await asyncio.wait({closing})
             raise
         finally:
-            closing.cancel()  # a second cancellation means it
+            closing.cancel()  # only a second cancellation gets here before the close has ended
             if closing.done() and (closing.cancelled() or closing.exception() is not None):
                 metrics["close_failures"] = 1.0
 
     def crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:
-        """The error that says what it did."""
+        """Returns the error that says what the environment did."""
         return protocols.EnvironmentCrashed(f"environment {self._name}, task {self._task.prompt_id}: {verb} {problem}")
 
-    def _optional(self, verb: str) -> Callable[..., Any] | None:
-        method = getattr(self._environment, verb, None)
-        return method if callable(method) else None
-
     async def _call(self, verb: str, seconds: float, *arguments: Any) -> Any:
-        """Awaits a method. An overdue step or wait is the caller's matter; what else goes wrong is a crash."""
+        """Awaits a method. Raises `Overdue` for a step or a wait that is too slow, and a crash for everything else."""
         try:
             return await deadlines.within(seconds, deadlines.call(getattr(self._environment, verb), *arguments))
         except deadlines.Overdue as overdue:
@@ -166,10 +168,6 @@ def messages_problem(messages: object) -> str:
     return ""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real)
-
-
 def is_finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number that a reward may be."""
+    """Returns whether a value is a number that a reward may be."""
     return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -50,6 +50,10 @@ class Limits:
     answer_tokens: int = 0
 
 
+_FROM_BEST = ("success", "failure", "timeout")
+"""Outcomes of tools. Of several in one turn, the worst counts."""
+
+
 async def run_attempt(
     *,
     trajectory: protocols.Trajectory,
@@ -103,56 +107,40 @@ async def run_attempt(
         try:
             await attempt.run()
         except progress.ReplayDiffers:
-            attempt.start_over()
-            await attempt.run()
+            trajectory.clear()
+            await attempt.run(replay_differs=True)
     finally:
         await world.close(trajectory.metrics)
     return trajectory
 
 
+@dataclass
 class _Attempt:
     """One rollout, continued from the current state of its trajectory."""
 
-    def __init__(
-        self,
-        trajectory: protocols.Trajectory,
-        task: protocols.Task,
-        environment: guarded.Environment,
-        tokenizer: protocols.Tokenizer,
-        sampler: protocols.Sampler,
-        limits: Limits,
-        reward: scoring.Scorer | None,
-        status: Callable[[str], None],
-    ) -> None:
-        self.trajectory = trajectory
-        self.task = task
-        self.environment = environment
-        self.tokenizer = tokenizer
-        self.sampler = sampler
-        self.limits = limits
-        self.reward = reward
-        self.status = status
-        self.out_of_time = False
-        self._begin(replay_differs=False)
+    trajectory: protocols.Trajectory
+    task: protocols.Task
+    environment: guarded.Environment
+    tokenizer: protocols.Tokenizer
+    sampler: protocols.Sampler
+    limits: Limits
+    reward: scoring.Scorer | None
+    status: Callable[[str], None]
 
-    def _begin(self, *, replay_differs: bool) -> None:
+    async def run(self, *, replay_differs: bool = False) -> None:
+        """Alternates outputs and steps until the rollout is over.
+
+        Args:
+          replay_differs: Whether retained tokens had to be dropped. A metric records this.
+        """
+        self.out_of_time = False
         self.walk = progress.Walk(self.trajectory)
-        self.messages: list[protocols.Message] = []
         self.watch = progress.Stopwatch(self.trajectory, self.limits.attempt_seconds)
-        self.metrics: dict[str, float] = {"replay_differs": float(replay_differs)}
+        self.metrics = {"replay_differs": float(replay_differs)}
         if self.limits.answer_tokens:
             self.metrics["returns_cut"] = 0.0
-
-    def start_over(self) -> None:
-        """Drops every retained token. The metric `replay_differs` records this."""
-        self.trajectory.clear()
-        self._begin(replay_differs=True)
-
-    async def run(self) -> None:
-        """Alternates outputs and steps until the rollout is over."""
         self.status("opening")
-        if not await self._take_up():
-            await self._open()
+        await self._open()
         while (spent := self._spent()) is None:
             output, sampled = await self._output()
             if output is None:
@@ -167,7 +155,10 @@ class _Attempt:
                 return await self._finish("max_context", 0.0)
             self.walk.turn += 1
             if self.walk.at_end and self._spent() is None:
-                await self._keep()
+                state = await self.environment.snapshot()
+                if state is not None:
+                    kept = (self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages))
+                    self.trajectory.snapshot = protocols.AttemptSnapshot(state, *kept)
                 if sampled:
                     await self.sampler.tool_returned(self.trajectory, shown)
         return await self._finish(spent, 0.0)
@@ -191,12 +182,17 @@ class _Attempt:
             return "max_context"
         return "max_seconds" if self.out_of_time else "length"
 
-    # The beginning ----------------------------------------------------------------------------------------------
-
     async def _open(self) -> None:
-        messages = await self.environment.reset()
-        prompt = self._render(messages, first=True)
-        self.messages = [*messages]
+        """Restores the environment to its latest snapshot. If there is none, resets it and takes its prompt."""
+        kept, trajectory = self.trajectory.snapshot, self.trajectory
+        if kept is not None and self.environment.optional("restore") is not None:
+            await self.environment.restore(kept.state)
+            self.walk = progress.Walk(trajectory, kept.position, kept.turn)
+            self.messages = [*kept.messages]
+            self.metrics.update(kept.metrics)
+            return
+        self.messages = [*await self.environment.reset()]
+        prompt = self.tokenizer.render(self.messages, first=True, generation_prompt=True)
         if len(prompt) >= self.limits.max_context:
             raise protocols.EnvironmentCrashed(
                 f"task {self.task.prompt_id}: its prompt of {len(prompt)} tokens leaves no room to answer within "
@@ -204,33 +200,7 @@ class _Attempt:
             )
         self.walk.append(prompt, protocols.TokenSource.PROMPT)
 
-    async def _take_up(self) -> bool:
-        """Restores the environment to its latest snapshot.
-
-        Returns False, without any change, if there is no snapshot.
-        """
-        kept = self.trajectory.snapshot
-        if kept is None or not self.environment.has("restore"):
-            return False
-        await self.environment.restore(kept.state)
-        self.walk.jump(kept.position, kept.turn)
-        self.messages = [*kept.messages]
-        self.metrics.update(kept.metrics)
-        return True
-
-    async def _keep(self) -> None:
-        """Takes a snapshot, if the environment can."""
-        state = await self.environment.snapshot() if self.environment.has("snapshot") else None
-        if state is None:
-            return
-        self.trajectory.snapshot = protocols.AttemptSnapshot(
-            state, self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages)
-        )
-
     # Tokens -----------------------------------------------------------------------------------------------------
-
-    def _render(self, messages: Sequence[protocols.Message], *, first: bool) -> list[int]:
-        return self.tokenizer.render(messages, first=first, generation_prompt=True)
 
     async def _output(self) -> tuple[str | None, bool]:
         """Returns the next output, and whether any of it was sampled now.
@@ -267,7 +237,7 @@ class _Attempt:
         """
         trajectory, stop_ids = self.trajectory, tuple(self.tokenizer.stop_token_ids)
         sampling = protocols.SamplingParams(self.limits.temperature, room, stop_ids)
-        hear = self.environment.hear
+        hear = self.environment.optional("hear")
         if self.limits.attempt_seconds or hear is not None:
             listener = None if hear is None else progress.Hearing(hear, self.tokenizer, trajectory, start)
             reason = await self._sample_watched(sampling, listener)
@@ -314,7 +284,7 @@ class _Attempt:
         """Returns the environment's answer to an output. Records the turn's tool, status and seconds."""
         if sampled:
             await self.sampler.tool_called(self.trajectory)
-        if self.environment.has("ready"):
+        if self.environment.optional("ready") is not None:
             self.status(f"waiting, turn {self.walk.turn + 1}")
             await self.environment.ready(output)
         self.status(f"tool, turn {self.walk.turn + 1}")
@@ -326,7 +296,9 @@ class _Attempt:
             raise progress.ReplayDiffers
         answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
         if answers:
-            turn.tool, turn.status = _joined(answers)
+            # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
+            turn.tool = "+".join(sorted({answer.tool for answer in answers}))
+            turn.status = max((answer.status for answer in answers), key=_FROM_BEST.index)
         # Of several concurrent returns, some may include waits for others.
         told = answers[0].seconds if len(answers) == 1 else 0.0
         # A replayed turn keeps the seconds that it took the first time.
@@ -340,20 +312,16 @@ class _Attempt:
         """
         answers, room = result.tool_returns, self.limits.max_context - self.walk.position
 
-        def messages(answers: Sequence[protocols.ToolReturn]) -> list[protocols.Message]:
-            return [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
+        def rendered(answers: Sequence[protocols.ToolReturn]) -> tuple[list[protocols.Message], list[int]]:
+            said = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
+            return said, self.tokenizer.render(said, first=False, generation_prompt=True)
 
-        said = messages(answers)
-        tokens = self._render(said, first=False)
+        said, tokens = rendered(answers)
         if self.limits.answer_tokens and len(tokens) > room - self.limits.answer_tokens:
-            cut = progress.cut_to_fit(
-                answers,
-                lambda answers: len(self._render(messages(answers), first=False)),
-                room - self.limits.answer_tokens,
-            )
+            most = room - self.limits.answer_tokens
+            cut = progress.cut_to_fit(answers, lambda answers: len(rendered(answers)[1]), most)
             if cut is not None:
-                said = messages(cut)
-                tokens = self._render(said, first=False)
+                said, tokens = rendered(cut)
             self.metrics["returns_cut"] += float(cut is not None)
         self.trajectory.turns[self.walk.turn].payload_tokens = len(tokens)
         # No room for the next output: the rollout ends here, so nothing can be retained beyond.
@@ -363,8 +331,10 @@ class _Attempt:
             return None
         self.walk.append(tokens, protocols.TokenSource.TOOL)
         self.messages += said
-        tool, outcome = _joined(answers) if answers else ("environment", "success")
-        return protocols.CausalState(tool, len(tokens), outcome)
+        turn = self.trajectory.turns[self.walk.turn]
+        if not answers or turn.tool is None or turn.status is None:
+            return protocols.CausalState("environment", len(tokens), "success")
+        return protocols.CausalState(turn.tool, len(tokens), turn.status)
 
     # The end ----------------------------------------------------------------------------------------------------
 
@@ -419,12 +389,3 @@ class _Attempt:
             raise protocols.RewardFailed(f"{crash} gave {score.reward!r}, which is not a finite number")
         self.metrics.update(score.metrics)
         return score.reward
-
-
-_FROM_BEST = ("success", "failure", "timeout")
-
-
-def _joined(answers: Sequence[protocols.ToolReturn]) -> tuple[str, protocols.ToolStatus]:
-    """Joins the tools of one turn. Returns each tool's name once, in a fixed order, and the worst status."""
-    tools = "+".join(sorted({answer.tool for answer in answers}))
-    return tools, max((answer.status for answer in answers), key=_FROM_BEST.index)

@@ -23,6 +23,8 @@ class Walk:
 
     Args:
       trajectory: An empty trajectory, or one that was cut off anywhere.
+      position: Number of tokens that a snapshot accounts for.
+      turn: Number of outputs that a snapshot accounts for.
 
     Attributes:
       position: Number of tokens accounted for.
@@ -30,19 +32,15 @@ class Walk:
       generated: Number of tokens accounted for that the policy sampled.
     """
 
-    def __init__(self, trajectory: protocols.Trajectory) -> None:
+    def __init__(self, trajectory: protocols.Trajectory, position: int = 0, turn: int = 0) -> None:
         self._trajectory = trajectory
-        self.position = self.turn = self.generated = 0
+        self.position, self.turn = position, turn
+        self.generated = sum(trajectory.loss_mask[:position])
 
     @property
     def at_end(self) -> bool:
         """Whether all retained tokens are accounted for."""
         return self.position == len(self._trajectory.token_ids)
-
-    def jump(self, position: int, turn: int) -> None:
-        """Moves to a later position, because a snapshot accounts for the tokens before it."""
-        self.position, self.turn = position, turn
-        self.generated = sum(self._trajectory.loss_mask[:position])
 
     def append(self, tokens: Sequence[int], source: protocols.TokenSource) -> None:
         """Accounts for text. Compares it with the retained tokens, and appends the part beyond them.
@@ -51,10 +49,6 @@ class Walk:
           ReplayDiffers: The retained tokens are different.
         """
         end = self.position + len(tokens)
-        if self.at_end:
-            self._trajectory.append_text(tokens, source)
-            self.position = end
-            return
         retained = self._trajectory.token_ids[self.position : end]
         sources = self._trajectory.sources[self.position : end]
         if retained != list(tokens[: len(retained)]) or any(item != source for item in sources):
@@ -65,8 +59,6 @@ class Walk:
     def retained_output(self, max_tokens: int, stop_token_ids: Collection[int]) -> int:
         """Returns how many retained tokens from the current position on belong to one model output."""
         count = 0
-        if self.at_end:
-            return count
         tokens, sources = self._trajectory.token_ids[self.position :], self._trajectory.sources[self.position :]
         for token, source in zip(tokens, sources, strict=True):
             if source != protocols.TokenSource.MODEL or count == max_tokens:
@@ -101,6 +93,7 @@ class Stopwatch:
     def __init__(self, trajectory: protocols.Trajectory, most: float) -> None:
         self._trajectory, self._most = trajectory, most
         self._since: float | None = None
+        # A resumed rollout has spent these seconds before.
         self._earlier = trajectory.seconds
 
     def over(self) -> bool:
@@ -154,28 +147,24 @@ class Hearing:
         """Passes on the text since the last call. Never raises, because its caller has to go on handling tokens."""
         if self.error is not None:
             return
-        try:
-            text = self._new_text()
-            if text:
-                self._hear(text)
-        except Exception as error:
-            self.error = error
-
-    def _new_text(self) -> str:
         tokens = self._trajectory.token_ids
         end = len(tokens)
         if end > self._told and tokens[end - 1] in self._tokenizer.stop_token_ids:
             end -= 1
-        for whole in range(end, max(end - _LONGEST_CHARACTER, self._told), -1):
-            text = self._tokenizer.decode(tokens[self._before : whole])
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                break
-        else:  # these bytes complete no character; wait only while a later token still could
-            if end - self._told < _LONGEST_CHARACTER:
-                return ""
-        known = len(self._tokenizer.decode(tokens[self._before : self._told]))
-        self._before, self._told = self._told, whole
-        return text[known:]
+        try:
+            for whole in range(end, max(end - _LONGEST_CHARACTER, self._told), -1):
+                text = self._tokenizer.decode(tokens[self._before : whole])
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                    break
+            else:  # these bytes complete no character; wait only while a later token still could
+                if end - self._told < _LONGEST_CHARACTER:
+                    return
+            known = len(self._tokenizer.decode(tokens[self._before : self._told]))
+            self._before, self._told = self._told, whole
+            if text[known:]:
+                self._hear(text[known:])
+        except Exception as error:
+            self.error = error
 
 
 def cut_to_fit(

@@ -17,6 +17,7 @@ pass.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import re
@@ -79,27 +80,25 @@ def tasks(dataset: Dataset, path: str, split: str, count: Count) -> Iterator[Rec
         count.read += 1
         try:
             record = dataset.convert(row)
-            _check_new(record, seen)
+            # Digests, because the texts of a large file would not fit into memory.
+            posed, right = (
+                hashlib.blake2b(
+                    json.dumps([record.get(name) for name in names], sort_keys=True).encode(), digest_size=16
+                ).digest()
+                for names in (_POSED, _RIGHT)
+            )
+            if posed in seen:
+                raise Dropped(_REPEATED if seen[posed] == right else _CONTRADICTED)
         except Dropped as reason:
             count.dropped[str(reason)] += 1
             continue
+        seen[posed] = right
         count.kept += 1
         yield record
 
 
-def _check_new(record: Record, seen: dict[bytes, bytes]) -> None:
-    prompt, answer = (_digest([record.get(name) for name in names]) for names in (_POSED, _RIGHT))
-    if prompt in seen:
-        raise Dropped(_REPEATED if seen[prompt] == answer else _CONTRADICTED)
-    seen[prompt] = answer
-
-
 _POSED = ("prompt", "issue", "project")
 _RIGHT = ("answer", "tests", "fail_to_pass")
-
-
-def _digest(value: Any) -> bytes:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _value(row: tables.Row, column: str, dataset: str) -> Any:
@@ -184,9 +183,17 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
     test.
     """
     short = [re.sub(r"\x1b\[[\d;]*m", "", name) for name in listed]
+    # A report without any name was not written by the tests.
     if not any(short):
         raise Dropped(_NO_TESTS)
-    inside = {file["path"]: _defined(file["text"]) for file in tests}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside: dict[str, set[str]] = {}
+    for file in tests:
+        names = inside.setdefault(file["path"], set())
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # such a file defines no test
+            for node in ast.parse(file["text"]).body:
+                prefix, body = (f"{node.name}.", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
+                names |= {f"{prefix}{one.name}" for one in body if isinstance(one, functions)}
     found = []
     for name in filter(None, short):
         plain, bracket, rest = name.partition("[")
@@ -197,20 +204,6 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
             raise Dropped("a test whose name has spaces, which ends it in a report")
         found.append(f"{paths[0]}::{plain.replace('.', '::')}{bracket}{rest}")
     return found
-
-
-def _defined(code: str) -> set[str]:
-    """Returns the names of a module's functions and of its classes' methods."""
-    try:
-        body = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError):
-        return set()
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = {one.name for one in body if isinstance(one, functions)}
-    for kind in body:
-        if isinstance(kind, ast.ClassDef):
-            names |= {f"{kind.name}.{one.name}" for one in kind.body if isinstance(one, functions)}
-    return names
 
 
 def _flags(source: str, environment: str, *others: str) -> str:

@@ -13,6 +13,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from libra_jax import config, protocols, user_code
@@ -108,6 +109,7 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
         return cast("Callable[..., Any]", _given[attribute])
     config.check(module_name not in _REMOVED, field, _REMOVED.get(module_name, ""))
     # A Python script has its own folder on the path instead of the working directory.
+    # Appended, not inserted: a user's file must not hide a module of the standard library.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -187,22 +189,23 @@ def named(name: str, field: str, call: str) -> Iterator[None]:
         raise protocols.ConfigError(f"config.{field}: {call} of {name} {raised(error)}") from error
 
 
+@dataclass
 class FirstFew:
     """Shows only the first `MOST_TOLD` of many similar faults. Broken code or a broken environment may cause thousands.
 
-    Args:
-      tell: Called with each sentence, including its full stop. The last one says that further ones are not shown.
+    Attributes:
+      say: Called with each sentence, including its full stop. The last one says that further ones are not shown.
+      told: Number of sentences so far.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._told = 0
+    say: Callable[[str], None]
+    told: int = 0
 
     def tell(self, sentence: str) -> None:
         """Takes another sentence, without its full stop."""
-        self._told += 1
-        if self._told <= MOST_TOLD:
-            self._tell(f"{sentence}{'; further ones are not shown' if self._told == MOST_TOLD else ''}.")
+        self.told += 1
+        if self.told <= MOST_TOLD:
+            self.say(f"{sentence}{'; further ones are not shown' if self.told == MOST_TOLD else ''}.")
 
 
 def loggable(text: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
@@ -17,19 +18,19 @@ MOST_TOKENS = 16_384
 """Largest number of tokens of a text that is written out. The middle of a longer text is cut, with a mark."""
 
 
+@dataclass(frozen=True)
 class Samples:
     """Chooses rollouts of a step and writes them as the records of `samples.jsonl`.
 
-    Args:
+    Attributes:
       count: Number of rollouts per step and per evaluation. 0 saves none.
       seed: Seed that orders rollouts of equal reward.
       tokenizer: Tokenizer of the policy.
     """
 
-    def __init__(self, count: int, seed: int, tokenizer: protocols.Tokenizer) -> None:
-        self._count = count
-        self._seed = seed
-        self._tokenizer = tokenizer
+    count: int
+    seed: int
+    tokenizer: protocols.Tokenizer
 
     def of_step(self, step: int, groups: Sequence[protocols.Group]) -> list[dict[str, Any]]:
         """Returns records of a step's rollouts, best first.
@@ -39,7 +40,7 @@ class Samples:
           groups: Groups that the step trained on.
         """
         rollouts = [(trajectory, group) for group in groups for trajectory in group.trajectories]
-        chosen = choose([trajectory for trajectory, _ in rollouts], self._count, self._seed)
+        chosen = choose([trajectory for trajectory, _ in rollouts], self.count, self.seed)
         groups_by_id = {trajectory.trajectory_id: group for trajectory, group in rollouts}
         records = []
         for rank, trajectory in chosen:
@@ -59,33 +60,52 @@ class Samples:
         identity = {"step": version, "evaluation": True, "policy_version": version, "group_id": None}
         return [
             identity | {"rank": rank, "of": len(rollouts)} | self._record(trajectory)
-            for rank, trajectory in choose(rollouts, self._count, self._seed)
+            for rank, trajectory in choose(rollouts, self.count, self.seed)
         ]
 
     def _record(self, trajectory: protocols.Trajectory) -> dict[str, Any]:
-        pieces = [(source, self._text(tokens)) for source, tokens in _pieces(trajectory)]
-        prompt = "".join(text for source, text in pieces if source == protocols.TokenSource.PROMPT)
+        pieces: list[tuple[int, str]] = []  # the texts of consecutive tokens of one source, in order
+        start = 0
+        for source, run in itertools.groupby(trajectory.sources):
+            end = start + len(list(run))
+            pieces.append((source, self._text(trajectory.token_ids[start:end])))
+            start = end
+        turns = []
+        known = iter(trajectory.turns)
+        for place, (source, text) in enumerate(pieces):
+            if source != protocols.TokenSource.MODEL:
+                continue
+            # Tool tokens follow every output except the last.
+            answered = place + 1 < len(pieces) and pieces[place + 1][0] == protocols.TokenSource.TOOL
+            turn = next(known, protocols.Turn(generated_tokens=0))
+            turns.append(
+                {
+                    "text": text,
+                    "generated_tokens": turn.generated_tokens,
+                    "tool": turn.tool,
+                    "status": turn.status,
+                    "tool_seconds": turn.tool_seconds,
+                    "returned": pieces[place + 1][1] if answered else "",
+                }
+            )
         versions = [version for version in trajectory.policy_versions if version != protocols.NO_VERSION]
+        parts = {key: value for key, value in trajectory.metrics.items() if key.startswith("reward/")}
         return {
             "trajectory_id": trajectory.trajectory_id,
             "prompt_id": trajectory.prompt_id,
             "reward": trajectory.reward,
-            "reward_parts": {
-                name.removeprefix("reward/"): value
-                for name, value in trajectory.metrics.items()
-                if name.startswith("reward/")
-            },
+            "reward_parts": {key.removeprefix("reward/"): value for key, value in parts.items()},
             "finish": trajectory.finish,
             "token_versions": [min(versions), max(versions)] if versions else [],
-            "prompt": prompt,
-            "turns": list(_turns(trajectory.turns, pieces)),
+            "prompt": "".join(text for source, text in pieces if source == protocols.TokenSource.PROMPT),
+            "turns": turns,
         }
 
     def _text(self, tokens: Sequence[int]) -> str:
         if len(tokens) <= MOST_TOKENS:
-            return self._tokenizer.decode(tokens)
+            return self.tokenizer.decode(tokens)
         half = MOST_TOKENS // 2
-        begin, end = self._tokenizer.decode(tokens[:half]), self._tokenizer.decode(tokens[-half:])
+        begin, end = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
         return f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
 
 
@@ -108,32 +128,6 @@ def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> l
 
     ranked = sorted(rollouts, key=order)
     count = min(count, len(ranked))
+    # Evenly spaced ranks include the first and the last.
     places = [round(place * (len(ranked) - 1) / max(1, count - 1)) for place in range(count)]
     return [(place + 1, ranked[place]) for place in places]
-
-
-def _pieces(trajectory: protocols.Trajectory) -> Iterator[tuple[int, list[int]]]:
-    """Yields the consecutive tokens of each source, in order."""
-    start = 0
-    for source, run in itertools.groupby(trajectory.sources):
-        end = start + sum(1 for _ in run)
-        yield source, trajectory.token_ids[start:end]
-        start = end
-
-
-def _turns(turns: Sequence[protocols.Turn], pieces: Sequence[tuple[int, str]]) -> Iterator[Mapping[str, Any]]:
-    """Yields each output with the environment's answer. Tool tokens follow every output except the last."""
-    known = iter(turns)
-    for place, (source, text) in enumerate(pieces):
-        if source != protocols.TokenSource.MODEL:
-            continue
-        answered = place + 1 < len(pieces) and pieces[place + 1][0] == protocols.TokenSource.TOOL
-        turn = next(known, None)
-        yield {
-            "text": text,
-            "generated_tokens": turn.generated_tokens if turn else 0,
-            "tool": turn.tool if turn else None,
-            "status": turn.status if turn else None,
-            "tool_seconds": turn.tool_seconds if turn else 0.0,
-            "returned": pieces[place + 1][1] if answered else "",
-        }

@@ -54,6 +54,7 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     Raises:
       DataError: Nothing can be read, or a row is malformed. The message names the file and the line or row.
     """
+    # Numbers go on over the files of a folder; the places that messages name start at 1 in each file.
     number = 0
     for file in _files(Path(path), split, of):
         if file.suffix.lower() not in (".parquet", ".csv", ".tsv", ".arrow"):
@@ -80,30 +81,25 @@ def value(row: Row, column: str, hint: str = "") -> Any:
     if column in row.values:
         return row.values[column]
     here: Any = row.values
-    passed: list[str] = []
+    outer = ""
     for part in column.split("."):
         if isinstance(here, Mapping) and part in here:
             here = here[part]
         elif isinstance(here, list) and part.isdecimal() and int(part) < len(here):
             here = here[int(part)]
         else:
-            raise protocols.DataError(f"{row.where}: no column {column!r}; {_nearest(passed, part, here)}{hint}")
-        passed.append(part)
+            whose = repr(outer) if outer else "it"
+            if isinstance(here, list):
+                there = f"{whose} is a list of {len(here)}"
+            elif not isinstance(here, Mapping):
+                there = f"{whose} is {here!r:.40}"
+            elif near := difflib.get_close_matches(part, here, n=1):
+                there = f"did you mean {f'{outer}.{near[0]}'.lstrip('.')!r}?"
+            else:
+                there = f"{whose} has {', '.join(map(repr, here)) or 'no columns'}"
+            raise protocols.DataError(f"{row.where}: no column {column!r}; {there}{hint}")
+        outer = f"{outer}.{part}".lstrip(".")
     return here
-
-
-def _nearest(passed: Sequence[str], part: str, here: Any) -> str:
-    """Returns which names exist instead of a missing part of a column's name."""
-    outer = f"{'.'.join(passed)}." if passed else ""
-    if isinstance(here, Mapping):
-        near = difflib.get_close_matches(part, here, n=1)
-        if near:
-            return f"did you mean {outer + near[0]!r}?"
-        whose = repr(outer[:-1]) if passed else "it"
-        return f"{whose} has {', '.join(map(repr, here)) or 'no columns'}"
-    if isinstance(here, list):
-        return f"{outer[:-1]!r} is a list of {len(here)}"
-    return f"{outer[:-1]!r} is {here!r:.40}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -115,7 +111,8 @@ def _files(path: Path, split: str, of: str) -> list[Path]:
     if path.is_dir():
         return _files_of_folder(path, split)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, _names_in(path.parent), n=1)
+        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise protocols.DataError(f"{path}: no such file of {of}{hint}")
     if path.suffix.lower() == ".xlsx":
@@ -123,24 +120,31 @@ def _files(path: Path, split: str, of: str) -> list[Path]:
     return [path]
 
 
-def _names_in(folder: Path) -> list[str]:
-    return [item.name for item in folder.iterdir()] if folder.is_dir() else []
-
-
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
+    """Returns the files of a split: of a dataset that `save_to_disk` wrote, or of files named by split."""
     if (folder / "dataset_dict.json").is_file():
         _check_split(folder, split, _listed(folder / "dataset_dict.json", "splits"))
         folder = folder / split
-    if (folder / "state.json").is_file():
-        return _saved_files(folder)
+    if (state := folder / "state.json").is_file():
+        if _listed(state, "_indices_data_files", needed=False):
+            raise protocols.DataError(
+                f"{folder}: was saved as a selection of rows; call flatten_indices() before save_to_disk()"
+            )
+        names = [item.get("filename") if isinstance(item, dict) else None for item in _listed(state, "_data_files")]
+        files = [folder / str(name) for name in names]
+        for file in files:
+            if not file.is_file():
+                raise protocols.DataError(f"{file}: no such file, and {state} names it; copy the folder whole")
+        return files
     shards = [file for place in (folder, folder / "data") for ending in ENDINGS for file in place.glob(f"*{ending}")]
     if not shards:
         raise protocols.DataError(
             f"{folder}: is a folder without tables: give the one that save_to_disk wrote (it holds state.json or "
             f"dataset_dict.json), one with files of {', '.join(ENDINGS)}, or a single file"
         )
-    _check_split(folder, split, sorted({_split(shard) for shard in shards}))
-    found = sorted(shard for shard in shards if _split(shard) == split)
+    splits = {shard: shard.stem.split("-")[0] for shard in shards}  # train-00000-of-00002.parquet
+    _check_split(folder, split, sorted(set(splits.values())))
+    found = sorted(shard for shard in shards if splits[shard] == split)
     endings = sorted({shard.suffix for shard in found})
     if len(endings) > 1:
         raise protocols.DataError(
@@ -149,31 +153,12 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
     return found
 
 
-def _split(shard: Path) -> str:
-    return shard.stem.split("-")[0]
-
-
 def _check_split(folder: Path, split: str, splits: Sequence[Any]) -> None:
     if split not in splits:
         raise protocols.DataError(
             f"{folder}: has no split {split!r}; it has {', '.join(map(str, splits)) or 'none'} (choose as "
             "--config.task.arguments=\"{'split': 'test'}\")"
         )
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Returns the Arrow files of a dataset that was written by `save_to_disk`."""
-    state = folder / "state.json"
-    if _listed(state, "_indices_data_files", needed=False):
-        raise protocols.DataError(
-            f"{folder}: was saved as a selection of rows; call flatten_indices() before save_to_disk()"
-        )
-    names = [item.get("filename") if isinstance(item, dict) else None for item in _listed(state, "_data_files")]
-    files = [folder / str(name) for name in names]
-    for file in files:
-        if not file.is_file():
-            raise protocols.DataError(f"{file}: no such file, and {state} names it; copy the folder whole")
-    return files
 
 
 def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
@@ -221,7 +206,7 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
         yield from read(file, wanted)
     except (pyarrow.ArrowException, OSError) as error:
         kind = {".parquet": "Parquet", ".arrow": "Arrow"}.get(file.suffix.lower(), "CSV")
-        said = _first_line(error).rpartition("Invalid: ")[2]
+        said = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("Invalid: ")[2]
         # Arrow counts the header as row 1; our rows begin after it.
         found = re.search(r"Row #(\d+): ", said)
         row = f", row {int(found[1]) - 1}" if found else ""
@@ -256,10 +241,6 @@ def _stream_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
         names = _needed(stream.schema.names, wanted)
         for batch in stream:
             yield batch if names is None else batch.select(names)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:

@@ -118,7 +118,14 @@ class HuggingFaceTokenizer:
             raise protocols.DataError(
                 f"{name}: the tokenizer has no chat template; use an instruction-tuned model's directory or add one"
             )
-        self._turn_end = self._find_turn_end()
+        after = self._after_output((*_PREFIX, ("user", "next")), True)
+        tokens = tokenizer.encode(after, add_special_tokens=False)
+        if not tokens or tokens[0] not in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
+            raise protocols.DataError(
+                f"{name}: the chat template does not end an assistant turn with a special token "
+                f"(it goes on with {after[:20]!r}), so a turn cannot end on a stop token id"
+            )
+        self._turn_end = str(tokenizer.convert_ids_to_tokens(tokens[0]))
         self._check_incremental()
         end_id = tokenizer.convert_tokens_to_ids(self._turn_end)
         eos_id = tokenizer.eos_token_id
@@ -132,6 +139,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, with special tokens spelled out."""
+        # Clean-up would move spaces, and the text would no longer be that of these tokens.
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
@@ -145,6 +153,7 @@ class HuggingFaceTokenizer:
           DataError: The template refuses these messages.
         """
         increment = tuple((message.role, message.content) for message in messages)
+        # Only here the template may write what belongs to the start of a text.
         if first:
             return self.encode(self._apply(increment, generation_prompt))
         return self.encode(self._increment(_PREFIX, increment, generation_prompt))
@@ -161,30 +170,17 @@ class HuggingFaceTokenizer:
                 f"{self._name}: the chat template refuses a dialogue with the roles {roles} ({error})"
             ) from error
 
-    def _after_output(
-        self, prefix: Sequence[tuple[str, str]], increment: Sequence[tuple[str, str]], generation_prompt: bool
-    ) -> str:
-        text = self._apply((*prefix, *increment), generation_prompt)
-        _, found, after = text.partition(_SENTINEL)
+    def _after_output(self, messages: Sequence[tuple[str, str]], generation_prompt: bool) -> str:
+        """Returns what the template writes after the assistant turn of `_PREFIX`."""
+        _, found, after = self._apply(messages, generation_prompt).partition(_SENTINEL)
         if not found:
             raise protocols.DataError(f"{self._name}: the chat template drops the content of assistant turns")
         return after
 
-    def _find_turn_end(self) -> str:
-        after = self._after_output(_PREFIX, (("user", "next"),), True)
-        tokens = self._tokenizer.encode(after, add_special_tokens=False)
-        special = {*self._tokenizer.all_special_ids, *self._tokenizer.get_added_vocab().values()}
-        if not tokens or tokens[0] not in special:
-            raise protocols.DataError(
-                f"{self._name}: the chat template does not end an assistant turn with a special token "
-                f"(it goes on with {after[:20]!r}), so a turn cannot end on a stop token id"
-            )
-        return str(self._tokenizer.convert_ids_to_tokens(tokens[0]))
-
     def _increment(
         self, prefix: Sequence[tuple[str, str]], increment: Sequence[tuple[str, str]], generation_prompt: bool
     ) -> str:
-        after = self._after_output(prefix, increment, generation_prompt)
+        after = self._after_output((*prefix, *increment), generation_prompt)
         if not after.startswith(self._turn_end):
             raise protocols.DataError(
                 f"{self._name}: the chat template is not incremental: what follows an assistant turn begins with "
@@ -195,20 +191,17 @@ class HuggingFaceTokenizer:
     def _check_incremental(self) -> None:
         """Checks that a user message is rendered the same after two different dialogues, and with its content."""
         increment = (("user", "LIBRA-7f3a-NEXT"),)
-        alone = self._increment(_PREFIX, increment, True)
-        later = self._increment(_LONGER_PREFIX if self._takes_system() else _LONGER_PREFIX[1:], increment, True)
+        longer: Sequence[tuple[str, str]] = _LONGER_PREFIX
+        try:
+            self._apply(longer[:2], True)
+        except protocols.DataError:  # some templates refuse a system message
+            longer = longer[1:]
+        alone, later = self._increment(_PREFIX, increment, True), self._increment(longer, increment, True)
         if alone != later or "LIBRA-7f3a-NEXT" not in alone:
             raise protocols.DataError(
                 f"{self._name}: the chat template is not incremental: the same user message is rendered as {alone!r} "
                 f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
             )
-
-    def _takes_system(self) -> bool:
-        try:
-            self._apply(_LONGER_PREFIX[:2], True)
-        except protocols.DataError:
-            return False
-        return True
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")

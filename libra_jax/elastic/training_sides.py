@@ -113,7 +113,8 @@ class TrainingSides:
             except protocols.LibraError:
                 side.client = None
         await self._stop(side)  # remains of a lost process
-        name, client = side.spec.name, self._client(side)
+        name = side.spec.name
+        client = hybrid_client.HybridClient(self._cluster, side.spec, self._limits)
         self._recorder.status(name, "starting its process")
         await client.make()
         self._recorder.status(name, "loading the model")
@@ -121,9 +122,6 @@ class TrainingSides:
         await client.init_weight_transfer(self._transport)
         side.client, side.aborted = client, False
         self._recorder.status(name, "idle")
-
-    def _client(self, side: TrainingSide) -> hybrid_client.HybridClient:
-        return hybrid_client.HybridClient(self._cluster, side.spec, self._limits)
 
     def offer(self, version: int, chunks: Sequence[protocols.WeightChunk], copies: Copies | None = None) -> None:
         """Offers a new snapshot. Training sides that follow start to read it, or their host's copy."""
@@ -299,7 +297,7 @@ class TrainingSides:
 
     async def _stop(self, side: TrainingSide) -> None:
         try:
-            await self._client(side).stop()
+            await hybrid_client.HybridClient(self._cluster, side.spec, self._limits).stop()
         except protocols.LibraError as error:
             self._recorder.note(f"{side.spec.name} could not be stopped cleanly: {error}")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from libra_jax import deadlines, protocols
 from libra_jax.elastic import training_sides
@@ -69,7 +67,8 @@ class Shares:
         """Starts the workers' shares of a step."""
         for share in shares:
             work = asyncio.get_running_loop().create_task(self._members.contribute(share.member, batch, shares))
-            work.add_done_callback(_looked_at)
+            # Looks at the error, or asyncio would report one that `finish` never asks for.
+            work.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._work[share.member] = work
 
     async def finish(
@@ -97,7 +96,7 @@ class Shares:
             elif task.done():
                 told[name] = self._work.pop(name).result()
             else:
-                task.add_done_callback(functools.partial(self._answered, name))
+                task.add_done_callback(lambda _, name=name: self._work.pop(name, None))  # type: ignore[misc]
         # The core's own micro-batches and seconds: those of the workers are not its work.
         core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
         taken = seconds - metrics.get("shares/wait_seconds", 0.0)
@@ -119,11 +118,3 @@ class Shares:
         """Abandons all shares at the end of the run."""
         for share in self._work.values():
             deadlines.abandon(share)
-
-    def _answered(self, name: str, _: asyncio.Task[Mapping[str, float]]) -> None:
-        self._work.pop(name, None)
-
-
-def _looked_at(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -21,7 +21,7 @@ from libra_jax import protocols
 from libra_jax.agents import datasets, factories, resolving
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
-from libra_jax.coordinator import checkpoint_store, signals
+from libra_jax.coordinator import checkpoint_store, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import hub
 from libra_jax.planning import search
@@ -191,7 +191,7 @@ async def start(
     take_over: bool = False,
     allow_changes: Sequence[str] = (),
     opened: Callable[[Path], None] = lambda _: None,
-    at_signal: signals.AtOnce = lambda _: None,
+    at_signal: stopping.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Opens the workdir and trains on the running event loop.
 

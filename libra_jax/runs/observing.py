@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import checkpoints, fencing, signals
+from libra_jax.coordinator import checkpoints, fencing, stopping
 from libra_jax.telemetry import endpoint, files, heartbeat, status
 
 END = 0.9
@@ -42,7 +42,7 @@ class LastResort:
 
     def begin(self, number: signal.Signals) -> None:
         """Starts the countdown at a signal. A signal interrupts anything, so this method only sets a variable."""
-        if number in signals.ENDS:
+        if number in stopping.ENDS:
             self._began = min(self._began, time.monotonic())
 
     def _look(self) -> None:

@@ -18,7 +18,7 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, context, evaluation, fencing, signals
+from libra_jax.coordinator import checkpoint_store, checkpoints, context, evaluation, fencing, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
@@ -222,7 +222,7 @@ async def train(
     demonstrator: protocols.Demonstrator | None = None,
     *,
     take_epoch: Callable[[], fencing.Epoch | None] = lambda: None,
-    at_signal: signals.AtOnce = lambda _: None,
+    at_signal: stopping.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Builds the run on the running event loop, completes it, and writes the report.
 
@@ -241,7 +241,7 @@ async def train(
         summary = await _train(config, workdir, parts, epoch, watcher, at_signal)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # after a scheduler's SIGTERM, there is no time for it
-        with signals.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
+        with stopping.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before its start has recorded nothing
@@ -301,7 +301,7 @@ async def _train(
     parts: _Parts,
     epoch: fencing.Epoch | None,
     watcher: status.RunStatus,
-    at_signal: signals.AtOnce,
+    at_signal: stopping.AtOnce,
 ) -> coordinator.RunSummary:
     if epoch is not None:
         epoch.check()

@@ -34,7 +34,7 @@ class RoundRobin(slots.SlotScheduler):
     _cycle: Sequence[buckets.Server] = ()
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        self._cycle = ()
+        self._cycle = ()  # made again from the live instances at the next pick
         return super().on_instance_change(instances, now)
 
     def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
@@ -74,6 +74,7 @@ class Sticky(slots.SlotScheduler):
     def _excess(self, home: buckets.Server) -> float:
         """Returns how much busier the instance is than the least busy one, in shares of their slots."""
         bucket = self.buckets[0]
+        # Without a free slot anywhere, the least busy instance is as full as all others.
         least = buckets.share_in_use(bucket.least()) if bucket.free > 0 else 1.0
         return (home.load + home.queue.size) / home.slots - least
 
@@ -95,7 +96,7 @@ class Mlfq(slots.SlotScheduler):
 
     def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
         placements = super().on_plan(planned, now)
-        if not self.config.quanta:
+        if not self.config.quanta:  # else they are the user's, and hold for any layout
             self._quanta = self.levels.bounds
         return placements
 
@@ -134,6 +135,7 @@ class Mlfq(slots.SlotScheduler):
             return False
         if generated_tokens - request.mark < self._quanta[min(level, len(self._quanta) - 1)]:
             return False
+        # One level at a time, as in the classic queue, no matter how far the request has outrun its quantum.
         request.level += 1
         request.mark = generated_tokens
         return True

@@ -288,7 +288,7 @@ class Queue:
 
     def discard(self, request: Request) -> None:
         """Removes a request that waits here."""
-        request.queue = None
+        request.queue = None  # makes its heap entry stale
         self.size -= 1
         versions, version = self._versions, request.dispatch_version
         if versions[version] == 1:
@@ -301,6 +301,7 @@ class Queue:
         if self._order is not ORDERS["group_completion"]:
             return float(self.size)
         mine, ahead = request.dispatch_version, 0.0
+        # Within its own version it stands in the middle, because the rest of the order is not known before it waits.
         for version, count in self._versions.items():
             if version <= mine:
                 ahead += count if version < mine else count / 2
@@ -366,7 +367,7 @@ class Bucket:
                 heapq.heappop(heap)
                 continue
             busy = self._busy(server)
-            if busy == value:
+            if busy == value:  # every other entry is at most its instance's true value, and no less than this one
                 return server
             server.noted = busy
             heapq.heapreplace(heap, (busy, -server.slots, server.place, server))
@@ -425,7 +426,7 @@ class Crowds:
             size = server.queue.size
             if size == -noted:
                 return server
-            server.crowd = size
+            server.crowd = size  # queues shrink without a note, so an entry is at least the true size
             if size:
                 heapq.heapreplace(heap, (-size, place, server))
             else:

@@ -90,7 +90,7 @@ class Cmlfq(slots.SlotScheduler):
         return self.evidence.predict(track, request.generated_tokens)
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        self.rates.clear()
+        self.rates.clear()  # costs may have been calibrated since
         live = {instance.name for instance in instances}
         for request in self.requests.values():
             if request.home is not None and request.home.name not in live:
@@ -115,7 +115,7 @@ class Cmlfq(slots.SlotScheduler):
             self._account(request, server)  # what is known of it has changed
             return []
         if wanted.full or not self.admits(request, wanted):
-            return []
+            return []  # a decoding request never gives its place up to wait
         self.withdraw(request)
         return [self.seat(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 

@@ -55,7 +55,7 @@ class LinearCosts:
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
         known = self.coefficients
-        mean_context = context_tokens + tokens / 2
+        mean_context = context_tokens + tokens / 2  # the context grows by a token a step
         step = (
             known.step_seconds
             + (decoding - 1) * known.request_seconds
@@ -67,6 +67,7 @@ class LinearCosts:
         if source is None or source == target.name:
             return 0.0
         known = self.coefficients
+        # An engine that cannot be given keys and values computes them again.
         prefill = context_tokens / (known.prefill_tokens_per_second * self.speed(target.tensor_parallel))
         return min(prefill, context_tokens / known.transfer_tokens_per_second) if self.transfers else prefill
 
@@ -103,7 +104,7 @@ class Rates:
         """Returns seconds to bring a rounded context there; 0 if it is there already or nowhere."""
         if not source or source == target.name:
             return 0.0
-        key = target.tensor_parallel, context
+        key = target.tensor_parallel, context  # where it comes from does not change the price
         seconds = self._move.get(key)
         if seconds is None:
             seconds = self._move[key] = self._costs.move_seconds(source, target, context)

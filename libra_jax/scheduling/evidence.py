@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +175,7 @@ class Evidence:
         seen = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
         key = self._keys.get(seen)
         if key is None:
+            # Tools may return any name, so the table is bounded; what is dropped is only made once more.
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
             key = self._keys[seen] = causal_key(causal_state)
@@ -189,6 +190,7 @@ class Evidence:
         """Ends a path; its length is evidence for others if `learn`."""
         prompt = track.prompt
         prompt.live -= 1
+        # A length of an aborted request, or of one whose early path is unknown, would teach too short remainders.
         if not learn or track.start or not generated_tokens:
             prompt.hazard -= track.hazard
             return
@@ -365,10 +367,14 @@ class PathStatistics:
 
     def known(self, track: Track) -> prefix_tree.Node | None:
         """Returns the deepest known node of the path, in the prompt's tree first; None if no part of it is known."""
-        node, depth = _known(self.by_prompt, (track.prompt_id, *track.path))
-        if depth < 2:  # the prompt is known at most, nothing of the path
-            node, depth = _known(self.shared, track.path)
-        return node if depth else None
+        # In the prompt's tree the first edge is the prompt itself, which says nothing of the path.
+        for tree, path, least in ((self.by_prompt, (track.prompt_id, *track.path), 2), (self.shared, track.path, 1)):
+            node, depth = tree.find(path)
+            while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
+                node, depth = node.parent, depth - 1
+            if depth >= least:
+                return node
+        return None
 
     def snapshot(self) -> Mapping[str, Any]:
         """Returns JSON-able statistics."""
@@ -387,14 +393,6 @@ class PathStatistics:
         other.restore(snapshot)
         self.by_prompt.merge(other.by_prompt)
         self.shared.merge(other.shared)
-
-
-def _known(tree: prefix_tree.PrefixTree, path: Sequence[Hashable]) -> tuple[prefix_tree.Node, int]:
-    """Returns the deepest node on the path that has enough samples, and its depth; depth 0 is the root."""
-    node, depth = tree.find(path)
-    while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
-        node, depth = node.parent, depth - 1
-    return node, depth
 
 
 def _counted(key: Key, failures: int, largest: int) -> tuple[int, int]:

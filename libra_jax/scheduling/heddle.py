@@ -54,7 +54,7 @@ class Heddle(slots.SlotScheduler):
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self._floors, self._runs = [], []
         self.rates.clear()
-        self._judged = len(self.requests)
+        self._judged = len(self.requests)  # enough for the cuts to be computed again
         return super().on_instance_change(instances, now)
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
@@ -110,6 +110,7 @@ class Heddle(slots.SlotScheduler):
         """Sets `_runs`, the instances that serve anyone, and `_floors`, minus the shortest length of each run."""
         self._judged = 0
         servers = sorted(self.servers.values(), key=lambda item: (-item.instance.tensor_parallel, item.place))
+        # Chunks of neighbours bound the search by `CHUNKS` squared, however many requests live.
         lengths = sorted((request.remaining for request in self.requests.values()), reverse=True)
         size = max(1, math.ceil(len(lengths) / CHUNKS))
         edges = [*range(0, len(lengths), size), len(lengths)]

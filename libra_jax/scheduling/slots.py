@@ -152,6 +152,7 @@ class SlotScheduler:
         if not self.by_length:
             return []
         before, self.levels = self.levels, buckets.Levels.planned(planned)
+        # A plan may add or drop degrees, which shifts the numbers of the levels: requests keep their degree.
         for request in self.requests.values():
             request.level = self.levels.nearest(before, request.level)
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
@@ -187,14 +188,14 @@ class SlotScheduler:
         request = self.requests[request_id]
         request.generated_tokens = generated_tokens
         self.withdraw(request)
-        return self.place(now)
+        return self.place(now)  # the slot that came free
 
     def on_tool_return(
         self, request_id: str, causal_state: protocols.CausalState, context_tokens: int, now: float
     ) -> list[protocols.Placement]:
         request = self.requests[request_id]
         request.context_tokens = context_tokens
-        request.turn_start = request.generated_tokens
+        request.turn_start = request.generated_tokens  # `context_now` counts from here
         request.reason = TOOL_RETURN
         if self.learner is not None:
             assert request.track is not None
@@ -204,7 +205,7 @@ class SlotScheduler:
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         self.requests[request_id].generated_tokens = generated_tokens
-        return []
+        return []  # no slot came free
 
     def on_finish(
         self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
@@ -296,6 +297,7 @@ class SlotScheduler:
         request.aged = False
         self._enqueue(request, level)
         self._ages.append((now, request.ticket, request))
+        # Placed requests leave stale entries behind; a sweep at a multiple of the live ones costs a constant time each.
         if len(self._ages) > 4 * self._waiting + AGES_SLACK:
             self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
 
@@ -339,6 +341,7 @@ class SlotScheduler:
         if self._waiting:
             if self._ages[0][0] <= now - self.config.ageing_seconds:
                 self._place_aged(now, placements)
+            # Only instances that were touched by this event can have begun to have both a free slot and a queue.
             for server in self._touched:
                 if server.queue.size and server.load < server.slots:
                     self._serve_own(server, placements)
@@ -347,7 +350,7 @@ class SlotScheduler:
                     request = first[-1]
                     server = self.pick(request, bucket)
                     if not self.admits(request, server):
-                        break
+                        break  # nobody behind overtakes the first, or a large request would starve
                     self._take(request, server, request.reason, placements)
             if self._waiting:
                 self._overflows += 1

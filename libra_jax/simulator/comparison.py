@@ -317,7 +317,3 @@ class Subject:
     def work(self) -> str:
         """Clause with the workload and its lengths."""
         return f"{self.workload}: {self.lengths}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the subject as plain values."""
-        return dataclasses.asdict(self)

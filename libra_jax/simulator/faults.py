@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,30 +137,13 @@ class Trainer(trainer.Trainer):
         super().__init__(**arguments)
         self._faults, self._rng = faults, rng
 
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
-        """Fills a chunk, perhaps late."""
-        if self._rng.random() < self._faults.late_weights and self._faults.late_seconds:
+    async def _called(self, call: str) -> None:
+        """Delays a snapshot, or fails in opening or closing a channel."""
+        if call != "stage_weights":
+            if self._rng.random() < self._faults.channel_failure:
+                raise protocols.LibraError(f"the trainer's {call} was made to fail (config.faults)")
+        elif self._rng.random() < self._faults.late_weights and self._faults.late_seconds:
             await asyncio.sleep(self._rng.expovariate(1.0 / self._faults.late_seconds))
-        return await super().stage_weights(policy_version, index)
-
-    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        """Opens a gradient channel, or fails."""
-        self._perhaps_fail("listen")
-        return await super().listen(member, epoch)
-
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects the channel, or fails."""
-        self._perhaps_fail("connect")
-        await super().connect(member, epoch, address)
-
-    async def dismiss(self, member: str) -> None:
-        """Closes the channel, or fails."""
-        self._perhaps_fail("dismiss")
-        await super().dismiss(member)
-
-    def _perhaps_fail(self, method: str) -> None:
-        if self._rng.random() < self._faults.channel_failure:
-            raise protocols.LibraError(f"the trainer's {method} was made to fail (config.faults)")
 
 
 class Replica(replica.Replica):
@@ -180,32 +162,13 @@ class Replica(replica.Replica):
             self._death = asyncio.get_running_loop().call_later(life, self.kill)
         return info
 
-    async def start_weight_update(self, policy_version: int) -> None:
-        """Prepares, or hangs."""
+    async def _called(self, call: str) -> None:
+        """Hangs, or slows a share down."""
         await _perhaps_hang(self._rng, self._faults.replica_hang)
-        await super().start_weight_update(policy_version)
-
-    async def warm(self) -> None:
-        """Compiles, or hangs."""
-        await _perhaps_hang(self._rng, self._faults.replica_hang)
-        await super().warm()
-
-    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        """Connects, or hangs."""
-        await _perhaps_hang(self._rng, self._faults.replica_hang)
-        await super().join(epoch, address)
-
-    async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
-        """Computes, perhaps slowly, or hangs."""
-        await _perhaps_hang(self._rng, self._faults.replica_hang)
-        slow = self._rng.random() < self._faults.replica_slow
-        self.slowdown = self._faults.slow_factor if slow else 1.0
-        return await super().contribute(batch, shares)
-
-    async def leave(self) -> None:
-        """Leaves, or hangs."""
-        await _perhaps_hang(self._rng, self._faults.replica_hang)
-        await super().leave()
+        if call == "contribute":
+            slow = self._rng.random() < self._faults.replica_slow
+            self.slowdown = self._faults.slow_factor if slow else 1.0
+        await super()._called(call)
 
     async def shutdown(self) -> None:
         """Stops, and cancels a scheduled death."""

@@ -163,6 +163,10 @@ class Replica(protocols.Replica):
         if not self._alive:
             raise protocols.WorkerLost(f"the replica of {self.member} is gone; it is restarted when it is needed")
 
+    async def _called(self, call: str) -> None:
+        """Begins a call that fault injection may break: it overrides this method."""
+        self._check_alive()
+
     async def _take(self, seconds: float) -> None:
         self._check_alive()
         await asyncio.sleep(seconds)
@@ -179,7 +183,7 @@ class Replica(protocols.Replica):
 
     async def start_weight_update(self, policy_version: int) -> None:
         """Drops the held version: the second weight verb."""
-        self._check_alive()
+        await self._called("start_weight_update")
         self._version = protocols.NO_VERSION
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
@@ -193,11 +197,13 @@ class Replica(protocols.Replica):
 
     async def warm(self) -> None:
         """Compiles, at the first call only."""
+        await self._called("warm")
         await self._take(0.0 if self._warmed else self._warm_seconds)
         self._warmed = True
 
     async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
         """Connects, if the trainer still listens under this membership generation."""
+        await self._called("join")
         await self._take(0.0)
         if self._channels.listening.get(self.member) != epoch:
             raise protocols.LibraError(f"the trainer does not listen for {self.member} under epoch {epoch}")
@@ -205,8 +211,8 @@ class Replica(protocols.Replica):
 
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
         """Computes its share, if the share is not empty, and sends it; does not wait for the core trainer."""
+        await self._called("contribute")
         began = asyncio.get_running_loop().time()
-        self._check_alive()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the replica of {self.member} holds version {self._version}")
         lengths = [len(trajectory.token_ids) for trajectory in trained(batch, self._masks)]
@@ -221,7 +227,7 @@ class Replica(protocols.Replica):
 
     async def leave(self) -> None:
         """Drops the version and the membership generation."""
-        self._check_alive()
+        await self._called("leave")
         self._version, self._epoch = protocols.NO_VERSION, 0
 
     async def shutdown(self) -> None:

@@ -159,7 +159,7 @@ def to_json(
     Args:
       entries: an entry for each policy and seed.
       bound_seconds: seconds a step that no policy can beat.
-      subject: model, machine and lengths (`subject.Subject.as_json`).
+      subject: model, machine and lengths (`comparison.Subject`).
       config: settings that all entries have in common.
     """
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 from libra_jax import protocols
@@ -89,7 +88,19 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
     turn_factor, token_factor = factor**TURN_SHARE, factor ** (1.0 - TURN_SHARE)
     *before, last = script.turns
     wanted = max(0, round(len(script.turns) * turn_factor) - 1)
-    turns = _resized(before, wanted, rng) if before else []
+    turns: list[protocols.Turn] = []
+    if wanted <= len(before):
+        turns = [before[index] for index in sorted(rng.sample(range(len(before)), wanted))] if before else []
+    elif before:
+        # Too few turns: some are repeated, and half of the repeats fail.
+        again = [0] * len(before)
+        for _ in range(wanted - len(before)):
+            again[rng.randrange(len(before))] += 1
+        for turn, times in zip(before, again, strict=True):
+            turns.append(turn)
+            for _ in range(times):
+                failed = turn.tool is not None and rng.random() < 0.5
+                turns.append(dataclasses.replace(turn, status="failure") if failed else turn)
     varied = [_varied(turn, token_factor, sigma * TURN_SIGMA, rng) for turn in turns]
     last = _varied(last, token_factor, sigma * TURN_SIGMA, rng)
     # The last turn is kept in any case; earlier turns are cut to make room.
@@ -132,23 +143,6 @@ def _order(count: int, name: str) -> tuple[int, ...]:
 
 def _mean_one(sigma: float, normal: float) -> float:
     return math.exp(sigma * normal - sigma**2 / 2.0)
-
-
-def _resized(turns: Sequence[protocols.Turn], wanted: int, rng: random.Random) -> list[protocols.Turn]:
-    """Returns `wanted` of the turns in their order; if there are too few, repeats some, and half of the repeats
-    fail."""
-    if wanted <= len(turns):
-        return [turns[index] for index in sorted(rng.sample(range(len(turns)), wanted))]
-    again = [0] * len(turns)
-    for _ in range(wanted - len(turns)):
-        again[rng.randrange(len(turns))] += 1
-    resized = []
-    for turn, times in zip(turns, again, strict=True):
-        resized.append(turn)
-        for _ in range(times):
-            failed = turn.tool is not None and rng.random() < 0.5
-            resized.append(dataclasses.replace(turn, status="failure") if failed else turn)
-    return resized
 
 
 def _varied(turn: protocols.Turn, factor: float, sigma: float, rng: random.Random) -> protocols.Turn:

@@ -213,17 +213,23 @@ class Trainer:
         """Returns False: no scheduler stops a simulation."""
         return False
 
+    async def _called(self, call: str) -> None:
+        """Begins a call that fault injection may break: it overrides this method."""
+
     async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
         """Opens a channel."""
+        await self._called("listen")
         self._channels.close(member)
         self._channels.listening[member] = epoch
         return {"epoch": epoch}
 
     async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
         """Does nothing: the channel is ready when the hybrid worker has joined."""
+        await self._called("connect")
 
     async def dismiss(self, member: str) -> None:
         """Closes a channel."""
+        await self._called("dismiss")
         self._channels.close(member)
 
     async def open_weights(self, policy_version: int) -> int:
@@ -232,6 +238,7 @@ class Trainer:
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         """Gathers the snapshot."""
+        await self._called("stage_weights")
         await asyncio.sleep(self._model.gather_seconds(self._devices))
         return protocols.WeightChunk(policy_version, index, 1, (), self._model.weight_bytes, {"kind": "simulated"})
 

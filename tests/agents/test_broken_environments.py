@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import re
 import threading
 
 import loop_doubles as doubles
@@ -120,6 +121,16 @@ def test_a_metric_that_is_no_number_is_a_crash_that_names_environment_and_task(m
         return protocols.StepResult(done=True, reward=1.0, metrics=metrics)
 
     with pytest.raises(protocols.EnvironmentCrashed, match=r"Probe, task t: step gave the metrics .* not all numbers"):
+        doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+@pytest.mark.parametrize("name", ["", "f1 score", "top-5", "a.b", 'say"', "größe", "line\nbreak", 7])
+def test_a_metric_with_an_odd_name_is_a_crash_that_says_what_names_are_made_of(name):
+    async def step(output):
+        return protocols.StepResult(done=True, reward=1.0, metrics={"good/f1_5": 1.0, name: 1.0})
+
+    why = f"Probe, task t: step gave a metric the name {name!r}; use only letters, digits, _ and /"
+    with pytest.raises(protocols.EnvironmentCrashed, match=re.escape(why)):
         doubles.attempt(["x"], environment=doubles.Probe(step))
 
 

@@ -96,8 +96,8 @@ def test_what_is_no_call_and_what_is_one_too_many_are_failures_that_the_policy_s
 
 def test_attempts_beyond_the_sandboxes_wait_for_one_and_see_no_time_out():
     sandboxes.skip_without_bubblewrap()
-    limits = loop.Limits(max_turns=3, max_tokens=200, max_context=600, tool_seconds=4.0, temperature=1.0)
-    run = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(1.5); 42"}}</tool_call>'
+    limits = loop.Limits(max_turns=3, max_tokens=200, max_context=600, tool_seconds=3.0, temperature=1.0)
+    run = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(1); 42"}}</tool_call>'
 
     async def attempt(tools):
         return await loop.run_attempt(
@@ -110,13 +110,13 @@ def test_attempts_beyond_the_sandboxes_wait_for_one_and_see_no_time_out():
         )
 
     async def body():
-        one = config.SandboxConfig(warm=1, most=1, seconds=3.0, start_seconds=20.0, memory_mib=256)
-        async with toolkit.Toolkit(config.ToolsConfig(use=("python",), describe=False), one, 3.8) as tools:
+        one = config.SandboxConfig(warm=1, most=1, seconds=2.5, start_seconds=20.0, memory_mib=256)
+        async with toolkit.Toolkit(config.ToolsConfig(use=("python",), describe=False), one, 2.9) as tools:
             return await asyncio.gather(*(attempt(tools) for _ in range(4)))
 
     for trajectory in asyncio.run(body()):
         assert (trajectory.turns[0].status, trajectory.reward) == ("success", 1.0)
-        assert trajectory.turns[0].tool_seconds < 3.0
+        assert trajectory.turns[0].tool_seconds < 2.5
 
 
 def test_an_output_that_calls_nothing_in_the_sandbox_takes_none():

@@ -27,6 +27,7 @@ def kit(*tools, call_seconds=50.0, **arguments):
 
 def judged(*cases, call_seconds=50.0, **arguments):
     """The verdicts on (output, answer)."""
+    arguments = {"processes": 1, **arguments}  # each process takes seconds to import what it needs
 
     async def body():
         async with kit(call_seconds=call_seconds) as tools:
@@ -242,7 +243,7 @@ def test_a_demonstration_is_what_the_environment_would_say_and_is_rewarded(style
 
     async def body():
         async with kit("calculator", format=style, describe=describe) as tools:
-            environment = math.environment(tools, system="Compute.")
+            environment = math.environment(tools, system="Compute.", processes=1)
             shown = list(environment.demonstration(task))
             opening = list(await environment.reset(task))
             called, answer = [message.content for message in shown if message.role == "assistant"]
@@ -269,7 +270,9 @@ def test_a_prompt_of_messages_is_posed_as_it_is():
 
     async def body():
         async with kit() as tools:
-            return await math.environment(tools).reset(protocols.Task("t", {"prompt": asked, "answer": "1"}))
+            return await math.environment(tools, processes=1).reset(
+                protocols.Task("t", {"prompt": asked, "answer": "1"})
+            )
 
     assert list(asyncio.run(body())) == [protocols.Message("system", "s"), protocols.Message("user", "q")]
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents.tools import bm25, dense, search, toolbox, toolkit
+from libra_jax.agents.tools import bm25, search, toolbox, toolkit
 
 ROWS = [
     {"id": "a1", "title": "Ada Lovelace", "text": "Ada wrote the first program, for an engine that was never built."},
@@ -250,23 +250,24 @@ def test_a_build_that_is_cut_off_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+BUILDING = threading.Event()
+
+
+def endless():
+    for number in itertools.count():
+        if number > 10_000:
+            BUILDING.set()
+        yield {"id": number, "title": "", "text": "text"}
+
+
 def test_a_run_that_ends_while_the_index_is_built_ends_the_build(monkeypatch, tmp_path):
-    building = threading.Event()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
 
-    def endless(*_):
-        for number in itertools.count():
-            if number > 10_000:
-                building.set()
-            yield bm25.Passage(str(number), "", "text")
-
-    monkeypatch.setattr(search, "_passages_of", endless)
-
     async def body():
-        tool = search.Search(source="itertools:count")
+        tool = search.Search(source=f"{__name__}:endless")
         opening = asyncio.create_task(tool.open())
-        await asyncio.to_thread(building.wait, 20)
+        await asyncio.to_thread(BUILDING.wait, 20)
         opening.cancel()
         await asyncio.wait_for(tool.close(), 20)  # it waits for the thread
 
@@ -425,8 +426,8 @@ def test_many_blocks_of_vectors_rank_as_one(tmp_path, monkeypatch):
     matrix = rng.integers(-3, 4, (1000, 8)).astype(numpy.float16)
     numpy.save(tmp_path / "v.npy", matrix)
     query = rng.integers(-3, 4, 8)
-    monkeypatch.setattr(dense, "_BLOCK_BYTES", 7 * 32)
-    made = dense.Vectors(tmp_path / "v.npy", lambda texts: [query], 1000)
+    monkeypatch.setattr(search, "_BLOCK_BYTES", 7 * 32)
+    made = search.Vectors(tmp_path / "v.npy", lambda texts: [query], 1000)
     order = numpy.argsort(-(matrix.astype(int) @ query), kind="stable")
     for most in (1, 10, 999, 2000):
         found_scores = matrix.astype(int)[made.best("q", most, time.monotonic() + 60)] @ query

@@ -49,6 +49,7 @@ class Person:
     friend: int
 
 
+# Cached, because the tasks and the corpus of a run ask for the same world.
 @functools.lru_cache(maxsize=4)
 def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
     """Returns the people of a world.
@@ -109,6 +110,7 @@ def question(people: Sequence[Person], place: int, asked: str, searches: int) ->
       asked: "City" or "Job".
       searches: 1 to ask about the person, 2 to ask about the person's friend.
     """
+    # The first search finds the friend's name, and the second one the answer.
     path = [place] if searches == 1 else [place, people[place].friend]
     found = people[path[-1]]
     of_friend = "the friend of " if searches == 2 else ""

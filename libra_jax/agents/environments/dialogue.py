@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.agents import deadlines, guarded
+from libra_jax.agents import deadlines, guarded, question
 from libra_jax.agents.tools import formats, toolbox, toolkit
 
 
@@ -46,6 +46,12 @@ NO_CALL = "call"
 """Name of the tool in a return if the policy's text is not a valid call."""
 
 
+async def posed(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
+    """A `Pose` of the task's `prompt`: a text, or a list of messages."""
+    del box
+    return question.opening(task.payload["prompt"])
+
+
 def solved(
     opening: Sequence[protocols.Message], calls: Sequence[tuple[str, str]], answer: str
 ) -> list[protocols.Message]:
@@ -54,27 +60,31 @@ def solved(
     return [*opening, *itertools.chain.from_iterable(pairs), protocols.Message("assistant", answer)]
 
 
+@dataclass
 class EarlyCalls:
     """Starts calls of one output while the output is still generated, if their tools change nothing.
 
-    Args:
+    Attributes:
       box: Tools of the rollout. Only calls of `eager` tools start early.
       parser: Parser of this output alone.
       most: Number of calls of the output that are run at all.
+      heard: Number of calls so far.
+      begun: Started calls by position, until they are taken.
     """
 
-    def __init__(self, box: toolbox.Toolbox, parser: formats.Scanner, most: int) -> None:
-        self._box, self._parser, self._most = box, parser, most
-        self._heard = 0
-        self._begun: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = {}
+    box: toolbox.Toolbox
+    parser: formats.Scanner
+    most: int
+    heard: int = 0
+    begun: dict[int, tuple[formats.Call, asyncio.Task[protocols.ToolReturn]]] = field(default_factory=dict)
 
     def hear(self, text: str) -> None:
         """Takes the next piece of the output, and starts the calls that the piece completes."""
-        for call in self._parser.feed(text):
-            place, self._heard = self._heard, self._heard + 1
-            if place < self._most and not call.problem and self._box.eager(call.name):
-                running = asyncio.get_running_loop().create_task(self._box.call(call.name, call.arguments))
-                self._begun[place] = call, running
+        for call in self.parser.feed(text):
+            place, self.heard = self.heard, self.heard + 1
+            if place < self.most and not call.problem and self.box.eager(call.name):
+                running = asyncio.get_running_loop().create_task(self.box.call(call.name, call.arguments))
+                self.begun[place] = call, running
 
     def take(self, place: int, call: formats.Call) -> asyncio.Task[protocols.ToolReturn] | None:
         """Returns the started call at this position of the whole output. None if no such call was started.
@@ -82,13 +92,13 @@ class EarlyCalls:
         The caller awaits or cancels the returned task.
         """
         # The parse of the whole output decides: an early call that differs from it is cancelled by `close`.
-        begun = self._begun.get(place)
-        return self._begun.pop(place)[1] if begun is not None and begun[0] == call else None
+        begun = self.begun.get(place)
+        return self.begun.pop(place)[1] if begun is not None and begun[0] == call else None
 
     async def close(self) -> None:
         """Cancels the calls that were not taken, and waits for their end."""
-        left = [running for _, running in self._begun.values()]
-        self._begun.clear()
+        left = [running for _, running in self.begun.values()]
+        self.begun.clear()
         for running in left:
             running.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -134,6 +144,7 @@ class Dialogue:
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message with the description of the tools, and the question."""
+        # A replay that differed resets the same environment again.
         await self.close()
         self._task = task
         self._toolbox = await self._tools.toolbox(session=self._sandbox)
@@ -168,6 +179,7 @@ class Dialogue:
         """Runs the calls of an output concurrently, or scores an output without calls. Slow calls time out."""
         if self._task is None or self._toolbox is None:
             raise RuntimeError("step before reset")
+        # A call that an earlier deadline cut off must not be blamed again.
         self._running.clear()
         early, self._ahead = self._ahead, None
         metrics: dict[str, float] = {}
@@ -252,6 +264,7 @@ class Dialogue:
 
         See `protocols.Resumable`.
         """
+        # Variables and files of a sandbox are not kept, so such a rollout is stepped through its outputs again.
         return {} if self._toolbox is not None and self._toolbox.session is None else None
 
     async def restore(self, task: protocols.Task, state: Mapping[str, Any]) -> None:
@@ -261,6 +274,7 @@ class Dialogue:
 
     async def close(self) -> None:
         """Ends the rollout's early calls and its sandbox."""
+        # Forgotten before they are ended, so that a cancelled close never ends anything twice.
         early, self._ahead = self._ahead, None
         held, self._toolbox = self._toolbox, None
         try:

@@ -71,6 +71,7 @@ class Game:
                 f"{dict(settings.arguments)} ({error})"
             ) from error
         space = getattr(self._game, "action_space", None)
+        # Spaces of choices may begin at another number than 0.
         choices, self._first = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
         config.check(
             bool(choices) or space is None or type(space).__name__ == "Text",
@@ -109,6 +110,7 @@ class Game:
         lowered = [name.lower() for name in self.names]
         if text.lower() in lowered:
             return self._first + lowered.index(text.lower()), ""
+        # Nine digits at most: Python takes long to read a huge number, and refuses the longest ones.
         if re.fullmatch(r"-?\d{1,9}", text) and 0 <= int(text) - self._first < len(self.names):
             return int(text), ""
         shown = ", ".join(self.names) if len(self.names) <= 20 else f"{self.names[0]} to {self.names[-1]}"
@@ -205,6 +207,7 @@ class GymTextEnvironment:
         try:
             messages = question.opening(game.reset(task.payload["seed"]), self._system)
             while True:
+                # Random moves will do, because only their format is to be learned.
                 messages.append(protocols.Message("assistant", rng.choice(game.names)))
                 seen, _, over, _ = game.step(game.move(messages[-1].content)[0])
                 if over or len(messages) >= 2 * _DEMONSTRATED_STEPS:

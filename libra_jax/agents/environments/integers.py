@@ -71,6 +71,7 @@ def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> t
         before = str(value)
         for _ in range(steps[index % len(steps)]):
             word, other, value = _step(value, rng)
+            # Padded, so that the next number stands at the same distance from every word.
             words += [word.ljust(_LONGEST_WORD), str(other)]
             worked.append((f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))
             before = "_"  # the interpreter's name for the last value

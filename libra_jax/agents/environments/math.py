@@ -8,6 +8,7 @@ are the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config, protocols
@@ -28,15 +29,19 @@ def given_answer(output: str) -> str:
 
 def _marked(text: str) -> str:
     r"""Returns the text in `\boxed{}`, unless it has a mark already. Without a mark, LaTeX is not recognised."""
+    # The end of a long text, because an answer stands last.
     text = text.strip()[-LONGEST:]
     return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
 
 
+@dataclass(frozen=True)
 class _Judge:
-    """Poses the problems of one run, and compares the answers."""
+    """Poses the problems of one run, and compares the answers. `environment` documents the fields."""
 
-    def __init__(self, tools: toolkit.Toolkit, system: str, processes: int, seconds: float) -> None:
-        self._tools, self._system, self._processes, self._seconds = tools, system, processes, seconds
+    tools: toolkit.Toolkit
+    system: str
+    processes: int
+    seconds: float
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Returns the problem.
@@ -60,9 +65,9 @@ class _Judge:
 
     async def _checker(self) -> verifier.Verifier:
         # Half of a step's time is for the comparison. The other half is for the wait for a free process.
-        wall_seconds = min(verifier.WALL_SECONDS, self._tools.call_seconds / 2)
-        key = (verifier.Verifier, self._processes, self._seconds)
-        return await self._tools.kept(key, lambda: verifier.Verifier(self._processes, self._seconds, wall_seconds))
+        wall_seconds = min(verifier.WALL_SECONDS, self.tools.call_seconds / 2)
+        key = (verifier.Verifier, self.processes, self.seconds)
+        return await self.tools.kept(key, lambda: verifier.Verifier(self.processes, self.seconds, wall_seconds))
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Turns a task's `worked` calls into a solved dialogue.
@@ -76,8 +81,8 @@ class _Judge:
                 "warm_start.steps to 0"
             )
         return dialogue.solved(
-            question.opening(task.payload["prompt"], self._tools.system_message(self._system)),
-            [(self._tools.format.write(call["tool"], call["arguments"]), call["returned"]) for call in worked],
+            question.opening(task.payload["prompt"], self.tools.system_message(self.system)),
+            [(self.tools.format.write(call["tool"], call["arguments"]), call["returned"]) for call in worked],
             question.accepted_answers(task)[0].strip(),
         )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import urllib.parse
 import weakref
@@ -76,26 +77,26 @@ _places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.
 """Semaphores that count the free sessions of each server. Each event loop has its own; weak keys let ended loops go."""
 
 
+@dataclass
 class _Session:
     """A connection to the server. It uses one of the server's sessions until it is closed."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._held = contextlib.AsyncExitStack()
-        self._socket: Any = None
+    settings: Settings
+    held: contextlib.AsyncExitStack = dataclasses.field(default_factory=contextlib.AsyncExitStack)
+    socket: Any = None
 
     async def reset(self, seed: int) -> Mapping[str, Any]:
         """Starts an episode. Waits if the server has no free session."""
         from websockets import exceptions
         from websockets.asyncio import client
 
-        loop, settings = asyncio.get_running_loop(), self._settings
+        loop, settings = asyncio.get_running_loop(), self.settings
         places = _places.setdefault(loop, {})
-        await self._held.enter_async_context(places.setdefault(settings.address, asyncio.Semaphore(settings.sessions)))
+        await self.held.enter_async_context(places.setdefault(settings.address, asyncio.Semaphore(settings.sessions)))
         due = loop.time() + CAPACITY_SECONDS
         while True:
             try:
-                self._socket = await client.connect(
+                self.socket = await client.connect(
                     settings.address, open_timeout=CONNECT_SECONDS, close_timeout=CLOSE_SECONDS, max_size=_LONGEST
                 )
                 return await self.ask({"type": "reset", "data": {**settings.arguments, "seed": seed}})
@@ -120,8 +121,8 @@ class _Session:
         try:
             # An answer that the server sent before it closed can still be read.
             with contextlib.suppress(exceptions.ConnectionClosed):
-                await self._socket.send(json.dumps(message))
-            answer = json.loads(await self._socket.recv())
+                await self.socket.send(json.dumps(message))
+            answer = json.loads(await self.socket.recv())
         except (OSError, exceptions.WebSocketException) as error:
             raise self.crash(f"was lost ({error})") from error
         except ValueError as error:
@@ -135,10 +136,10 @@ class _Session:
 
     def crash(self, what: str) -> protocols.EnvironmentCrashed:
         """Returns the error that says what the server did."""
-        return protocols.EnvironmentCrashed(f"OpenEnv server {self._settings.address}: {what}")
+        return protocols.EnvironmentCrashed(f"OpenEnv server {self.settings.address}: {what}")
 
     async def _disconnect(self) -> None:
-        held, self._socket = self._socket, None
+        held, self.socket = self.socket, None
         if held is not None:
             # Each on its own: a connection that cannot send any more still has to be closed.
             with contextlib.suppress(Exception):
@@ -151,7 +152,7 @@ class _Session:
         try:
             await self._disconnect()
         finally:
-            await self._held.aclose()
+            await self.held.aclose()
 
 
 class OpenEnvEnvironment:
@@ -189,6 +190,7 @@ class OpenEnvEnvironment:
         seconds = loop.time() - began
         if problem:
             return self._tally.result(protocols.ToolReturn(TOOL, "failure", problem, seconds), None)
+        # Servers send null as the reward of a step that has none.
         answer = protocols.ToolReturn(TOOL, "success", self._seen(data), seconds)
         return self._tally.result(answer, float(data.get("reward") or 0.0), over=bool(data.get("done")))
 

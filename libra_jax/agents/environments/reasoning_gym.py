@@ -68,6 +68,7 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
     """
     told = "reasoning-gym reads no file; name a task as --config.task.arguments=\"{'name': 'chain_sum'}\""
     config.check(not path, "task.path", told)
+    # Sorted JSON: a key for the cache, and a plain value for the payload.
     key = json.dumps(arguments, sort_keys=True)
     # Makes the dataset once now, so that a bad name or argument fails before the run.
     _dataset(name, key, 0)

@@ -55,7 +55,10 @@ class Repair:
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the rollout's sandbox and returns the issue."""
         assert box.session is not None
-        snapshot = await deadlines.off_loop(_repository, task.payload, self._most_bytes)
+        payload = task.payload
+        given = payload["files"] if "files" in payload else payload["repository"]
+        snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
+        # Only what the policy may see: the hidden tests never enter this sandbox.
         await box.session.begin(snapshot.pack())
         return [self._issue(task)]
 
@@ -68,7 +71,8 @@ class Repair:
         assert box.session is not None
         payload, refused, lines = task.payload, False, 0
         must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
-        snapshot = await deadlines.off_loop(_repository, payload, self._most_bytes)
+        given = payload["files"] if "files" in payload else payload["repository"]
+        snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         saved = await box.session.save(self._most_bytes)
         if saved.broken:
             raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
@@ -83,8 +87,8 @@ class Repair:
             refused = True
             verdict = suites.Verdict(0, len(must_pass), f"left files that were refused: {error}")
         else:
-            tests = await deadlines.off_loop(_tests, payload, self._most_bytes)
-            suite = suites.Suite(tests, must_pass, payload.get("test_command", ""), self._seconds)
+            tests = await deadlines.off_loop(_files, payload["tests"], self._most_bytes)
+            suite = suites.Suite(tests.files, must_pass, payload.get("test_command", ""), self._seconds)
             verdict = await self._judge(snapshot, workspace, suite)
             lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
         if refused or verdict.deceit or verdict.broke:
@@ -136,23 +140,16 @@ class Repair:
         look = write("shell", {"command": f"cat {path}"})
         if "shell" not in self._tools.names:
             look = write("edit", {"command": "view", "path": path})
+            # The tool `edit` shows lines with their numbers.
             text = "".join(f"{number}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
         change = {"old": fix["old"], "new": fix["new"], "command": "replace", "path": path}
         calls = [(look, text), (write("edit", change), f"changed {path}")]
         return dialogue.solved([self._issue(task)], calls, "done")
 
 
-def _repository(payload: Mapping[str, Any], most_bytes: int) -> snapshots.Snapshot:
-    """Returns what the policy gets, from the path or the texts in the task."""
-    if "files" in payload:
-        return snapshots.Snapshot.of_texts(payload["files"])
-    return _read(payload["repository"], most_bytes)
-
-
-def _tests(payload: Mapping[str, Any], most_bytes: int) -> Mapping[str, snapshots.File]:
-    """Returns the hidden tests' files, from the path or the texts in the task."""
-    tests = payload["tests"]
-    return (_read(tests, most_bytes) if isinstance(tests, str) else snapshots.Snapshot.of_texts(tests)).files
+def _files(source: str | Mapping[str, str], most_bytes: int) -> snapshots.Snapshot:
+    """Returns the files of a repository, or of hidden tests, from their path or their texts."""
+    return _read(source, most_bytes) if isinstance(source, str) else snapshots.Snapshot.of_texts(source)
 
 
 @functools.lru_cache(maxsize=64)
@@ -208,51 +205,8 @@ _shared = functools.lru_cache(maxsize=4)(Repair)
 """The same arguments share one object, so that the rollouts of a run see each other's verdicts."""
 
 
-class FileRepairs:
-    """Tasks from a file that names repositories.
-
-    Args:
-      source: Tasks of the file, with the columns as the payload.
-      folder: Folder that paths in the file start from.
-    """
-
-    def __init__(self, source: datasets.FileTasks, folder: pathlib.Path) -> None:
-        self._source, self._folder = source, folder
-
-    def __len__(self) -> int:
-        """Returns the number of training tasks in an epoch."""
-        return len(self._source)
-
-    def task(self, index: int) -> protocols.Task:
-        """Returns the training task with this index. The index may go past the first epoch."""
-        return self._made(self._source.task(index))
-
-    def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the held-out task with this index. Indices past the last task begin again.
-
-        Raises:
-          DataError: No task is held out.
-        """
-        return self._made(self._source.evaluation_task(index))
-
-    def _made(self, row: protocols.Task) -> protocols.Task:
-        values, tests = row.payload, row.payload["tests"]
-        listed = {file["path"]: file["text"] for file in tests} if isinstance(tests, list) else None
-        payload = {
-            "issue": values["prompt"],
-            "repository": str(self._folder / str(values["repository"])),
-            "tests": str(self._folder / str(tests)) if listed is None else listed,
-            "fail_to_pass": values.get("fail_to_pass", []),
-            "pass_to_pass": values.get("pass_to_pass", []),
-            "test_command": values.get("test_command", ""),
-        }
-        return protocols.Task(row.prompt_id, payload)
-
-
-def _check_listed(tests: object, where: str) -> None:
+def _check_listed(tests: Sequence[Any], where: str) -> None:
     """Checks tests that a row gives as a list of files. Raises DataError if one is malformed, or there is none."""
-    if not isinstance(tests, list):
-        return
     for file in tests:
         good = isinstance(file, Mapping) and all(isinstance(file.get(name), str) for name in ("path", "text"))
         if not (good and snapshots.is_inside(file["path"]) and posixpath.normpath(file["path"]) == file["path"]):
@@ -293,7 +247,7 @@ def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
         if "unittest" in command and not verbose:
             raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v")
         return
-    tests = _tests(payload, sys.maxsize)
+    tests = _files(payload["tests"], sys.maxsize).files
     if suites.telling_data(snapshots.Snapshot({}), tests):  # if the tests name no data, the repository need not be read
         snapshot = snapshots.Snapshot.read(pathlib.Path(payload["repository"]), sys.maxsize)
         if data := suites.telling_data(snapshot, tests):
@@ -310,7 +264,7 @@ def task_source(
     pass_to_pass_column: str = "",
     command_column: str = "",
     holdout: float = 0.05,
-) -> FileRepairs:
+) -> datasets.FileTasks:
     """Returns tasks from a file that `datasets.task_source` can read. Paths in it are relative to the file's folder.
 
     Args:
@@ -340,17 +294,21 @@ def task_source(
         "test_command": command_column,
     }
     columns = {name: column for name, column in names.items() if column}
-
-    def read(share: float) -> datasets.FileTasks:
-        return datasets.task_source(
-            path, seed, prompt_column=issue_column, answer_column="", holdout=share, columns=columns
-        )
-
-    folder, every = pathlib.Path(path).parent, read(0.0)  # with nothing held out, the check sees every row
-    repairs = FileRepairs(every, folder)
-    for index in range(len(every)):
-        row = every.task(index)
-        where = f"{path}, row {row.prompt_id.rpartition('-')[2]}"
-        _check_listed(row.payload["tests"], f"{where}: column {tests_column!r}")
-        _check(repairs.task(index).payload, names, where)
-    return FileRepairs(read(holdout), folder)
+    folder, rows = pathlib.Path(path).parent, []
+    for number, values in datasets.read(path, issue_column, "", columns, "train", holdout):
+        where, tests = f"{path}, row {number}", values["tests"]
+        listed = isinstance(tests, list)
+        # Checked first: the payload takes the path and text of each file for granted.
+        if listed:
+            _check_listed(tests, f"{where}: column {tests_column!r}")
+        payload = {
+            "issue": values["prompt"],
+            "repository": str(folder / str(values["repository"])),
+            "tests": {file["path"]: file["text"] for file in tests} if listed else str(folder / str(tests)),
+            "fail_to_pass": values.get("fail_to_pass", []),
+            "pass_to_pass": values.get("pass_to_pass", []),
+            "test_command": values.get("test_command", ""),
+        }
+        _check(payload, names, where)
+        rows.append((number, payload))
+    return datasets.FileTasks(path, seed, rows, holdout, prompt="issue")

@@ -64,9 +64,6 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
     """
     config.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
 
-    async def pose(task: protocols.Task, _: toolbox.Toolbox) -> Sequence[protocols.Message]:
-        return question.opening(task.payload["prompt"])
-
     async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
         given, accepted = question.final_answer(output), question.accepted_answers(task)
         metrics = {"em": exact_match(given, accepted), "f1": f1(given, accepted)}
@@ -87,4 +84,4 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
             question.accepted_answers(task)[0],
         )
 
-    return dialogue.Dialogue(tools, pose, score, system=system, demonstrate=demonstrate)
+    return dialogue.Dialogue(tools, dialogue.posed, score, system=system, demonstrate=demonstrate)

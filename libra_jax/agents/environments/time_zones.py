@@ -56,7 +56,8 @@ def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
         del index
         time, zone = f"{rng.randrange(24):02}:{rng.randrange(60):02}", rng.choice(_ZONES)
         answer = _moments(time, zone)[1].strftime("%H:%M")
-        return f"{time} {zone}", {"time": time, "zone": zone, "answer": answer}
+        prompt = f"{time} UTC in {zone}".ljust(_WIDTH)
+        return f"{time} {zone}", {"prompt": prompt, "time": time, "zone": zone, "answer": answer}
 
     return splits.generated("time", seed, draw, stream="time-zones")
 
@@ -69,12 +70,6 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
       system: System message. Empty means none.
     """
 
-    def asked(task: protocols.Task) -> str:
-        return f"{task.payload['time']} UTC in {task.payload['zone']}".ljust(_WIDTH)
-
-    async def pose(task: protocols.Task, _: toolbox.Toolbox) -> Sequence[protocols.Message]:
-        return question.opening(asked(task))
-
     async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
         return dialogue.Verdict(float(question.final_answer(output) == task.payload["answer"]))
 
@@ -82,6 +77,7 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
         time, zone = task.payload["time"], task.payload["zone"]
         here, there = _moments(time, zone)
         hours = (there.utcoffset() or datetime.timedelta()).total_seconds() / 3600
+        # Written as the server writes it: one decimal for whole hours, otherwise as many as needed.
         difference = f"{hours:+.1f}h" if hours.is_integer() else f"{hours:+.2f}".rstrip("0") + "h"
         told = {
             name: {
@@ -94,6 +90,8 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
         }
         call = tools.format.write(TOOL, {"source_timezone": "UTC", "time": time, "target_timezone": zone})
         returned = json.dumps({**told, "time_difference": difference}, indent=2)
-        return dialogue.solved(question.opening(asked(task), system), [(call, returned)], task.payload["answer"])
+        return dialogue.solved(
+            question.opening(task.payload["prompt"], system), [(call, returned)], task.payload["answer"]
+        )
 
-    return dialogue.Dialogue(tools, pose, score, system=system, demonstrate=demonstrate)
+    return dialogue.Dialogue(tools, dialogue.posed, score, system=system, demonstrate=demonstrate)

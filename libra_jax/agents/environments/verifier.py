@@ -108,6 +108,7 @@ class Verifier:
             try:
                 finding = await process.ask(given, accepted, self._seconds, self._wall_seconds)
             finally:
+                # An unusable process is replaced when the next comparison needs one.
                 if process.alive and not self._closed:
                     self._idle.append(process)
                 else:
@@ -118,6 +119,7 @@ class Verifier:
         """Ends every process and waits for their end. Idempotent."""
         self._closed = True
         self._idle.clear()
+        # All are killed before the first is waited for, so that a close takes the time of one.
         for process in self._live:
             process.kill()
         await asyncio.gather(*(process.gone() for process in self._live))
@@ -157,12 +159,12 @@ class Verifier:
         return process
 
 
+@dataclass(eq=False)  # a set holds the processes, each for itself
 class _Process:
     """One process. `alive` is True until it is killed, overruns or breaks. After that it cannot be used."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.alive = True
+    process: asyncio.subprocess.Process
+    alive: bool = True
 
     async def ask(self, given: str, accepted: Sequence[str], seconds: float, wall_seconds: float) -> Finding:
         """Asks for one comparison; see `Verifier.check`.

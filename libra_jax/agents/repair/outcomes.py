@@ -11,6 +11,7 @@ _PYTEST = (
 )
 _UNITTEST = re.compile(r"^(?P<bad>(?:FAIL|ERROR): )?(?P<test>\w+) \((?P<where>[\w.]+)\)")
 _OUTCOME = re.compile(r"^(?:.* \.\.\. )?(?P<word>ok|FAIL|ERROR|skipped .*|expected failure|unexpected success)$")
+_BAD = ("failure", "error", "skipped")
 _GOOD = ("ok", "expected failure", "PASSED", "XFAIL")
 
 
@@ -40,15 +41,10 @@ def of_junit(text: str) -> dict[str, bool]:
     passed: dict[str, bool] = {}
     for case in root.iter("testcase"):
         name = dotted(".".join(filter(None, (case.get("classname"), case.get("name")))))
-        passed[name] = passed.get(name, True) and not any(_is_bad(part) for part in case)
-    return passed
-
-
-def _is_bad(part: ElementTree.Element) -> bool:
-    if part.tag == "skipped":
         # pytest reports an expected failure as skipped, with this type.
-        return part.get("type") != "pytest.xfail"
-    return part.tag in ("failure", "error")
+        bad = (part.tag in _BAD and part.get("type") != "pytest.xfail" for part in case)
+        passed[name] = passed.get(name, True) and not any(bad)
+    return passed
 
 
 def printed(text: str) -> dict[str, bool]:

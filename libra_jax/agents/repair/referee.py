@@ -1,6 +1,6 @@
 """The process that runs hidden tests in a sandbox and answers the host. It never imports the tested code.
 
-A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`, so it imports the standard library
+A sandbox gets this file as text after `guard.py` and `hidden.py`, so it imports the standard library
 only. The tested code cannot trace this process, which alone holds the descriptor of the answer. Tests run in a child:
 either `hidden.py` in a fork, or the project's own command. A child's report counts only if the child ends properly.
 """
@@ -27,15 +27,6 @@ from libra_jax.agents.repair import hidden
 
 _PR_SET_DUMPABLE = 4
 _HEADER = struct.Struct(">16sI")
-
-
-def seclude() -> int:
-    """Isolates this process from others. Returns the descriptor of the answer, which no child inherits."""
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for target in (0, 1, 2):
-        os.dup2(nothing, target)
-    return answer
 
 
 def _path(workspace: str) -> list[str]:
@@ -246,7 +237,12 @@ def main(request_text: str, workspace: str) -> None:
       request_text: Request in JSON, made by `suites.py`.
       workspace: Folder of the repository and the tests.
     """
-    answer, request, limits = seclude(), json.loads(request_text), _limits()
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process may trace this one
+    # The answer gets a descriptor that no child inherits, and nobody else writes to the standard streams' places.
+    answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(nothing, target)
+    request, limits = json.loads(request_text), _limits()
     make_way(request["added"], workspace)
     found = commanded(request, workspace) if request["command"] else forked(request, workspace, answer)
     if _limits() != limits:

@@ -98,8 +98,7 @@ def build(
     os.close(handle)
     try:
         with contextlib.closing(sqlite3.connect(name, isolation_level=None)) as connection:
-            _create(connection)
-            count = _fill(connection, passages, stopped, progress)
+            count = _write(connection, passages, stopped, progress)
             connection.executemany("INSERT INTO about VALUES (?, ?)", {**about, "passages": str(count)}.items())
             connection.execute("COMMIT")
         # mkstemp makes a file that only its owner can read.
@@ -110,7 +109,13 @@ def build(
         raise
 
 
-def _create(connection: sqlite3.Connection) -> None:
+def _write(
+    connection: sqlite3.Connection,
+    passages: Iterable[Passage],
+    stopped: Callable[[], bool],
+    progress: Callable[[int], None],
+) -> int:
+    """Makes the tables of an index, adds the passages and returns their number."""
     for statement in (
         f"PRAGMA application_id = {APPLICATION_ID}",
         "PRAGMA page_size = 8192",
@@ -125,21 +130,17 @@ def _create(connection: sqlite3.Connection) -> None:
         "INSERT INTO passages(passages, rank) VALUES ('hashsize', 67108864)",  # bytes in memory before a segment
     ):
         connection.execute(statement)
-
-
-def _fill(
-    connection: sqlite3.Connection,
-    passages: Iterable[Passage],
-    stopped: Callable[[], bool],
-    progress: Callable[[int], None],
-) -> int:
-    """Adds the passages and returns their number."""
     rest, count = iter(passages), 0
-    while batch := [_row(item) for item in itertools.islice(rest, _BATCH)]:
+    while batch := list(itertools.islice(rest, _BATCH)):
         if stopped():
             raise Stopped
-        connection.executemany("INSERT INTO passages(passage_id, title, text) VALUES (?, ?, ?)", batch)
-        count += len(batch)
+        # JSON text may hold unpaired surrogates, but SQLite refuses them.
+        rows = [
+            tuple(text.encode("utf-8", "replace").decode() for text in (item.passage_id, item.title, item.text))
+            for item in batch
+        ]
+        connection.executemany("INSERT INTO passages(passage_id, title, text) VALUES (?, ?, ?)", rows)
+        count += len(rows)
         progress(count)
     # Merges the index into one segment, so that a search looks up each word in one place.
     connection.set_progress_handler(lambda: int(stopped()), _BUILD_OPCODES)
@@ -153,45 +154,27 @@ def _fill(
     return count
 
 
-def _row(passage: Passage) -> tuple[str, str, str]:
-    return _text(passage.passage_id), _text(passage.title), _text(passage.text)
-
-
-def _text(value: str) -> str:
-    """Replaces unpaired surrogates. JSON text may hold them, but SQLite refuses them."""
-    return value if value.isascii() else value.encode("utf-8", "replace").decode()
-
-
 def about(path: Path) -> dict[str, str] | None:
     """Returns the facts that an index was built with. None if they cannot be read.
 
     Raises:
       DataError: The file is not an index of ours.
     """
-    try:
-        with contextlib.closing(connect(path)) as connection:
-            (mark,) = connection.execute("PRAGMA application_id").fetchone()
-            told = dict(connection.execute("SELECT name, value FROM about")) if mark == APPLICATION_ID else None
-    except sqlite3.Error:
-        told = None
-        mark = _mark(path)
-    if mark != APPLICATION_ID:
+    header = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        header = file.read(72)
+    # The mark lies at byte 68 of SQLite's header: https://sqlite.org/fileformat.html#the_database_header. It is read
+    # without SQLite, which cannot open a truncated index; one of ours may still be replaced.
+    if not header.startswith(b"SQLite format 3\0") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise protocols.DataError(
             f"{path}: is no index of a corpus, so it is not overwritten; name another place as "
             "config.tools.arguments.search.index"
         )
-    return told
-
-
-def _mark(path: Path) -> int:
-    """Returns the application id in the header of a file that SQLite cannot read, such as a truncated one."""
     try:
-        with path.open("rb") as file:
-            header = file.read(72)
-    except OSError:
-        # The application id lies at byte 68 of SQLite's header: https://sqlite.org/fileformat.html#the_database_header.
-        return 0
-    return int.from_bytes(header[68:72], "big") if header.startswith(b"SQLite format 3\0") else 0
+        with contextlib.closing(connect(path)) as connection:
+            return dict(connection.execute("SELECT name, value FROM about"))
+    except sqlite3.Error:
+        return None
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -282,16 +265,28 @@ class Index:
         """
         due = time.monotonic() + seconds
         with self._connection(due) as connection:
-            terms = self._telling(self._terms(connection, list(words(query))))
+            terms = self._terms(connection, list(words(query)))
             found: dict[int, None] = {}
             for expression in self._expressions(terms):
-                # One passage more than asked for tells whether another page exists.
-                found.update(dict.fromkeys(self._best(connection, expression, first + most + 1)))
+                # The inner LIMIT bounds how many passages are scored; the outer one picks the best of them. One passage
+                # more than asked for tells whether another page exists.
+                places = connection.execute(
+                    "SELECT place FROM (SELECT rowid AS place, bm25(passages) AS score FROM passages WHERE passages "
+                    "MATCH ? LIMIT ?) ORDER BY score, place LIMIT ?",
+                    (expression, self._effort, first + most + 1),
+                )
+                found.update(dict.fromkeys(place for (place,) in places))
                 if len(found) > first + most:
                     break
-            wanted = list(found)[first : first + most]
-            hits = [_hit(connection, _any(terms), place, snippet_words) for place in wanted]
-            return hits, len(found) > first + most
+            snippet = (
+                "SELECT passage_id, title, snippet(passages, 1, '', '', '...', ?) FROM passages "
+                "WHERE passages MATCH ? AND rowid = ?"
+            )
+            rows = [
+                connection.execute(snippet, (snippet_words, _any(terms), place)).fetchone()
+                for place in list(found)[first : first + most]
+            ]
+            return [Hit(*row) for row in rows], len(found) > first + most
 
     def passages_at(self, places: Sequence[int], snippet_words: int, due: float) -> list[Hit]:
         """Returns the passages at these positions in the corpus, counted from 0, with the beginning of each text.
@@ -299,10 +294,14 @@ class Index:
         Raises:
           Overdue: `due`, a time of `time.monotonic()`, has passed.
         """
+        hits = []
         with self._connection(due) as connection:
             query = "SELECT passage_id, title, text FROM passages WHERE rowid = ?"
-            rows = [connection.execute(query, (place + 1,)).fetchone() for place in places]
-        return [Hit(name, title, _beginning(text, snippet_words)) for name, title, text in rows]
+            for place in places:
+                name, title, text = connection.execute(query, (place + 1,)).fetchone()
+                end = next(itertools.islice(re.finditer(r"\S+", text), snippet_words, None), None)
+                hits.append(Hit(name, title, text if end is None else text[: end.start()].rstrip() + "..."))
+        return hits
 
     def close(self) -> None:
         """Interrupts the running searches and waits for them. No search may begin afterwards."""
@@ -330,33 +329,27 @@ class Index:
             self._idle.put(connection)
 
     def _terms(self, connection: sqlite3.Connection, written: Sequence[str]) -> list[_Term]:
-        """Returns the query's words that occur in the corpus, rarest first. Words with the same stem count once."""
+        """Returns the query's words that occur in the corpus, rarest first. Words with the same stem count once.
+
+        Leaves out common words if all occur in more than `effort` passages and others exist.
+        """
         # The temporary FTS5 table splits the words with the index's own tokenizer, so that stems match exactly.
         connection.execute("DELETE FROM temp.words")
         connection.executemany("INSERT INTO temp.words(rowid, word) VALUES (?, ?)", enumerate(written))
         stems: dict[int, list[str]] = {}
         for place, stem in connection.execute("SELECT doc, term FROM temp.tokens ORDER BY doc, offset"):
             stems.setdefault(place, []).append(stem)
+        counts: dict[str, int] = {}
+        for stem in itertools.chain.from_iterable(stems.values()):
+            # SQLite counts a frequent word by reading all its places, so these counts were stored.
+            if (known := self._frequent.get(stem)) is None:
+                row = connection.execute("SELECT doc FROM vocabulary WHERE term = ?", (stem,)).fetchone()
+                known = int(row[0]) if row else 0
+            counts[stem] = known
         # Reversed, so that the first of several words with the same stem wins.
-        distinct = {tuple(stem): place for place, stem in reversed(stems.items())}
-        terms = [
-            _Term(written[place], min(self._count(connection, part) for part in stem))
-            for stem, place in distinct.items()
-        ]
-        return sorted((term for term in terms if term.passages), key=lambda term: (term.passages, term.word))
-
-    def _count(self, connection: sqlite3.Connection, stem: str) -> int:
-        """Returns the number of passages that have a stem."""
-        if stem in self._frequent:
-            return self._frequent[stem]
-        row = connection.execute("SELECT doc FROM vocabulary WHERE term = ?", (stem,)).fetchone()
-        return int(row[0]) if row else 0
-
-    def _telling(self, terms: list[_Term]) -> list[_Term]:
-        """Returns all terms if they occur in at most `effort` passages.
-
-        Otherwise leaves out common terms, if others exist.
-        """
+        distinct = {tuple(parts): place for place, parts in reversed(stems.items())}
+        terms = [_Term(written[place], min(map(counts.__getitem__, parts))) for parts, place in distinct.items()]
+        terms = sorted((term for term in terms if term.passages), key=lambda term: (term.passages, term.word))
         if sum(term.passages for term in terms) <= self._effort:
             return terms
         return [term for term in terms if term.passages < _COMMON_SHARE * self.passages] or terms
@@ -373,22 +366,6 @@ class Index:
         if terms:
             yield _any(rarest or terms[:1])
 
-    def _best(self, connection: sqlite3.Connection, expression: str, most: int) -> list[int]:
-        """Returns the best of the first `effort` matching passages."""
-        # The inner LIMIT bounds how many passages are scored; the outer one picks the best of them.
-        rows = connection.execute(
-            "SELECT place FROM (SELECT rowid AS place, bm25(passages) AS score FROM passages WHERE passages MATCH ? "
-            "LIMIT ?) ORDER BY score, place LIMIT ?",
-            (expression, self._effort, most),
-        )
-        return [place for (place,) in rows]
-
-
-def _beginning(text: str, most: int) -> str:
-    """Returns the first words of a text."""
-    end = next(itertools.islice(re.finditer(r"\S+", text), most, None), None)
-    return text if end is None else text[: end.start()].rstrip() + "..."
-
 
 def words(query: str) -> Iterator[str]:
     """Yields the words of a query, each once, up to `MOST_WORDS`."""
@@ -398,12 +375,3 @@ def words(query: str) -> Iterator[str]:
 
 def _any(terms: Sequence[_Term]) -> str:
     return " OR ".join(f'"{term.word}"' for term in terms)
-
-
-def _hit(connection: sqlite3.Connection, expression: str, place: int, snippet_words: int) -> Hit:
-    row = connection.execute(
-        "SELECT passage_id, title, snippet(passages, 1, '', '', '...', ?) FROM passages "
-        "WHERE passages MATCH ? AND rowid = ?",
-        (snippet_words, expression, place),
-    ).fetchone()
-    return Hit(*row)

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,33 +118,28 @@ def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
     Raises:
       ConfigError: The file cannot be read, or one of the two is not in the standard form.
     """
-    found = {}
-    if tools.mcp:
-        inside = _servers(tools.mcp, "tools.mcp")
-        found = {name: Entry(values, f"tools.mcp.mcpServers.{name}") for name, values in inside.items()}
-    if not tools.mcp_file:
-        return found
-    path, where = Path(tools.mcp_file).expanduser(), "tools.mcp_file"
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise protocols.ConfigError(f"config.{where}: {path} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise protocols.ConfigError(f"config.{where}: {path} is no JSON ({error})") from error
-    for name, values in _servers(whole, f"{where}: {path}").items():
-        config.check(name not in found, where, f"{path} has the server {name!r}, which tools.mcp has, too")
-        # The config is written out with the path of this file, but not with its content.
-        found[name] = Entry(values, f"{where}: {path}: mcpServers.{name}", written=False)
+    whole: list[tuple[object, str, bool]] = [(tools.mcp, "tools.mcp", True)] if tools.mcp else []
+    if tools.mcp_file:
+        path, field = Path(tools.mcp_file).expanduser(), "tools.mcp_file"
+        try:
+            # The config is written out with the path of this file, but not with its content.
+            whole.append((json.loads(path.read_text(encoding="utf-8")), f"{field}: {path}", False))
+        except OSError as error:
+            raise protocols.ConfigError(f"config.{field}: {path} cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise protocols.ConfigError(f"config.{field}: {path} is no JSON ({error})") from error
+    found: dict[str, Entry] = {}
+    for given, where, written in whole:
+        # VS Code's own file names this key `servers`.
+        keys = [key for key in ("mcpServers", "servers") if isinstance(given, Mapping) and key in given]
+        servers = given[keys[0]] if keys and isinstance(given, Mapping) else None
+        if not isinstance(servers, Mapping):
+            raise protocols.ConfigError(f"config.{where}: must be of the form {_FORM}")
+        for name, values in servers.items():
+            twice = f"{tools.mcp_file and path} has the server {name!r}, which tools.mcp has, too"
+            config.check(name not in found, "tools.mcp_file", twice)
+            found[name] = Entry(values, f"{where}{'.' if written else ': '}mcpServers.{name}", written)
     return found
-
-
-def _servers(whole: object, where: str) -> Mapping[str, object]:
-    # VS Code's own file names this key `servers`.
-    keys = [key for key in ("mcpServers", "servers") if isinstance(whole, Mapping) and key in whole]
-    inside = whole[keys[0]] if keys and isinstance(whole, Mapping) else None
-    if not isinstance(inside, Mapping):
-        raise protocols.ConfigError(f"config.{where}: must be of the form {_FORM}")
-    return inside
 
 
 def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
@@ -162,10 +157,17 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
     if not isinstance(values, Mapping):
         raise protocols.ConfigError(f"config.{where}: must be a mapping, as in {_FORM}")
     for key, value in values.items():
-        _check_standard(where, str(key), value)
+        if key in _OF_OTHERS:
+            continue
+        config.check(key not in _FORMER, where, f"there is no {key!r}; {_FORMER.get(key, '')}")
+        if key == "command" and isinstance(value, list | tuple) and value:
+            wanted = {"command": value[0], "args": list(value[1:])}
+            raise protocols.ConfigError(
+                f"config.{where}.command: must be a text, and its arguments are apart: {wanted}"
+            )
+        _check_value(where, str(key), value, _STANDARD)
     for key, value in arguments.items():
-        _check_key(own, key, _OURS)
-        _check_kind(f"{own}.{key}", value, *_OURS[key])
+        _check_value(own, key, value, _OURS)
     given = {key: value for key, value in values.items() if key in _STANDARD and key != "type"}
     tuples = {key: tuple(value) for key, value in {**given, **arguments}.items() if isinstance(value, list | tuple)}
     spec = Spec(**{**given, **arguments, **tuples})
@@ -180,45 +182,53 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
         f"{kind!r} does not fit; a server of a command is of type 'stdio', one of a url of type 'http' (streamable "
         "HTTP)",
     )
-    for text in _texts(spec):
-        _check_references(where, text)
+    _check_references(where, spec)
     if spec.url:
         _check_url(where, spec, entry.written)
-    else:
-        _check_command(where, spec)
+        return spec
+    config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
+    folder = filled(spec.cwd) or "."
+    config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
+    program = shutil.which(filled(spec.command), path=_environment(spec)["PATH"])
+    config.check(
+        program is not None, f"{where}.command", f"there is no program {spec.command!r}; install it or give its path"
+    )
     return spec
 
 
-def _check_standard(where: str, key: str, value: object) -> None:
-    if key in _OF_OTHERS:
-        return
-    config.check(key not in _FORMER, where, f"there is no {key!r}; {_FORMER.get(key, '')}")
-    _check_key(where, key, _STANDARD)
-    if key == "command" and isinstance(value, list | tuple) and value:
-        wanted = {"command": value[0], "args": list(value[1:])}
-        raise protocols.ConfigError(f"config.{where}.command: must be a text, and its arguments are apart: {wanted}")
-    _check_kind(f"{where}.{key}", value, *_STANDARD[key])
-
-
-def _check_key(where: str, key: str, kinds: _Kinds) -> None:
+def _check_value(where: str, key: str, value: object, kinds: _Kinds) -> None:
+    """Raises ConfigError if a setting does not exist, or its value is of another kind."""
     if key not in kinds:
         near = difflib.get_close_matches(key, kinds, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kinds)}"
         raise protocols.ConfigError(f"config.{where}: there is no {key!r}; {hint}")
-
-
-def _check_kind(where: str, value: object, told: str, kind: type | tuple[type, ...]) -> None:
+    told, kind = kinds[key]
     # bool is a subclass of int: True would otherwise pass as a number.
     good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if isinstance(value, Mapping):
         good = good and all(isinstance(item, str) for pair in value.items() for item in pair)
     elif isinstance(value, list | tuple):
         good = good and all(isinstance(item, str) for item in value)
-    config.check(good, where, f"must be {told}, not {value!r}")
+    config.check(good, f"{where}.{key}", f"must be {told}, not {value!r}")
+
+
+def _check_references(where: str, spec: Spec) -> None:
+    """Raises ConfigError if a text of the entry refers to something other than a set environment variable."""
+    for text in (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values()):
+        for name, default in _REFERENCE.findall(text):
+            config.check(
+                bool(os.environ.get(name) or default),
+                where,
+                f"refers to the environment variable {name}, which is not set where the server is started",
+            )
+        left = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
+        told = f"{left and left[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
+        config.check(left is None, where, told)
 
 
 def _check_url(where: str, spec: Spec, written: bool) -> None:
-    parts = urllib.parse.urlsplit(_filled(spec.url))
+    """Raises ConfigError if the address is ill-formed, or a header holds a secret that is written out."""
+    parts = urllib.parse.urlsplit(filled(spec.url))
     good = parts.scheme in ("http", "https") and bool(parts.netloc)
     config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
     config.check(
@@ -234,35 +244,7 @@ def _check_url(where: str, spec: Spec, written: bool) -> None:
         )
 
 
-def _check_command(where: str, spec: Spec) -> None:
-    config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
-    folder = _filled(spec.cwd) or "."
-    config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
-    program = shutil.which(_filled(spec.command), path=_environment(spec)["PATH"])
-    config.check(
-        program is not None, f"{where}.command", f"there is no program {spec.command!r}; install it or give its path"
-    )
-
-
-def _texts(spec: Spec) -> Iterator[str]:
-    """Yields all texts of the entry that may hold references."""
-    yield from (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values())
-
-
-def _check_references(where: str, text: str) -> None:
-    for name, default in _REFERENCE.findall(text):
-        config.check(
-            bool(os.environ.get(name) or default),
-            where,
-            f"refers to the environment variable {name}, which is not set where the server is started",
-        )
-    left = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
-    config.check(
-        left is None, where, f"{left and left[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
-    )
-
-
-def _filled(text: str) -> str:
+def filled(text: str) -> str:
     """Returns the text with its references replaced."""
     # A secret's file often ends with a line break, which an HTTP header may not contain.
     return _REFERENCE.sub(lambda found: (os.environ.get(found[1]) or found[2] or "").strip(), text)
@@ -271,7 +253,7 @@ def _filled(text: str) -> str:
 def _environment(spec: Spec) -> dict[str, str]:
     """Returns the variables that a server gets besides those that the `mcp` package passes on itself."""
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-    return {"PATH": path, **{name: _filled(value) for name, value in spec.env.items()}}
+    return {"PATH": path, **{name: filled(value) for name, value in spec.env.items()}}
 
 
 def package() -> Any:
@@ -335,7 +317,14 @@ async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
         client = package().Client(transport, cache=None)
         async with asyncio.timeout(spec.start_seconds):
             opened.client = await stack.enter_async_context(client)
-            opened.tools = await _listed(opened.client)
+            tools: list[Any] = []
+            cursor: str | None = None
+            while True:  # a server may list its tools in pages
+                page = await opened.client.list_tools(cursor=cursor)
+                tools, cursor = [*tools, *page.tools], page.next_cursor
+                if not cursor:
+                    break
+            opened.tools = tools
         _check_results(opened)
         yield opened
 
@@ -381,17 +370,6 @@ async def _bound(response: Any) -> None:
     response.aiter_bytes = bounded
 
 
-async def _listed(client: Any) -> list[Any]:
-    tools: list[Any] = []
-    cursor: str | None = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        tools += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return tools
-
-
 async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -> Any:
     mcp = package()
     loop = asyncio.get_running_loop()
@@ -402,12 +380,12 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
     stack.callback(pipe.close)
     opened.stderr = tail
     # The server must not outlive this process, even if this process is killed.
-    program, *arguments = parent_death.command([_filled(text) for text in (spec.command, *spec.args)])
+    program, *arguments = parent_death.command([filled(text) for text in (spec.command, *spec.args)])
     parameters = mcp.StdioServerParameters(
         command=program,
         args=arguments,
         env=_environment(spec),
-        cwd=_filled(spec.cwd) or None,
+        cwd=filled(spec.cwd) or None,
         encoding_error_handler="replace",
     )
     return mcp.stdio_client(parameters, errlog=told)
@@ -420,9 +398,9 @@ async def _over_http(spec: Spec, stack: contextlib.AsyncExitStack) -> Any:
 
     # No read deadline: the deadline of an answer is the call's own.
     timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
-    headers = {name: _filled(value) for name, value in spec.headers.items()}
+    headers = {name: filled(value) for name, value in spec.headers.items()}
     hooks = {"response": [_bound]}
     client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks))
     return streamable_http.streamable_http_client(
-        _filled(spec.url), http_client=client, max_sse_event_size=LONGEST_ANSWER
+        filled(spec.url), http_client=client, max_sse_event_size=LONGEST_ANSWER
     )

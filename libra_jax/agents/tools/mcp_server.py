@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
@@ -89,7 +89,7 @@ class Server:
           ConfigError: The server does not start, cannot be reached, or lacks a tool that `only` names.
         """
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(opened), name=f"mcp-{self.name}")
+        self._owner = asyncio.create_task(self._keep_alive(opened), name=f"mcp-{self.name}")
         await opened
 
     def tools(self) -> Sequence[toolbox.Tool]:
@@ -112,30 +112,27 @@ class Server:
 
     # The owner ------------------------------------------------------------------------------------------------------
 
-    async def _own(self, opened: asyncio.Future[None]) -> None:
+    async def _keep_alive(self, opened: asyncio.Future[None]) -> None:
         try:
-            await self._keep_alive(opened)
+            while not self._ended:
+                problem = await self._live(opened)
+                if not opened.done():
+                    # A failure of the first start is reported as a mistake in the config, and not retried.
+                    opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
+                    opened.exception()  # marks it as retrieved: the opener may be gone, and asyncio would warn
+                    return
+                if self._ended:
+                    return
+                self._failures += 1
+                if self._failures > RESTARTS:
+                    times = f"{RESTARTS} times in a row"
+                    self._ended = f"MCP server {self.name} was started {times} and never answered a call ({problem})"
+                    return
+                await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._failures - 1)))
+                self.restarts += 1
         finally:
             self._ended = self._ended or f"MCP server {self.name} is gone"
-            self._changed.set()
-
-    async def _keep_alive(self, opened: asyncio.Future[None]) -> None:
-        while not self._ended:
-            problem = await self._live(opened)
-            if not opened.done():
-                # A failure of the first start is reported as a mistake in the config, and not retried.
-                opened.set_exception(protocols.ConfigError(f"config.{self._where}: {problem}"))
-                opened.exception()  # marks the error as retrieved: the opener may be gone, and asyncio would warn
-                return
-            if self._ended:
-                return
-            self._failures += 1
-            if self._failures > RESTARTS:
-                times = f"{RESTARTS} times in a row"
-                self._ended = f"MCP server {self.name} was started {times} and never answered a call ({problem})"
-                return
-            await asyncio.sleep(min(LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (self._failures - 1)))
-            self.restarts += 1
+            self._changed.set()  # calls that wait for a connection learn that none will come
 
     async def _live(self, opened: asyncio.Future[None]) -> str:
         """Connects, and stays until the connection breaks or the server is closed. Returns why the connection ended."""
@@ -150,19 +147,18 @@ class Server:
                     opened.set_result(None)
                 self._client = connection.client
                 self._changed.set()
-                await self._broken.wait()
-                self._disconnected()
+                try:
+                    await self._broken.wait()
+                finally:
+                    # Before the connection is closed, which takes seconds: no further call may begin on it.
+                    self._client = None
+                    if not self._ended:
+                        self._changed.clear()
         except Exception as error:  # the transport, the server and the package raise errors of any type
-            return f"{_reason(error, self._spec)}{': ' * bool(str(connection.stderr))}{connection.stderr}"
+            return f"{self._reason(error)}{': ' * bool(str(connection.stderr))}{connection.stderr}"
         finally:
             self._connecting = False
-            self._disconnected()
         return str(connection.stderr) or "it did not answer any more"
-
-    def _disconnected(self) -> None:
-        self._client = None
-        if not self._ended:
-            self._changed.clear()
 
     def _offered(self, listed: Sequence[Any]) -> list[Tool]:
         names = [tool.name for tool in listed]
@@ -195,7 +191,7 @@ class Server:
         client = await self._connected(min(PATIENCE_SECONDS, self._spec.seconds / 2))
         call = self._start(client.call_tool(tool, dict(arguments)))
         try:
-            await deadlines.within(max(0.0, due - loop.time()), _settled(call))
+            await deadlines.within(max(0.0, due - loop.time()), asyncio.wait({call}))
         except deadlines.Overdue:
             return "timeout", f"error: no answer within {self._spec.seconds:g} s"
         finally:
@@ -204,31 +200,31 @@ class Server:
                 self._start(self._probe(client, max(0.0, due - loop.time()) + PROBE_SECONDS))
             # Not awaited: cancelling also notifies the server, which may take longer than the deadline allows.
             call.cancel()
-        if call.cancelled():
-            raise self._lost("it was closed")
-        error = call.exception()
+        error = None if call.cancelled() else call.exception()
         # An answered call proves that the server works, so the count of failed starts begins again.
-        if error is None:
+        if error is None and not call.cancelled():
             self._failures = 0
             result = call.result()
             return "failure" if result.is_error else "success", text_of(result)
-        if client is not self._client or _of_transport(error):
-            if client is self._client:
-                self._broken.set()
-            raise self._lost(_reason(error, self._spec)) from error
-        return "failure", f"error: {error}"
+        if error is not None and client is self._client and not _of_transport(error):
+            return "failure", f"error: {error}"
+        if client is self._client and error is not None:
+            self._broken.set()
+        why = "it was closed" if error is None else self._reason(error)
+        raise protocols.WorkerLost(f"MCP server {self.name} was lost during a call ({why})") from error
 
-    def _start(self, work: Any) -> asyncio.Task[Any]:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts a background task. The reference in `_background` keeps it alive, as nobody may be waiting for it."""
+
+        def forget(task: asyncio.Task[Any]) -> None:
+            self._background.discard(task)
+            if not task.cancelled():
+                task.exception()  # marks the error as retrieved, so that asyncio does not warn
+
         task = asyncio.ensure_future(work)
         self._background.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(forget)
         return task
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the error as retrieved, so that asyncio does not warn
 
     async def _connected(self, seconds: float) -> Any:
         if self._client is None and not self._ended:
@@ -246,8 +242,19 @@ class Server:
         if client is self._client:
             self._broken.set()
 
-    def _lost(self, why: str) -> protocols.WorkerLost:
-        return protocols.WorkerLost(f"MCP server {self.name} was lost during a call ({why})")
+    def _reason(self, error: BaseException) -> str:
+        """Returns the first error of a group, in words."""
+        # Errors of task groups arrive wrapped in exception groups.
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, TimeoutError):
+            return f"it did not start within {self._spec.start_seconds:g} s"
+        if isinstance(error, protocols.LibraError):
+            return str(error).partition(": ")[2] or str(error)
+        said = str(error) or type(error).__name__
+        if self._spec.url:
+            return f"there is no server at {self._spec.url} ({said})"
+        return f"its command, {self._spec.command!r}, ended or speaks no MCP ({said}); try it by hand"
 
 
 class Tool:
@@ -273,29 +280,22 @@ class Tool:
 
 def text_of(result: Any) -> str:
     """Returns the text of a call's result. Parts that are not text, such as pictures, are named in brackets."""
-    parts = [_shown(block) for block in result.content]
+    parts = []
+    for block in result.content:
+        if block.type == "text":
+            parts.append(str(block.text))
+        elif block.type == "resource_link":
+            parts.append(f"[a link to the resource {block.uri}]")
+        elif block.type != "resource":
+            parts.append(f"[{block.type} of type {getattr(block, 'mime_type', '?')}, which is not shown]")
+        elif hasattr(block.resource, "text"):
+            parts.append(str(block.resource.text))
+        else:
+            kind = block.resource.mime_type or "of no known type"
+            parts.append(f"[the resource {block.resource.uri} ({kind}), which is not shown]")
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]
     return "\n".join(parts)
-
-
-def _shown(block: Any) -> str:
-    kind = block.type
-    if kind == "text":
-        return str(block.text)
-    if kind == "resource":
-        resource = block.resource
-        if hasattr(resource, "text"):
-            return str(resource.text)
-        return f"[the resource {resource.uri} ({resource.mime_type or 'of no known type'}), which is not shown]"
-    if kind == "resource_link":
-        return f"[a link to the resource {block.uri}]"
-    return f"[{kind} of type {getattr(block, 'mime_type', '?')}, which is not shown]"
-
-
-async def _settled(task: asyncio.Task[Any]) -> None:
-    """Waits until the task is done, in any way. Cancelling this wait does not cancel the task."""
-    await asyncio.wait({task})
 
 
 def _of_transport(error: BaseException) -> bool:
@@ -303,18 +303,3 @@ def _of_transport(error: BaseException) -> bool:
     if isinstance(error, mcp_connection.package().MCPError):
         return str(error).startswith(_OF_TRANSPORT)
     return type(error).__module__.partition(".")[0] in ("anyio", "httpx2") or isinstance(error, OSError)
-
-
-def _reason(error: BaseException, spec: mcp_connection.Spec) -> str:
-    """Returns the first error of a group, in words."""
-    # Errors of task groups arrive wrapped in exception groups.
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, TimeoutError):
-        return f"it did not start within {spec.start_seconds:g} s"
-    if isinstance(error, protocols.LibraError):
-        return str(error).partition(": ")[2] or str(error)
-    said = str(error) or type(error).__name__
-    if spec.url:
-        return f"there is no server at {spec.url} ({said})"
-    return f"its command, {spec.command!r}, ended or speaks no MCP ({said}); try it by hand"

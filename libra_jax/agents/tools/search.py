@@ -22,11 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+import numpy
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, resolving, tables
-from libra_jax.agents.tools import bm25, dense, toolbox
+from libra_jax.agents.tools import bm25, toolbox
 
 FIELD = "tools.arguments.search"
 
@@ -40,6 +42,13 @@ The run's own deadline of a step, `task.tool_seconds`, is usually shorter.
 
 _QUIET_SECONDS = 3.0
 """Seconds between two progress lines of a build, and before the first line."""
+
+
+Embed = Callable[[Sequence[str]], Any]
+"""Function from n texts to an array of shape (n, width), on any device. One thread at a time calls it."""
+
+_BLOCK_BYTES = 64 << 20
+"""Bytes of vectors that are multiplied at once. A search checks the clock between two blocks."""
 
 
 class Search:
@@ -62,8 +71,8 @@ class Search:
       template: Format of a shown passage, with {place}, {id}, {title} and {snippet}. Empty: a default with all of them.
       paging: Whether the policy may ask for further pages, and is told if more exist.
       seconds: Deadline of a search in seconds, from the start of its turn. A later result is a timeout.
-      vectors: A .npy file with a vector for each passage (see `dense`). If given, vectors rank instead of BM25.
-      embed: `"package.module:factory"` of the function that makes vectors of queries (`dense.Embed`).
+      vectors: A .npy file with a vector for each passage (see `Vectors`). If given, vectors rank instead of BM25.
+      embed: `"package.module:factory"` of the function that makes vectors of queries (`Embed`).
       embed_arguments: Keyword arguments of that factory.
       effort: Largest number of passages that a search may score; `bm25` explains the effect. 0: no limit.
       at_once: Number of searches that run at once.
@@ -101,7 +110,14 @@ class Search:
         at_once: int = 2,
         build_seconds: float = 7200.0,
     ) -> None:
-        _check(path, source, index, text_column)
+        given = (
+            'name a .jsonl, .parquet or .csv file of passages, or in source a "package.module:factory", and not both'
+        )
+        config.check(bool(path) != bool(source), f"{FIELD}.path", given)
+        config.check(
+            bool(path) or not index, f"{FIELD}.index", "is kept for a file (path); that of a source is not kept"
+        )
+        config.check(bool(text_column), f"{FIELD}.text_column", "is empty: name the column of the passages' texts")
         _check_factory(source, source_arguments, "source")
         _check_factory(embed, embed_arguments, "embed")
         config.check(bool(vectors) == bool(embed), f"{FIELD}.vectors", "need embed, and embed needs them; name both")
@@ -126,7 +142,7 @@ class Search:
         _shown(self._template, 1, bm25.Hit("", "", ""))
         self.open_seconds = build_seconds
         self._index: bm25.Index | None = None
-        self._vectors: dense.Vectors | None = None
+        self._vectors: Vectors | None = None
         self._stopped = threading.Event()
         self._opening = threading.Lock()
         self._turns = asyncio.Semaphore(at_once)
@@ -163,7 +179,14 @@ class Search:
     async def close(self) -> None:
         """Ends a running build and running searches. No half-made index stays."""
         self._stopped.set()
-        await deadlines.off_loop(self._close)
+
+        def end() -> None:
+            with self._opening:  # free once a running build has noticed that it is stopped
+                held, self._index = self._index, None
+                if held is not None:
+                    held.close()
+
+        await deadlines.off_loop(end)
 
     def _open(self) -> None:
         with self._opening:
@@ -171,7 +194,7 @@ class Search:
             try:
                 place = folder / "index" if folder else self._place()
                 if folder:
-                    self._build(place, _passages_of(self._source, self._source_arguments), {})
+                    self._build(place, {})
                 else:
                     self._build_if_needed(place)
                 self._index = bm25.Index(place, self._at_once, self._effort)
@@ -179,7 +202,7 @@ class Search:
                     make = resolving.resolve(self._embed, f"{FIELD}.embed")
                     embed = resolving.call(make, self._embed, self._embed_arguments, f"{FIELD}.embed_arguments")
                     with resolving.named(self._embed, f"{FIELD}.embed", "embedding a query"):
-                        self._vectors = dense.Vectors(Path(self._vectors_path), embed, self._index.passages)
+                        self._vectors = Vectors(Path(self._vectors_path), embed, self._index.passages)
             except bm25.Stopped:
                 return
             except (sqlite3.Error, OSError) as error:
@@ -190,12 +213,6 @@ class Search:
             finally:
                 if folder:  # the open index stays readable after its file name is removed
                     shutil.rmtree(folder, ignore_errors=True)
-
-    def _close(self) -> None:
-        with self._opening:
-            held, self._index = self._index, None
-            if held is not None:
-                held.close()
 
     # The index ------------------------------------------------------------------------------------------------------
 
@@ -243,16 +260,55 @@ class Search:
             about["content"] = hashlib.file_digest(content, "sha256").hexdigest()
         lasting = ("version", "columns", "content")
         if there is None or any(there.get(key) != about[key] for key in lasting):
-            self._build(place, _passages_in(self._path, self._columns), about)
+            self._build(place, about)
 
-    def _build(self, place: Path, passages: Iterable[bm25.Passage], about: Mapping[str, str]) -> None:
+    def _build(self, place: Path, about: Mapping[str, str]) -> None:
         corpus, field = (self._path, "path") if self._path else (self._source, "source")
+        passages = self._passages()
         # Takes one passage first, so that an empty corpus fails before an index is written.
-        first = next(iterated := iter(passages), None)
+        first = next(passages, None)
         if first is None:
             raise protocols.DataError(f"config.{FIELD}.{field}: {corpus} holds no passages: nothing could be found")
-        passages = itertools.chain([first], iterated)
-        bm25.build(place, passages, about, stopped=self._stopped.is_set, progress=_teller(corpus))
+        began = told = time.monotonic()
+
+        def tell(count: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told > _QUIET_SECONDS:
+                told = now
+                with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+                    print(f"search: indexing {corpus}: {count:,} passages in {now - began:.0f} s", file=sys.stderr)
+
+        everything = itertools.chain([first], passages)
+        bm25.build(place, everything, about, stopped=self._stopped.is_set, progress=tell)
+
+    def _passages(self) -> Iterator[bm25.Passage]:
+        """Yields the passages of the file, or those that the factory makes."""
+        hint = f" (name its columns in config.{FIELD}.text_column and the like)"
+        rows: Iterable[Any] = ()
+        if self._path:
+            rows = tables.rows(self._path, [column for column in self._columns.values() if column], of="passages")
+        else:
+            factory = resolving.resolve(self._source, f"{FIELD}.source")
+            rows = resolving.call(factory, self._source, self._source_arguments, f"{FIELD}.source_arguments")
+        # Errors of the user's code arise while passages are drawn, because a factory may be a generator.
+        named = resolving.named(self._source, f"{FIELD}.source", "a passage")
+        with named if self._source else contextlib.nullcontext():
+            for number, row in enumerate(rows, start=1):
+                if isinstance(row, tables.Row):
+                    # Without a column for them, a passage's id is its number, and its title is empty.
+                    given = {"id": row.number, "title": ""}
+                    given |= {key: tables.value(row, name, hint) for key, name in self._columns.items() if name}
+                    where = row.where
+                else:
+                    given, where = row, f"{self._source}, passage {number}"
+                name, title, text = given["id"], given["title"], given["text"]
+                if not isinstance(text, str) or not isinstance(title, str):
+                    told = f"title and text of a passage must be texts, not {title!r} and {text!r}"
+                    raise protocols.DataError(f"{where}: {told}")
+                if not isinstance(name, str | int):
+                    raise protocols.DataError(f"{where}: the id of a passage must be a text or a number, not {name!r}")
+                yield bm25.Passage(str(name), title, text)
 
     # As a `toolbox.Tool` --------------------------------------------------------------------------------------------
 
@@ -264,8 +320,14 @@ class Search:
         query, page = arguments["query"], arguments.get("page", 1)
         if not any(bm25.words(query)):
             return protocols.ToolReturn(self.name, "failure", "error: the query has no words")
+
+        async def in_turn() -> str:
+            # No waiting search holds a thread. The search keeps its own deadline.
+            async with self._turns:
+                return await deadlines.off_loop(self._answer, index, query, page)
+
         try:
-            content = await deadlines.within(TURN_SECONDS + self._seconds, self._in_turn(index, query, page))
+            content = await deadlines.within(TURN_SECONDS + self._seconds, in_turn())
         except (bm25.Overdue, deadlines.Overdue):
             text = f"error: the search took more than {self._seconds:g} s; ask for rarer words"
             return protocols.ToolReturn(self.name, "timeout", text)
@@ -273,14 +335,6 @@ class Search:
             corpus = self._path or self._source
             raise protocols.EnvironmentCrashed(f"search: the index of {corpus} cannot be read ({error})") from error
         return protocols.ToolReturn(self.name, "success", content)
-
-    async def _in_turn(self, index: bm25.Index, query: str, page: int) -> str:
-        """Runs a search in a thread when its turn comes.
-
-        No waiting search holds a thread. The search keeps its own deadline.
-        """
-        async with self._turns:
-            return await deadlines.off_loop(self._answer, index, query, page)
 
     def _answer(self, index: bm25.Index, query: str, page: int) -> str:
         before = (page - 1) * self._results
@@ -297,16 +351,6 @@ class Search:
         if more and self._paging and page < MOST_PAGES:
             shown.append(f"more results: page {page + 1}")
         return "\n".join(shown)
-
-
-def _check(path: str, source: str, index: str, text_column: str) -> None:
-    config.check(
-        bool(path) != bool(source),
-        f"{FIELD}.path",
-        'name a .jsonl, .parquet or .csv file of passages, or in source a "package.module:factory", and not both',
-    )
-    config.check(bool(path) or not index, f"{FIELD}.index", "is kept for a file (path); that of a source is not kept")
-    config.check(bool(text_column), f"{FIELD}.text_column", "is empty: name the column of the passages' texts")
 
 
 def _check_factory(name: str, arguments: Mapping[str, Any] | None, argument: str) -> None:
@@ -327,42 +371,74 @@ def _shown(template: str, place: int, hit: bm25.Hit) -> str:
         ) from error
 
 
-def _passages_in(path: str, columns: Mapping[str, str]) -> Iterator[bm25.Passage]:
-    """Yields the passages of a file."""
-    hint = f" (name its columns in config.{FIELD}.text_column and the like)"
-    for row in tables.rows(path, [column for column in columns.values() if column], of="passages"):
-        name = tables.value(row, columns["id"], hint) if columns["id"] else row.number
-        title = tables.value(row, columns["title"], hint) if columns["title"] else ""
-        yield _passage(name, title, tables.value(row, columns["text"], hint), row.where)
+class Vectors:
+    """A dense index: ranks passages by the inner product of their vectors with the query's.
 
+    The vectors are memory-mapped from a file. Any thread may search them.
 
-def _passages_of(source: str, arguments: Mapping[str, Any]) -> Iterator[bm25.Passage]:
-    """Yields the passages that a factory makes."""
-    factory = resolving.resolve(source, f"{FIELD}.source")
-    made = resolving.call(factory, source, arguments, f"{FIELD}.source_arguments")
-    with resolving.named(source, f"{FIELD}.source", "a passage"):
-        for number, row in enumerate(cast("Iterable[Mapping[str, Any]]", made), start=1):
-            yield _passage(row["id"], row["title"], row["text"], f"{source}, passage {number}")
+    Args:
+      path: A .npy file with an array of shape (passages, width), float32 or float16, in the corpus's order.
+      embed: Function that makes vectors of queries.
+      passages: Number of passages in the corpus.
 
+    Raises:
+      DataError: The file cannot be read, or its vectors do not fit the corpus or `embed`.
+    """
 
-def _passage(name: object, title: object, text: object, where: str) -> bm25.Passage:
-    if not isinstance(text, str) or not isinstance(title, str):
-        raise protocols.DataError(f"{where}: title and text of a passage must be texts, not {title!r} and {text!r}")
-    if not isinstance(name, str | int):
-        raise protocols.DataError(f"{where}: the id of a passage must be a text or a number, not {name!r}")
-    return bm25.Passage(str(name), title, text)
+    def __init__(self, path: Path, embed: Embed, passages: int) -> None:
+        try:
+            self._vectors = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise protocols.DataError(f"{path}: no vectors can be read ({error})") from error
+        shape: tuple[int, ...] = getattr(self._vectors, "shape", ())
+        kind = getattr(self._vectors, "dtype", None)
+        if len(shape) != 2 or shape[0] != passages or kind not in (numpy.float32, numpy.float16):
+            raise protocols.DataError(
+                f"{path}: has the shape {shape} and type {kind}; one vector for each of the {passages:,} "
+                "passages is expected, as float32 or float16"
+            )
+        self._path, self._embed, self._one_at_a_time = path, embed, threading.Lock()
+        self._block = max(1, _BLOCK_BYTES // max(1, 4 * shape[1]))
+        # Embed once now, so that a model that does not fit the file fails at the start and not at the first search.
+        self._vector("a query")
 
+    def best(self, query: str, most: int, due: float) -> list[int]:
+        """Returns the rows (from 0) of the passages with the largest inner products, largest first.
 
-def _teller(corpus: str) -> Callable[[int], None]:
-    """Returns a function that prints the progress of a long build from time to time."""
-    began = told = time.monotonic()
+        Args:
+          query: Any text.
+          most: Largest number of rows.
+          due: Deadline as a time of `time.monotonic()`.
 
-    def tell(count: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told > _QUIET_SECONDS:
-            told = now
-            with contextlib.suppress(OSError, ValueError):  # standard error may be closed
-                print(f"search: indexing {corpus}: {count:,} passages in {now - began:.0f} s", file=sys.stderr)
+        Raises:
+          bm25.Overdue: The search missed the deadline.
+        """
+        if not self._one_at_a_time.acquire(timeout=max(0.0, due - time.monotonic())):
+            raise bm25.Overdue
+        try:
+            vector = self._vector(query)
+        finally:
+            self._one_at_a_time.release()
+        scores, rows = numpy.empty(0, numpy.float32), numpy.empty(0, numpy.int64)
+        for start in range(0, len(self._vectors), self._block):
+            if time.monotonic() > due:
+                raise bm25.Overdue
+            block = numpy.asarray(self._vectors[start : start + self._block], numpy.float32) @ vector
+            scores = numpy.concatenate([scores, block])
+            rows = numpy.concatenate([rows, numpy.arange(start, start + len(block))])
+            # Keep only the best so far: memory stays bounded by one block.
+            if len(scores) > most:
+                kept = numpy.argpartition(-scores, most - 1)[:most]
+                scores, rows = scores[kept], rows[kept]
+        # lexsort takes its last key first: it sorts by score, and by row if scores are equal.
+        return [int(row) for row in rows[numpy.lexsort((rows, -scores))]]
 
-    return tell
+    def _vector(self, query: str) -> Any:
+        """Returns the query's vector, of shape (width,)."""
+        made = numpy.asarray(self._embed([query]), numpy.float32)
+        if made.shape != (1, self._vectors.shape[1]):
+            raise protocols.DataError(
+                f"{self._path}: its vectors have {self._vectors.shape[1]} numbers, but of one query an array of shape "
+                f"{made.shape} was made; use the model that made the file"
+            )
+        return made[0]

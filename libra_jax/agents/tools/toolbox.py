@@ -164,12 +164,13 @@ class Toolbox:
         """
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
-            known = ", ".join(self._tools) or "none"
-            return protocols.ToolReturn(_UNKNOWN, "failure", self._cut(f"error: no tool {name!r}; there are: {known}"))
-        values, problem = _read(arguments)
-        problem = problem or schemas.mismatch(values, tool.parameters, "arguments")
-        if problem:
-            return protocols.ToolReturn(tool.name, "failure", self._cut(f"error: {problem}"))
+            problem = f"no tool {name!r}; there are: {', '.join(self._tools) or 'none'}"
+        else:
+            values, problem = _read(arguments)
+            problem = problem or schemas.mismatch(values, tool.parameters, "arguments")
+        if tool is None or problem:
+            text = limits.cut(f"error: {problem}", self._most_characters)
+            return protocols.ToolReturn(_UNKNOWN if tool is None else tool.name, "failure", text)
         loop = asyncio.get_running_loop()
         began = loop.time()
         answer = await tool.call(values)
@@ -180,16 +181,13 @@ class Toolbox:
             if isinstance(answer, protocols.ToolReturn):
                 what = f"a ToolReturn whose content is of type {type(answer.content).__name__}"
             raise protocols.EnvironmentCrashed(f"call of the tool {tool.name!r} returned {what}; write {CALL}")
-        seconds = answer.seconds or loop.time() - began
-        return dataclasses.replace(answer, content=self._cut(answer.content), seconds=seconds)
+        text = limits.cut(answer.content, self._most_characters)
+        return dataclasses.replace(answer, content=text, seconds=answer.seconds or loop.time() - began)
 
     async def close(self) -> None:
         """Ends the rollout's sandbox, if it has one."""
         if self.session is not None:
             await self.session.close()
-
-    def _cut(self, text: str) -> str:
-        return limits.cut(text, self._most_characters)
 
 
 def _read(arguments: object) -> tuple[dict[str, Any], str]:

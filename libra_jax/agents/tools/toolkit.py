@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, resolving
@@ -135,7 +135,7 @@ class Toolkit:
 
         self._of_session.append(make)
 
-    async def __aenter__(self) -> Toolkit:
+    async def __aenter__(self) -> Self:
         try:
             if self._of_session:
                 await self.sandbox()
@@ -143,7 +143,14 @@ class Toolkit:
                 if isinstance(shared, Shared):
                     # Registered before opening, so that a half-opened resource is closed too.
                     self._stack.push_async_callback(_close, shared)
-                    await _open(name, shared)
+                    seconds = getattr(shared, "open_seconds", OPEN_SECONDS)
+                    try:
+                        await deadlines.within(seconds, shared.open())
+                    except deadlines.Overdue:
+                        raise protocols.ConfigError(
+                            f"config.tools.use: {name} did not open within {seconds:g} s; see that it can start on "
+                            "this machine"
+                        ) from None
             box = await self.toolbox()  # finds a duplicate tool name or a broken schema before the run begins
             self.schemas = box.schemas()
             await box.close()
@@ -211,16 +218,6 @@ class Toolkit:
         for _, shared in self._shared:
             tools += shared.tools() if isinstance(shared, Shared) else [shared]
         return toolbox.Toolbox(tools, self._config.most_characters, own, in_session)
-
-
-async def _open(name: str, shared: Shared) -> None:
-    seconds = getattr(shared, "open_seconds", OPEN_SECONDS)
-    try:
-        await deadlines.within(seconds, shared.open())
-    except deadlines.Overdue:
-        raise protocols.ConfigError(
-            f"config.tools.use: {name} did not open within {seconds:g} s; see that it can start on this machine"
-        ) from None
 
 
 async def _close(shared: Resource) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
@@ -17,7 +18,14 @@ def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
     return protocols.ToolReturn(tool, outcome.status, outcome.text, outcome.seconds)
 
 
-class Python:
+@dataclass
+class _InSession:
+    """What the tools share: the session of the rollout's sandbox."""
+
+    session: pool.Session
+
+
+class Python(_InSession):
     """A Python interpreter that keeps its variables over calls."""
 
     name = "python"
@@ -27,15 +35,12 @@ class Python:
     )
     parameters = _schema(("code",), code={"type": "string", "description": "The code to run."})
 
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
-
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
-        return _returned(self.name, await self._session.python(arguments["code"]))
+        return _returned(self.name, await self.session.python(arguments["code"]))
 
 
-class Shell:
+class Shell(_InSession):
     """A bash shell that keeps its folder, variables and functions over calls."""
 
     name = "shell"
@@ -45,18 +50,15 @@ class Shell:
     )
     parameters = _schema(("command",), command={"type": "string", "description": "The command to run."})
 
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
-
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
-        return _returned(self.name, await self._session.shell(arguments["command"]))
+        return _returned(self.name, await self.session.shell(arguments["command"]))
 
 
 _NEEDS = {"view": (), "create": ("text",), "replace": ("old", "new")}
 
 
-class Edit:
+class Edit(_InSession):
     """Views, creates and changes files of the workspace, and no files outside."""
 
     name = "edit"
@@ -75,13 +77,10 @@ class Edit:
         last={"type": "integer", "minimum": 1, "description": "view: the last line shown."},
     )
 
-    def __init__(self, session: pool.Session) -> None:
-        self._session = session
-
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
         command = arguments["command"]
         for needed in _NEEDS[command]:
             if needed not in arguments:
                 return protocols.ToolReturn(self.name, "failure", f"error: {command} needs {needed!r}")
-        return _returned(self.name, await self._session.edit(arguments))
+        return _returned(self.name, await self.session.edit(arguments))
