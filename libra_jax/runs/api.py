@@ -350,8 +350,13 @@ def _blocking(
       interrupted: sentence for Ctrl-C.
       look: called every `LOOK_SECONDS` on this thread while another one works.
     """
+    try:
+        asyncio.get_running_loop()
+        looped = True
+    except RuntimeError:
+        looped = False
     # asyncio.run handles Ctrl-C only on the main thread.
-    if threading.current_thread() is threading.main_thread() and not _loop_runs():
+    if threading.current_thread() is threading.main_thread() and not looped:
         try:
             return asyncio.run(work())
         except KeyboardInterrupt:
@@ -386,14 +391,6 @@ def _blocking(
             futures.wait([ended], timeout=END_SECONDS)
             raise
         return ended.result()
-
-
-def _loop_runs() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def simulate(

@@ -68,9 +68,11 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     devices = whole[process * each : (process + 1) * each]
     platform = config.trainer.platform
     host, local = placement.place(config, devices)
+    # A trainer of one process holds the devices of a larger mesh, too; several processes hold none.
+    spare = config.elastic.spare_devices if config.trainer.processes == 1 else 0
     environment = {
         "auto": {},
-        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + _spare(config))},
+        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + spare)},
         "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, local))},
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
@@ -83,11 +85,6 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
         devices=devices,
         host=host,
     )
-
-
-def _spare(config: libra_config.RunConfig) -> int:
-    """Returns the devices that a trainer of one process holds for a larger mesh; several processes hold none."""
-    return config.elastic.spare_devices if config.trainer.processes == 1 else 0
 
 
 def trainer_processes(
@@ -218,24 +215,6 @@ def global_planner(
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh), masks=config.task.masks)
 
 
-def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
-    """Points the config at the run's own copy of `planner.profile`, if it exists: a resumed run plans as it began."""
-    kept = workdir / profiles.KEPT_FILE
-    if not config.planner.profile or not kept.exists():
-        return config
-    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
-
-
-def _keep_profile(config: libra_config.RunConfig, workdir: Path) -> None:
-    """Copies `planner.profile` into the workdir."""
-    kept = workdir / profiles.KEPT_FILE
-    if config.planner.profile and config.planner.period and not kept.exists():
-        partial = kept.with_suffix(".partial")
-        shutil.copyfile(config.planner.profile, partial)
-        # Renamed into place, so that a killed start leaves no half copy.
-        partial.rename(kept)
-
-
 async def train(
     config: libra_config.RunConfig,
     workdir: Path,
@@ -310,7 +289,10 @@ def _parts(
         tokenizer=tokenizers.create(config.task, config.model.path),
         demonstrator=demonstrator,
     )
-    return _Parts(specs, agent, scheduler(config), global_planner(_by_kept_profile(config, workdir), shape))
+    kept = workdir / profiles.KEPT_FILE
+    if config.planner.profile and kept.exists():  # a resumed run plans as it began, by its own copy
+        config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
+    return _Parts(specs, agent, scheduler(config), global_planner(config, shape))
 
 
 async def _train(
@@ -323,7 +305,12 @@ async def _train(
 ) -> coordinator.RunSummary:
     if epoch is not None:
         epoch.check()
-    _keep_profile(config, workdir)
+    kept = workdir / profiles.KEPT_FILE
+    if config.planner.profile and config.planner.period and not kept.exists():
+        partial = kept.with_suffix(".partial")
+        shutil.copyfile(config.planner.profile, partial)
+        # Renamed into place, so that a killed start leaves no half copy.
+        partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
     async with _surroundings(config, workdir, parts.agent, epoch, watcher) as (around, agent):
