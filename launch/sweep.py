@@ -36,7 +36,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
 from libra_jax.simulator import comparison, report, settings
-from libra_jax.telemetry import figures, pool_report, timeline
+from libra_jax.telemetry import page, pool_report, timeline
 
 LAST = 5
 """Divisor of a run's steps: the last fifth is reported apart, because it shows the run after lengths have drifted."""
@@ -322,7 +322,7 @@ def _draw_pools(job: Job) -> Path | None:
     sizes = [timeline.PoolSizes(start, devices) for start, devices in entry["pools"]]
     changes = [pool_report.parse(record) for record in entry["transitions"]]
     picture = job.file.with_suffix(".pools.svg")
-    picture.write_text(figures.standalone(pool_report.draw(sizes, changes, end=entry["seconds"])))
+    picture.write_text(page.standalone(pool_report.draw(sizes, changes, end=entry["seconds"])))
     return picture
 
 

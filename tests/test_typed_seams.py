@@ -222,7 +222,7 @@ SEAMS = [
 
 DOUBLES = [
     ("libra_jax.simulator.trainer", "Trainer", "protocols.Trainer"),
-    ("libra_jax.simulator.replica", "Replica", "protocols.Replica"),
+    ("libra_jax.simulator.training_side", "Replica", "protocols.Replica"),
     ("libra_jax.simulator.engine", "Engine", "protocols.RolloutEngine"),
     ("libra_jax.engines.fake_engine", "FakeEngine", "protocols.RolloutEngine"),
     ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),

@@ -16,7 +16,7 @@ from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
 from libra_jax.planning import memory
 from libra_jax.runs import wiring
-from libra_jax.telemetry import redaction
+from libra_jax.telemetry import escapes
 
 PROMPT_CHARACTERS = 60
 
@@ -36,7 +36,7 @@ def describe(
     trainer = config.trainer
     lines = [
         yaml.safe_dump(
-            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(named or config)), default=list)),
+            json.loads(json.dumps(escapes.redacted(libra_config.to_dict(named or config)), default=list)),
             sort_keys=False,
         ),
         f"policy      {_policy(config, shape)}",

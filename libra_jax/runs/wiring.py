@@ -25,7 +25,7 @@ from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.runs import observing
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
-from libra_jax.telemetry import escapes, files, report, resume, status
+from libra_jax.telemetry import escapes, files, report, status
 from libra_jax.telemetry import recorder as telemetry
 from libra_jax.trainer_control import client
 
@@ -312,7 +312,7 @@ async def _train(
         # Renamed into place, so that a killed start leaves no half copy.
         partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
-    damaged = resume.cut_back(workdir, checkpoint_store.find(workdir).step)
+    damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
     async with _surroundings(config, workdir, parts.agent, epoch, watcher) as (around, agent):
         watcher.warn = around.recorder.note
         for sentence in damaged:
