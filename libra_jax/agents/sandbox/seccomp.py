@@ -13,8 +13,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-SHARED_BYTES = 2**20
-"""Bytes of the largest shared memory without a file. The supervisor counts every such piece as at least this large."""
+from libra_jax.agents.sandbox import usage
 
 _ARCHITECTURE = 0xC000003E
 _X32 = 0x40000000
@@ -143,7 +142,7 @@ def _special() -> dict[int, list[bytes]]:
         _statement(_EQUAL, 0, 1, 0),
         _no(errno.ENOMEM),
         _argument(1),
-        _statement(_MORE, SHARED_BYTES, 0, 1),
+        _statement(_MORE, usage.SHARED_BYTES, 0, 1),
         _no(errno.ENOMEM),
         _YES,
     ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 SHARED_BYTES = 2**20
 """Bytes that a piece of shared memory without a file counts at least, no matter how little of it is mapped.
 
-The filter of system calls refuses larger pieces, so a process cannot hide memory by unmapping most of a piece.
+The filter of system calls (`seccomp`) refuses larger pieces, so a process cannot hide memory by unmapping most of one.
 """
 
 SOCKET_BYTES = 2**19
