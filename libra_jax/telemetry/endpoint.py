@@ -129,7 +129,7 @@ class Endpoint:
                 "secret, e.g. by `openssl rand -hex 32`"
             )
         self._token = token.encode()  # empty if readers need none
-        # Not the global registry, which would add metrics of the Python process.
+        # Not the global registry: it would add metrics of the Python process, and refuse a second run's.
         metrics = registry.CollectorRegistry()
         metrics.register(Collector(run))
         self._metrics = prometheus_client.make_wsgi_app(metrics)

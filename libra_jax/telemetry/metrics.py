@@ -80,6 +80,7 @@ def check(names: Iterable[str]) -> None:
 
 @functools.cache
 def _pattern(name: str) -> re.Pattern[str]:
+    # Any text, slashes included: a tool or a user's function may have any name.
     return re.compile(re.sub(r"<\w+>", ".+", re.escape(name)), re.DOTALL)
 
 

@@ -276,7 +276,7 @@ def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
         way,
         *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
         _seconds(_median(change.end - change.start for change in done)),
-        _phases(phases),
+        ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items()),
         _size(_median(change.bytes for change in done)),
         *(_seconds(_stalled(changes, side)) for side in _STALLS.values()),
         "; ".join(named) + (f"; {further:,} more" if further else ""),
@@ -294,7 +294,7 @@ def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) 
             f"{change.outcome}: {change.why}" if change.why else change.outcome,
             change.reason,
             _seconds(change.end - change.start),
-            _phases(change.phases),
+            ", ".join(f"{name} {_seconds(value)}" for name, value in change.phases.items()),
             _size(change.bytes),
             *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
         )
@@ -312,10 +312,6 @@ def _median(values: Iterable[float]) -> float:
 
 def _stalled(changes: Iterable[Transition], side: str) -> float:
     return sum(change.stall.get(side, 0.0) for change in changes)
-
-
-def _phases(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_seconds(value)}" for name, value in seconds.items())
 
 
 def _seconds(seconds: float) -> str:

@@ -102,6 +102,7 @@ class RunRecorder:
     def sample(self, record: Mapping[str, Any]) -> None:
         """Records a line of `samples.jsonl`: a rollout as text. Viewers get it with the step's numbers."""
         self._append(samples.SAMPLES_FILE, record)
+        # Parsed once for all viewers, which need it as text.
         sample = samples.parse(record)
         for sink in () if self._closed else self._sinks:
             sink.sample(sample)

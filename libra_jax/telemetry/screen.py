@@ -88,16 +88,17 @@ def text(view: Mapping[str, Any], verdict: str = "") -> str:
 def _age(view: Mapping[str, Any], *, ended: bool) -> list[str]:
     """Returns when this start of the run began and how long it has run. Adds the total if there were earlier starts."""
     took = console.seconds_text(view["seconds"])
-    began = f"began {_moment(view['began'])}, " + (f"ran for {took}" if ended else f"{took} ago")
+    # In the time zone of the machine that shows the screen, which may not be the run's.
+    started, first = (
+        datetime.datetime.fromtimestamp(view.get(name, view["began"])).strftime("%Y-%m-%d %H:%M:%S")
+        for name in ("began", "first_began")
+    )
+    began = f"began {started}, " + (f"ran for {took}" if ended else f"{took} ago")
     lines = [f"process {view['pid']} on {view['host']}, {began}"]
     whole = view.get("run_seconds", view["seconds"])
     if whole > view["seconds"]:
-        lines.append(f"the run began {_moment(view['first_began'])} and has run {console.seconds_text(whole)} in all")
+        lines.append(f"the run began {first} and has run {console.seconds_text(whole)} in all")
     return lines
-
-
-def _moment(wall: float) -> str:
-    return datetime.datetime.fromtimestamp(wall).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _text(content: str, **looks: Any) -> Text:

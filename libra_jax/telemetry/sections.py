@@ -263,6 +263,7 @@ def plan(steps: Steps, decisions: Sequence[Mapping[str, Any]]) -> list[page.Sect
     out = []
     if predicted := curve(steps, "plan/step_seconds"):
         evaluations = curve(steps, "evaluation/seconds")
+        # Predictions are of steps without an evaluation.
         measured = {step: value - evaluations.get(step, 0.0) for step, value in curve(steps, "step/seconds").items()}
         training = curve(steps, "plan/train_seconds")
         lines = [
@@ -299,6 +300,7 @@ def lengths(generated_tokens: Sequence[int]) -> list[page.Section]:
 
     if not generated_tokens:
         return []
+    # A logarithmic axis has no place for 0.
     values = numpy.maximum(1, numpy.asarray(generated_tokens))
     low, high = values.min(), values.max()
 

@@ -151,7 +151,7 @@ class RunStatus(sinks.Sink):
     def view(self) -> dict[str, Any]:
         """Returns the whole state as plain values for JSON. Durations count until now."""
         now = self._clock()
-        # The waits that are nearest to their deadlines come first.
+        # The waits that are nearest to their deadlines come first, because a screen shows only a few.
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
         seconds = (now if self._ended_at is None else self._ended_at) - self._began
@@ -312,6 +312,7 @@ def _fingerprint(workdir: Path) -> tuple[Any, ...]:
     try:
         with (workdir / STATUS_FILE).open("rb") as file:  # opening makes a network file system ask its server
             found = os.fstat(file.fileno())
+            # Three signs: a heartbeat renames a new file, or only touches it, and clocks may have a coarse grain.
             return found.st_ino, found.st_mtime_ns, file.read()
     except OSError:
         return ()

@@ -149,7 +149,7 @@ class TimelineFile:
         if lane not in row.named:
             row.named.add(lane)
             self._metadata("thread_name", row.pid, lane, {"name": f"{track} {lane}" if lane else track})
-        # X is a complete event with a duration.
+        # X is a complete event with a duration. Pairs of B and E events would be torn apart by a kill.
         event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
         event.update(pid=row.pid, tid=lane)
         if arguments:

@@ -121,6 +121,7 @@ def sections(tally: Tally) -> list[page.Section]:
     # The most called first.
     by_calls = sorted(tally.tools.items(), key=lambda item: (-item[1].outcomes.total(), item[0]))
     pictured = by_calls[:MOST_TOOLS]
+    # Each tool's panel has a row of its own on a phone, so the picture would grow without end.
     further = len(tally.tools) - MOST_TOOLS
     left_out = f"The {MOST_TOOLS} most called; {further} more are in the table." if further > 0 else ""
     heads = ("tool", "calls", *trace.STATUSES, "seconds", "P90", "longest", "payload tokens", "P90")

@@ -110,6 +110,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             begin = os.path.join(folder, "__init__.py")
             if os.path.isfile(begin):
                 return importlib.util.spec_from_file_location(name, begin, submodule_search_locations=[folder])
+        # As Python itself would make it of folders without __init__.py.
         bare = importlib.machinery.ModuleSpec(name, None, is_package=True)
         bare.submodule_search_locations = folders
         return bare

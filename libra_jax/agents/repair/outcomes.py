@@ -11,7 +11,6 @@ _PYTEST = (
 )
 _UNITTEST = re.compile(r"^(?P<bad>(?:FAIL|ERROR): )?(?P<test>\w+) \((?P<where>[\w.]+)\)")
 _OUTCOME = re.compile(r"^(?:.* \.\.\. )?(?P<word>ok|FAIL|ERROR|skipped .*|expected failure|unexpected success)$")
-_BAD = ("failure", "error", "skipped")
 _GOOD = ("ok", "expected failure", "PASSED", "XFAIL")
 
 
@@ -42,7 +41,10 @@ def of_junit(text: str) -> dict[str, bool]:
     for case in root.iter("testcase"):
         name = dotted(".".join(filter(None, (case.get("classname"), case.get("name")))))
         # pytest reports an expected failure as skipped, with this type.
-        bad = (part.tag in _BAD and part.get("type") != "pytest.xfail" for part in case)
+        bad = (
+            part.tag in ("failure", "error") or (part.tag == "skipped" and part.get("type") != "pytest.xfail")
+            for part in case
+        )
         passed[name] = passed.get(name, True) and not any(bad)
     return passed
 

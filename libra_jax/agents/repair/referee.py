@@ -26,6 +26,7 @@ from typing import Any
 from libra_jax.agents.repair import hidden
 
 _PR_SET_DUMPABLE = 4
+_TOO_LONG = "the tests' report takes more than {} MiB"
 _HEADER = struct.Struct(">16sI")
 
 
@@ -101,7 +102,7 @@ def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str,
     os.close(read)
     _, status = os.waitpid(child, 0)
     if len(text) > most:
-        return {"problem": _too_long(request)}
+        return {"problem": _TOO_LONG.format(request["most_bytes"] // 2**20)}
     if os.waitstatus_to_exitcode(status):
         return {"problem": f"the tests' process ended with status {os.waitstatus_to_exitcode(status)}"}
     if len(text) < _HEADER.size:
@@ -140,10 +141,6 @@ def _report(
         leave(1)
 
 
-def _too_long(request: Mapping[str, Any]) -> str:
-    return f"the tests' report takes more than {request['most_bytes'] // 2**20} MiB"
-
-
 def _received(source: int, child: int, most: int) -> bytes:
     """Returns what a child writes until it ends. Processes that it leaves behind may keep the pipe open.
 
@@ -160,6 +157,7 @@ def _received(source: int, child: int, most: int) -> bytes:
     over = False
     while len(pieces) <= most:
         if not over:
+            # The child has ended: only what lies in the pipe by now is its own.
             over = any(place == ended for place, _ in poll.poll())
         try:
             piece = os.read(source, 2**16)
@@ -249,7 +247,8 @@ def main(request_text: str, workspace: str) -> None:
         found.setdefault("changes", []).append("the limits of the sandbox were changed")
     text = json.dumps({**found, "secret": request["secret"]}).encode()
     if len(text) > request["most_bytes"]:  # the sandbox would cut the middle out of a longer answer
-        text = json.dumps({"problem": _too_long(request), "secret": request["secret"]}).encode()
+        problem = _TOO_LONG.format(request["most_bytes"] // 2**20)
+        text = json.dumps({"problem": problem, "secret": request["secret"]}).encode()
     left = memoryview(text)
     while left:
         left = left[os.write(answer, left) :]

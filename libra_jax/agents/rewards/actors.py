@@ -325,6 +325,7 @@ class Pool:
         place.calls += 1
         try:
             async with self._one_at_a_time if alone else contextlib.nullcontext():
+                # The first call that finds no actor makes one, and the others wait for it.
                 async with place.changing:
                     if place.actor is None:
                         await self._make(place)
@@ -374,15 +375,12 @@ class Pool:
 
     def _end(self, name: str) -> None:
         """Ends an actor in the background, because ending may take long. Errors are ignored."""
-
-        async def end() -> None:
-            with contextlib.suppress(protocols.LibraError):
-                await self._cluster.stop(name)
-
-        ending = asyncio.get_running_loop().create_task(end())
+        ending = asyncio.ensure_future(self._cluster.stop(name))
         # asyncio itself keeps only weak references to tasks.
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+        # An error counts as retrieved, so that asyncio does not warn.
+        ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def _make(self, place: _Place) -> dict[str, bool]:
         # A name that was used before would collide with the old actor, which may still be ending.

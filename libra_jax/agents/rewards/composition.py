@@ -172,6 +172,7 @@ class ComposedReward:
                 outcome = await self._call(name, task, given)
             told[f"reward_seconds/{name}"] = outcome.seconds
         if entries:
+            # Stored again if it was found, which makes it the most recently used.
             self._cache[key] = outcome
             self._cache.move_to_end(key)
             if len(self._cache) > entries:
@@ -196,7 +197,7 @@ class ComposedReward:
                 raise protocols.RewardFailed(
                     f"reward {name} ({self._functions[name].factory}), task {task.prompt_id}: it {problem}"
                 )
-            left -= blamed
+            left -= blamed  # a call that another one brought down costs no try
 
 
 def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given: str | scoring.Transcript) -> bytes:

@@ -94,6 +94,7 @@ class Judge:
             reply = await self.client.chat.completions.create(
                 model=self.request["model"],
                 messages=[{"role": "user", "content": content}],
+                # Unlike keywords, these may be fields that the package does not know, such as vLLM's own.
                 extra_body={name: value for name, value in self.request.items() if name != "model"},
             )
         except Exception as error:  # the package's own errors, and those of its transport
@@ -196,6 +197,7 @@ def judge(
     template = string.Template(prompt)
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
     key = _key_of(api_key_env)
+    # The package refuses an empty key, also for an endpoint that needs none.
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", timeout=seconds, max_retries=retries)
     fields = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
     whole = {"temperature": 0.0, "max_tokens": 1024, **(request or {}), "model": model}
