@@ -96,7 +96,11 @@ class Verdict:
 
 
 def main() -> None:
-    folders = _folders()
+    folders: list[Path] = []
+    if _WORKDIRS.value is not None:
+        folders = list(dict.fromkeys(Path(name.strip()) for name in _WORKDIRS.value.split(",") if name.strip()))
+        if not folders:
+            raise protocols.ConfigError("--workdirs: names no folder; leave the flag out to record runs made for this")
     output = Path(_OUTPUT.value) if _OUTPUT.value else (folders[0] if folders else FOLDER) / "profile.json"
     if folders:  # read first: the profile's folder is one of them, and must not be created if it is missing
         runs = [_read(folder) for folder in folders]
@@ -110,7 +114,11 @@ def main() -> None:
             raise protocols.ConfigError(
                 f"--workdirs: {run.name} has another model or other planner.hardware than {runs[0].name}"
             )
-    profile = _fit(runs)
+    by_degree: dict[int, list[Sequence[calibration.Stream]]] = collections.defaultdict(list)
+    for run in runs:
+        by_degree[run.steps[0].degree].append(run.streams)
+    # The first halves alone, because the other halves judge the profile.
+    profile = profiles.fit(model, [step for run in runs for step in run.steps[: run.fitted]], by_degree)
     predicted = {run.name: [profile.predict(model, step) for step in run.steps] for run in runs}
     verdicts = {stage: _verdict(stage, runs, predicted) for stage in STAGES}
     errors = {stage: verdict.error for stage, verdict in verdicts.items()}
@@ -128,16 +136,6 @@ def main() -> None:
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")
-
-
-def _folders() -> list[Path]:
-    """Returns the folders of --workdirs, each once."""
-    if _WORKDIRS.value is None:
-        return []
-    named = [Path(name.strip()) for name in _WORKDIRS.value.split(",") if name.strip()]
-    if not named:
-        raise protocols.ConfigError("--workdirs: names no folder; leave the flag out to record runs made for this")
-    return list(dict.fromkeys(named))
 
 
 def _recorded(folder: Path) -> Iterator[Path]:
@@ -204,32 +202,22 @@ def _read(folder: Path) -> Run:
             f"{folder}: in step {empty[0]} every rollout was masked (task.cut_off), so that nothing was trained; "
             "record a run with longer task.max_seconds and rollout.max_context, or with task.cut_off=zero"
         )
-    steps = tuple(_measured(config, trainer, step) for step in recorded.steps)
+    steps = tuple(
+        profiles.Measured(
+            mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
+            trainer=trainer,
+            lengths=step.lengths,
+            demand=serving.Demand.of_trajectories(
+                [script.prompt_tokens for script in step.scripts], [script.turns for script in step.scripts]
+            ),
+            degree=config.rollout.tensor_parallel[0],
+            slots=config.rollout.instance_slots[0],
+            seconds=profiles.Stages(step.parts.rollout, step.parts.train, step.parts.sync, step.parts.total),
+        )
+        for step in recorded.steps
+    )
     work = tuple(step.work for step in recorded.steps)
     return Run(str(folder), model, steps, work, recorded.streams_of(len(steps) // 2))
-
-
-def _measured(config: libra_config.RunConfig, trainer: meshes.Trainer, step: recording.Step) -> profiles.Measured:
-    parts = step.parts
-    return profiles.Measured(
-        mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
-        trainer=trainer,
-        lengths=step.lengths,
-        demand=serving.Demand.of_trajectories(
-            [script.prompt_tokens for script in step.scripts], [script.turns for script in step.scripts]
-        ),
-        degree=config.rollout.tensor_parallel[0],
-        slots=config.rollout.instance_slots[0],
-        seconds=profiles.Stages(parts.rollout, parts.train, parts.sync, parts.total),
-    )
-
-
-def _fit(runs: Sequence[Run]) -> profiles.Profile:
-    """Fits the profile to the first halves."""
-    by_degree: dict[int, list[Sequence[calibration.Stream]]] = collections.defaultdict(list)
-    for run in runs:
-        by_degree[run.steps[0].degree].append(run.streams)
-    return profiles.fit(runs[0].model, [step for run in runs for step in run.steps[: run.fitted]], by_degree)
 
 
 def _held_out(
@@ -248,16 +236,12 @@ def _verdict(stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles
         for step, work in list(zip(run.steps, run.work, strict=True))[run.fitted :]
     ]
     spread, _, _ = twin.spread(alike)
-    constant = {
-        run.name: [dataclasses.replace(run.steps[0].seconds, **{stage: _mean_fitted(stage, run)})] * len(run.steps)
-        for run in runs
-    }
+    constant = {}
+    for run in runs:
+        mean = statistics.fmean(getattr(step.seconds, stage) for step in run.steps[: run.fitted])
+        constant[run.name] = [dataclasses.replace(run.steps[0].seconds, **{stage: mean})] * len(run.steps)
     target = twin.target(spread) * (COMPOUND if stage == "total" else 1.0)
     return Verdict(_mean_error(stage, runs, predicted), _mean_error(stage, runs, constant), spread, target)
-
-
-def _mean_fitted(stage: str, run: Run) -> float:
-    return statistics.fmean(getattr(step.seconds, stage) for step in run.steps[: run.fitted])
 
 
 def _mean_error(stage: str, runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]]) -> float:

@@ -106,13 +106,25 @@ def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Jo
     job_flags.check_image(_IMAGE.value)
     groups = _groups(config)
     default = f"{config.name}-{libra_config.digest(config)}"
+    name = re.sub(r"[^a-z0-9]+", "-", default.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}"
+    if len(name) > manifests.LONGEST_NAME:  # a long name loses its middle, not the hyphen and hash at its end
+        name = name[: manifests.LONGEST_NAME - 9].rstrip("-") + name[-9:]
+    environment, missing = job_flags.variables(
+        _ENVIRONMENT.value, "put it in a secret of the cluster and give --secret={name}=SECRET/KEY"
+    )
+    if missing:
+        raise protocols.ConfigError(
+            f"--environment={missing[0]}: pods have none of your variables; give its value, too, or, where that is a "
+            f"secret, --secret={missing[0]}=SECRET/KEY"
+        )
     workdir = PurePosixPath(_MOUNT.value) / (job_flags.WORKDIR.value or default)
     if not workdir.is_relative_to(_MOUNT.value) or ".." in workdir.parts or str(workdir) == _MOUNT.value:
         raise protocols.ConfigError(
             f"--workdir={job_flags.WORKDIR.value}: must be a folder below --mount={_MOUNT.value}, the claim"
         )
     return manifests.Job(
-        name=_NAME.value or _slug(default),
+        name=_NAME.value or name,
         image=_IMAGE.value,
         command=command,
         groups=groups,
@@ -130,7 +142,7 @@ def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Jo
         shared_memory=_quantity("shared_memory", _SHARED_MEMORY.value),
         grace=_GRACE.value,
         retries=_RETRIES.value,
-        environment=_environment(),
+        environment=environment,
         secrets=_secrets(),
         secrets_from=_SECRETS_FROM.value,
         token_secret=_TOKEN_SECRET.value,
@@ -196,17 +208,6 @@ def _group(
     return manifests.Group(role, len(members), each, "tpu", {**gke, **selector}, of_slice)
 
 
-def _environment() -> dict[str, str]:
-    instead = "put it in a secret of the cluster and give --secret={name}=SECRET/KEY"
-    values, names = job_flags.variables(_ENVIRONMENT.value, instead)
-    if names:
-        raise protocols.ConfigError(
-            f"--environment={names[0]}: pods have none of your variables; give its value, too, or, where that is a "
-            f"secret, --secret={names[0]}=SECRET/KEY"
-        )
-    return values
-
-
 def _secrets() -> dict[str, tuple[str, str]]:
     found = {}
     for text in _SECRET.value:
@@ -232,15 +233,6 @@ def _quantity(flag: str, text: str) -> str:
     if not re.fullmatch(r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?", text):
         raise protocols.ConfigError(f"--{flag}={text}: is no quantity of Kubernetes, like 8, 500m or 64Gi")
     return text
-
-
-def _slug(name: str) -> str:
-    """Returns a name as Kubernetes wants it. A long name loses its middle, not the hash at its end."""
-    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    plain = plain if plain[:1].isalpha() else f"run-{plain}"
-    # A hyphen and the eight characters of the hash.
-    ending = plain[-9:]
-    return plain if len(plain) <= manifests.LONGEST_NAME else plain[: manifests.LONGEST_NAME - 9].rstrip("-") + ending
 
 
 def _apply(text: str, name: str) -> None:

@@ -52,20 +52,16 @@ def main(command: Sequence[str]) -> int:
         raise protocols.ConfigError(f"{command[0]}, the command after --, is no script and no program that is there")
     if _KILL.value is not None and not 0 <= _KILL.value < _HOSTS.value:
         raise protocols.ConfigError(f"--kill_host={_KILL.value}: the hosts are 0 to {_HOSTS.value - 1} (--hosts)")
-    roles = _roles(_HOSTS.value, _TRAIN.value)
+    train, roles = _TRAIN.value, dict[int, layouts.Role]()
+    if train is not None:
+        if not 0 < train < _HOSTS.value:
+            raise protocols.ConfigError(
+                f"--train_hosts={train}: some of the {_HOSTS.value} hosts train and some roll out (--hosts)"
+            )
+        roles = {number: "training" if number < train else "rollout" for number in range(_HOSTS.value)}
     with emulated.EmulatedHosts(_HOSTS.value, accelerators=_EACH.value, seconds=_START.value, roles=roles) as hosts:
         _say(f"{_HOSTS.value} host{'s are' if _HOSTS.value > 1 else ' is'} up; Ray's head is at {hosts.address}.")
         return _run(told(command, hosts.address, _EACH.value), hosts)
-
-
-def _roles(count: int, train: int | None) -> dict[int, layouts.Role]:
-    if train is None:
-        return {}
-    if not 0 < train < count:
-        raise protocols.ConfigError(
-            f"--train_hosts={train}: some of the {count} hosts train and some roll out (--hosts)"
-        )
-    return {number: "training" if number < train else "rollout" for number in range(count)}
 
 
 def told(command: Sequence[str], address: str, each: int) -> list[str]:

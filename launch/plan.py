@@ -99,9 +99,16 @@ def main() -> None:
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits)}.")
     else:
-        print(f"The shortest step that {case.devices} accelerators allow takes {_shortest(splits):.1f} s.")
+        shortest = min(split.step_seconds for split in splits)
+        print(f"The shortest step that {case.devices} accelerators allow takes {shortest:.1f} s.")
     if output is not None:
-        _write(output, as_json(best, case, unsure, seconds), best, splits, case)
+        picture = output.with_suffix(".svg")
+        try:
+            output.write_text(json.dumps(as_json(best, case, unsure, seconds), indent=2) + "\n")
+            planned.draw(picture, best, splits, case)
+        except OSError as error:
+            raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
+        print(f"wrote {output} and {picture}")
 
 
 def _asked() -> planned.Asked:
@@ -147,10 +154,6 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
     else:
         found = searched.best(devices)
     return found, time.perf_counter() - began
-
-
-def _shortest(splits: Sequence[search.Split]) -> float:
-    return min(split.step_seconds for split in splits)
 
 
 def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
@@ -240,7 +243,11 @@ def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
     elif _SWEEP.value == "lengths":
         for factor in FACTORS:
             scaled = work.scaled(factor)
-            trainer = _with_rows_of(run.trainer, scaled.longest())
+            trainer, longest = run.trainer, scaled.longest()
+            if longest > max((trainer.row_tokens, *trainer.row_buckets)):
+                # A row must hold the longest sequence, and divide by the tensor degree.
+                whole = -(-longest // trainer.tensor) * trainer.tensor
+                trainer = dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
             yield f"x {factor:g}", dataclasses.replace(case, work=scaled, run=dataclasses.replace(run, trainer=trainer))
     else:
         for name in hardware.names():
@@ -249,15 +256,6 @@ def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
             coefficients = dataclasses.replace(here.coefficients, activation_bytes=keeps)
             model = dataclasses.replace(here, sheet=there.sheet, coefficients=coefficients)
             yield name, dataclasses.replace(case, model=model)
-
-
-def _with_rows_of(trainer: libra_config.TrainerConfig, longest: int) -> libra_config.TrainerConfig:
-    """Returns the trainer with rows that hold a sequence of `longest` tokens."""
-    if longest <= max((trainer.row_tokens, *trainer.row_buckets)):
-        return trainer
-    # A row must divide by the tensor degree.
-    whole = -(-longest // trainer.tensor) * trainer.tensor
-    return dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
 
 
 class Seconds(TypedDict):
@@ -303,16 +301,6 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
         "solve_seconds": seconds,
         "calibrated": case.calibrated,
     }
-
-
-def _write(output: Path, made: PlanFile, best: search.Split, splits: list[search.Split], case: planned.Case) -> None:
-    picture = output.with_suffix(".svg")
-    try:
-        output.write_text(json.dumps(made, indent=2) + "\n")
-        planned.draw(picture, best, splits, case)
-    except OSError as error:
-        raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
-    print(f"wrote {output} and {picture}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from rich import console, table
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import forecast, scale, search
-from libra_jax.simulator import comparison, scripts, settings
+from libra_jax.simulator import comparison, settings
 
 KEPT = Path(__file__).parent / "benchmarks" / "costs.json"
 
@@ -80,7 +80,12 @@ class Record(TypedDict):
 
 
 def main() -> None:
-    sizes = _sizes()
+    given = _ACCELERATORS.value
+    if not all(text.strip().isdecimal() and int(text) for text in given):
+        raise protocols.ConfigError(
+            f"--accelerators: {','.join(given)!r} are no sizes; give numbers from 1, like 48,1024"
+        )
+    sizes = [int(text) for text in given]
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
@@ -101,15 +106,6 @@ def main() -> None:
         print(f"wrote {output}")
 
 
-def _sizes() -> list[int]:
-    given = _ACCELERATORS.value
-    if not all(text.strip().isdecimal() and int(text) for text in given):
-        raise protocols.ConfigError(
-            f"--accelerators: {','.join(given)!r} are no sizes; give numbers from 1, like 48,1024"
-        )
-    return [int(text) for text in given]
-
-
 def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     """Returns the work of a mean step of a simulated run, with the layout that the planner finds, and its settings."""
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
@@ -119,7 +115,12 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     setting = forecast.Setting.of_run(run, model, devices, slots=run.simulation.slots)
     made = forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
     best: search.Split = made.search.best(devices)
-    mean = statistics.fmean
+    mean, sent = statistics.fmean, 0
+    for one in drawn:
+        held = one.prompt_tokens
+        for turn in one.turns:  # each turn sends the whole context so far
+            sent += held
+            held += max(1, turn.generated_tokens) + turn.payload_tokens
     work = scale.Work(
         accelerators=devices,
         engines=sum(bucket.count for bucket in best.rollout),
@@ -128,7 +129,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
         turns=mean(len(one.turns) for one in drawn),
         generated_tokens=mean(one.generated_tokens for one in drawn),
         payload_tokens=mean(sum(turn.payload_tokens for turn in one.turns[:-1]) for one in drawn),
-        sent_tokens=mean(map(_sent, drawn)),
+        sent_tokens=sent / len(drawn),
         trained_tokens=mean(one.context_tokens for one in drawn),
         step_seconds=best.step_seconds,
         weight_bytes=2.0 * model.parameters,
@@ -148,15 +149,6 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
         memory_bytes=_MEMORY.value,
     )
     return work, around
-
-
-def _sent(script: scripts.Script) -> int:
-    """Returns the tokens of context that the rollout's turns send; each turn sends the whole context so far."""
-    held, sent = script.prompt_tokens, 0
-    for turn in script.turns:
-        sent += held
-        held += max(1, turn.generated_tokens) + turn.payload_tokens
-    return sent
 
 
 def _read(path: Path) -> Record:

@@ -136,7 +136,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
         if _how(attempt) not in ("finished", "stopped"):
-            _keep_logs(directory, attempt / f"ray-{name}")
+            for logs in directory.glob("session_2*/logs"):  # they show why a run did not finish
+                with contextlib.suppress(OSError, shutil.Error):
+                    ignored = shutil.ignore_patterns("*.sock")
+                    shutil.copytree(logs, attempt / f"ray-{name}", dirs_exist_ok=True, ignore=ignored)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -249,13 +252,6 @@ def _write_end(attempt: Path, how: str) -> None:
     partial = attempt / f"{ENDED}.partial"
     partial.write_text(f"{how}\n")
     partial.rename(attempt / ENDED)
-
-
-def _keep_logs(directory: Path, kept: Path) -> None:
-    """Copies Ray's logs, to show why a run did not finish."""
-    for logs in directory.glob("session_2*/logs"):
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(logs, kept, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.sock"))
 
 
 def drive(arguments: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import costs
 from libra_jax.simulator import comparison, report, settings
-from libra_jax.telemetry import figures, pool_report, timeline
+from libra_jax.telemetry import page, pool_report, timeline
 
 LAST = 5
 """Divisor of a run's steps: the last fifth is reported apart, because it shows the run after lengths have drifted."""
@@ -111,7 +111,7 @@ def main(given: Sequence[str]) -> None:
     if _SENSITIVITY.value:
         jobs += [moved for job in list(jobs) for moved in _moves(job, folder)]
     left = [job for job in jobs if not job.file.exists()]
-    _say(f"{len(names)} configs, {len(jobs)} runs, of which {len(jobs) - len(left)} are done already")
+    sweeps.say(f"{len(names)} configs, {len(jobs)} runs, of which {len(jobs) - len(left)} are done already")
     failed = _run(left)
     jobs = [job for job in jobs if job.file.exists()]
     found = {name: [_read(job.file) for job in jobs if (job.name, job.moved) == (name, "")] for name in names}
@@ -180,7 +180,7 @@ def _moves(job: Job, folder: Path) -> Iterator[Job]:
         try:
             comparison.prepare(run, [run.scheduler.policy])
         except protocols.ConfigError as error:
-            _say(f"{job.name}, {name} = {value:g}: left out ({error})")
+            sweeps.say(f"{job.name}, {name} = {value:g}: left out ({error})")
             continue
         yield Job(job.name, run, _file(job.name, run, folder), f"{name} = {value:g}")
 
@@ -218,18 +218,18 @@ def _run(jobs: Sequence[Job]) -> list[str]:
             job = doing[done]
             error = done.exception()
             if job.moved and isinstance(error, protocols.ConfigError):  # the cluster cannot hold the run any more
-                _say(f"[{number}/{len(jobs)}] {job.name}, {job.moved}: left out ({error})")
+                sweeps.say(f"[{number}/{len(jobs)}] {job.name}, {job.moved}: left out ({error})")
                 continue
             if error is not None:
                 failed.append(f"{job.name}, seed {job.run.seed}: {error}")
-                _say(f"[{number}/{len(jobs)}] {failed[-1]}")
+                sweeps.say(f"[{number}/{len(jobs)}] {failed[-1]}")
                 continue
             entry = done.result()
             # Renamed, so that an interrupted sweep leaves no half-written result.
             partial = job.file.with_suffix(".partial")
             partial.write_text(json.dumps(entry) + "\n")
             partial.rename(job.file)
-            _say(
+            sweeps.say(
                 f"[{number}/{len(jobs)}] {job.name}, seed {job.run.seed}{job.moved and f', {job.moved}'}: "
                 f"{entry['tokens_per_second']:.0f} tokens/s "
                 f"(simulated in {entry['wall_seconds']:.1f} s)"
@@ -322,12 +322,8 @@ def _draw_pools(job: Job) -> Path | None:
     sizes = [timeline.PoolSizes(start, devices) for start, devices in entry["pools"]]
     changes = [pool_report.parse(record) for record in entry["transitions"]]
     picture = job.file.with_suffix(".pools.svg")
-    picture.write_text(figures.standalone(pool_report.draw(sizes, changes, end=entry["seconds"])))
+    picture.write_text(page.standalone(pool_report.draw(sizes, changes, end=entry["seconds"])))
     return picture
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from ml_collections import config_flags
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents.rewards import composition
-from libra_jax.coordinator import signals
+from libra_jax.coordinator import stopping
 from libra_jax.models import hub
 from libra_jax.runs import api, changes, dry_run, observing, preflight, wiring
 from libra_jax.telemetry import escapes
@@ -51,7 +51,7 @@ def main() -> int:
     config = overrides.config(flags.FLAGS["config"], _PLAN.value)
     last_resort = observing.LastResort(config.deadlines.grace)
     # These handlers hold until the run exists, which then stops in its own way.
-    for number in signals.caught_ends():
+    for number in stopping.caught_ends():
         signal.signal(number, functools.partial(_leave, last_resort))
     changes.allowed_names(_ALLOW_CHANGES.value)  # a mistyped name is refused before anything starts
     found = hub.resolved(config, download=not _DRY_RUN.value)

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 IMPORTS = """
 from libra_jax import protocols
-from libra_jax.coordinator import elasticity, hybrid, instances, parts, saving, workers
-from libra_jax.elastic import transitions
+from libra_jax.coordinator import elasticity, instances, parts, saving
+from libra_jax.elastic import hybrid, transitions
 from libra_jax.engines import client as engines_client
 from libra_jax.trainer_control import client, handover, recovery, resize
 from libra_jax.weights import relay_tree, sync
@@ -90,7 +90,7 @@ SEAMS = [
     ),
     Seam("trainer's client", "trainer: client.TrainerClient, batch: protocols.TrainBatch", *trainer_calls("trainer")),
     Seam("run's trainer", "run: parts.Parts, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
-    Seam("workers' trainer", "run: workers.Workers, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
+    Seam("workers' trainer", "run: parts.Workers, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
     *(
         Seam(f"trainer of {room}", f"part: {room}, batch: protocols.TrainBatch", *trainer_calls("part._trainer"))
         for room in (
@@ -222,7 +222,7 @@ SEAMS = [
 
 DOUBLES = [
     ("libra_jax.simulator.trainer", "Trainer", "protocols.Trainer"),
-    ("libra_jax.simulator.replica", "Replica", "protocols.Replica"),
+    ("libra_jax.simulator.training_side", "Replica", "protocols.Replica"),
     ("libra_jax.simulator.engine", "Engine", "protocols.RolloutEngine"),
     ("libra_jax.engines.fake_engine", "FakeEngine", "protocols.RolloutEngine"),
     ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),

@@ -26,7 +26,7 @@ from sphinx.ext.autodoc.mock import mock
 
 from libra_jax import config as libra_config
 from libra_jax.config import listing
-from libra_jax.telemetry import metric_names
+from libra_jax.telemetry import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference" / "generated"
@@ -180,19 +180,19 @@ The scripts under `launch/` and their flags, read from the scripts. Scripts that
 def metrics_page() -> Iterator[tuple[str, str]]:
     """Yields the file name and text of the page of metrics."""
     lines = [f"# Metrics\n\n{METRICS_INTRODUCTION}"]
-    by_source: dict[str, list[metric_names.Metric]] = {}
-    for metric in metric_names.METRICS:
+    by_source: dict[str, list[metrics.Metric]] = {}
+    for metric in metrics.METRICS:
         by_source.setdefault(metric.source, []).append(metric)
-    for source, metrics in by_source.items():
+    for source, rows in by_source.items():
         lines += [f"## {source[:1].upper()}{source[1:]}", ""]
-        for metric in metrics:
+        for metric in rows:
             lines += [f":::{{metric}} {metric.name}", f"{_sentence(metric.meaning)} Unit: {metric.unit}.", ":::", ""]
     yield "metrics.md", "\n".join(lines)
 
 
 METRICS_INTRODUCTION = """\
 Every number of a training step. `metrics.jsonl` holds one object a step; TensorBoard, Weights & Biases and `/metrics`
-get the same names. The list is `libra_jax/telemetry/metric_names.py`. `<...>` stands for any text.
+get the same names. The list is `libra_jax/telemetry/metrics.py`. `<...>` stands for any text.
 Numbers of your own environment come under `agent/`, and those of your reward functions under `reward/`.
 
 A number that is not finite is written as null, and named under `nonfinite`:
@@ -235,7 +235,7 @@ def write(app: Sphinx) -> None:
 
 def link(app: Sphinx, doctree: nodes.document) -> None:
     """Turns literals that name a config field or a metric into links."""
-    known = dict.fromkeys(fields(), "confval") | {metric.name: "metric" for metric in metric_names.METRICS}
+    known = dict.fromkeys(fields(), "confval") | {metric.name: "metric" for metric in metrics.METRICS}
     for literal in list(doctree.findall(nodes.literal)):
         name = literal.astext().removeprefix("config.").partition("=")[0]
         if name in known and not isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref):

@@ -17,7 +17,7 @@ from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.coordinator import dispatch, instances, stopping
 from libra_jax.engines import vllm_launch
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
@@ -42,7 +42,7 @@ async def measure(rounds: int) -> workload.Figures:
     loop = asyncio.get_running_loop()
     cluster = cluster_create.create(config.cluster)
     recorder = memory.MemoryRecorder()
-    ending = failure.Ending()
+    ending = stopping.Ending()
     engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
     try:
         await engines.start()

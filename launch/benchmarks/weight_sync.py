@@ -12,7 +12,7 @@ from benchmarks import bridge, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import failure, instances
+from libra_jax.coordinator import instances, stopping
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
 from libra_jax.telemetry import memory
@@ -52,7 +52,7 @@ async def measure(rounds: int) -> workload.Figures:
     )
     spec = workload.engine_spec(NAME, config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
-    recorder, ending = memory.MemoryRecorder(), failure.Ending()
+    recorder, ending = memory.MemoryRecorder(), stopping.Ending()
     engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
     weights = Weights(bridge.SHAPE)
     seconds = []

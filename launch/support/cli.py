@@ -182,20 +182,17 @@ def _guarded(main: Callable[[], int | None], interrupted: str, lost: int = FAILE
         traced = bool(os.environ.get("LIBRA_JAX_TRACEBACK"))
         if traced:
             print(escapes.visible(traceback.format_exc(), lines=True), end="", file=sys.stderr)
-        print(f"error: {escapes.visible(_sentence(error, traced), lines=True)}", file=sys.stderr)
+        said = str(error)
+        if not isinstance(error, protocols.LibraError):
+            said = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
+            said += "" if traced else " (unforeseen: LIBRA_JAX_TRACEBACK=1 in the environment shows where)"
+        print(f"error: {escapes.visible(said, lines=True)}", file=sys.stderr)
         if isinstance(error, protocols.ConfigError):
             return MISTAKEN
         return lost if isinstance(error, protocols.WorkerLost) else FAILED
     except KeyboardInterrupt:
         print(f"error: {interrupted}", file=sys.stderr)
         return 130
-
-
-def _sentence(error: Exception, traced: bool) -> str:
-    if isinstance(error, protocols.LibraError):
-        return str(error)
-    text = " ".join(f"{type(error).__name__}: {error}".split())  # on one line
-    return text if traced else f"{text} (unforeseen: LIBRA_JAX_TRACEBACK=1 in the environment shows where)"
 
 
 def _parse_flags(
@@ -220,7 +217,8 @@ def _parsed(
     _help(config_type, argv)
     named = {argument.lstrip("-").split("=")[0] for argument in argv[1:] if argument.startswith("-")}
     if needs_config and not named & _WITHOUT_CONFIG:
-        mistyped = [name for name in sorted(named) if name and not name.startswith("config.") and not _is_flag(name)]
+        known = {*flags.FLAGS, *(f"no{name}" for name in flags.FLAGS)}
+        mistyped = [name for name in sorted(named) if name and not name.startswith("config.") and name not in known]
         said = _unknown_flag(config_type, mistyped[0]) if mistyped else "no --config is given"
         print(f"error: {escapes.visible(said, lines=True)}\n{_usage(argv[0])}", file=sys.stderr)
         sys.exit(MISTAKEN)
@@ -247,10 +245,6 @@ def _parsed(
         said = raised or _missing_flag(argv[0], positional, error) or _flag_sentence(config_type, argv, error)
         print(f"error: {escapes.visible(said, lines=True)}", file=sys.stderr)
         sys.exit(MISTAKEN)
-
-
-def _is_flag(name: str) -> bool:
-    return name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
 
 
 def _unknown_flag(config_type: type[Any], name: str) -> str:
@@ -335,8 +329,12 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
                 value = ast.literal_eval(text) if separator else True
             except (SyntaxError, ValueError):
                 value = text
-            sentence = _unknown_field(config_type, path, value) or _unknown_key(config_type, path, value, error)
-            if sentence:
+            try:
+                libra_config.parse(config_type, _nested(path, value))
+            except protocols.ConfigError as unknown:
+                if "no such field" in str(unknown):
+                    return str(unknown)
+            if sentence := _unknown_key(config_type, path, value, error):
                 return sentence
     if isinstance(error, protocols.ConfigError):  # a group that refuses a value knows its own name, and no other's
         for name in (argument.removeprefix("--").partition("=")[0] for argument in argv[1:]):
@@ -413,12 +411,4 @@ def _unknown_key(config_type: type[Any], path: list[str], value: Any, error: Bas
                 f'--config.{field}="{_nested(keys, value)!r}"'
             )
         kind = get_type_hints(kind).get(part)
-    return None
-
-
-def _unknown_field(config_type: type[Any], path: list[str], value: Any) -> str | None:
-    try:
-        libra_config.parse(config_type, _nested(path, value))
-    except protocols.ConfigError as error:
-        return str(error) if "no such field" in str(error) else None
     return None

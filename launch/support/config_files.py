@@ -38,7 +38,9 @@ def watched(file: str) -> Iterator[None]:
     if not file:
         yield
         return
-    limit, returned = _limit(), threading.Event()
+    limit, returned = LIMIT_SECONDS, threading.Event()
+    with contextlib.suppress(KeyError, ValueError):
+        limit = max(0.1, float(os.environ[LIMIT_VARIABLE]))
     arguments = (file, limit, threading.get_ident(), returned)
     threading.Thread(target=_watch, args=arguments, name="libra-config-watch", daemon=True).start()
     # Code such as 10**10**10 never lets another thread run. faulthandler's own thread needs no Python.
@@ -63,11 +65,13 @@ def sentence(error: BaseException, file: str) -> str | None:
     """
     link: BaseException | None = error
     while link is not None:
-        line = _line(link, file)
-        if line:
-            # A SyntaxError's own text repeats file and line.
-            said = link.msg if isinstance(link, SyntaxError) and _is_of(link, file) else str(link)
-            text = " ".join(said.split())
+        # The innermost frame of the file counts. A SyntaxError has no frame in it, and its text repeats file and line.
+        lines = [frame.lineno or 1 for frame in traceback.extract_tb(link.__traceback__) if _same(frame.filename, file)]
+        said = str(link)
+        if isinstance(link, SyntaxError) and link.filename and _same(str(link.filename), file):
+            lines, said = [link.lineno or 1], link.msg
+        if lines:
+            line, text = lines[-1], " ".join(said.split())
             if not isinstance(link, protocols.LibraError):
                 text = f"{type(link).__name__}: {text}" if text else type(link).__name__
             return f"--config={file}, line {line}: {text}"
@@ -75,28 +79,9 @@ def sentence(error: BaseException, file: str) -> str | None:
     return None
 
 
-def _is_of(error: BaseException, file: str) -> bool:
-    return isinstance(error, SyntaxError) and bool(error.filename) and _same(str(error.filename), file)
-
-
-def _line(error: BaseException, file: str) -> int:
-    """Returns the file's line at which the error was raised, by the innermost frame of the file; 0 without one."""
-    if isinstance(error, SyntaxError) and _is_of(error, file):
-        return error.lineno or 1
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _same(frame.filename, file)]
-    return (frames[-1].lineno or 1) if frames else 0
-
-
 # Comparing names first avoids a look at the file system for most frames.
 def _same(one: str, other: str) -> bool:
     return Path(one).name == Path(other).name and os.path.realpath(one) == os.path.realpath(other)
-
-
-def _limit() -> float:
-    try:
-        return max(0.1, float(os.environ[LIMIT_VARIABLE]))
-    except (KeyError, ValueError):
-        return LIMIT_SECONDS
 
 
 def _watch(file: str, limit: float, thread: int, returned: threading.Event) -> None:

@@ -12,7 +12,7 @@ from ml_collections import config_flags
 from libra_jax import config as libra_config
 from libra_jax.planning import plans
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import redaction
+from libra_jax.telemetry import escapes
 
 _OWN = ("cluster.address",)
 """Settings that the launcher decides."""
@@ -129,5 +129,5 @@ def refuse_secret(flag: str, name: str, value: Any, instead: str) -> None:
         for key, entry in value.items():
             refuse_secret(flag, f"{name}.{key}", entry, instead)
         return
-    if redaction.redacted(value, name) != value:
+    if escapes.redacted(value, name) != value:
         raise ConfigError(f"{flag}: the value of {name} looks like a secret, and others could read it; {instead}")

@@ -147,7 +147,11 @@ def make(
       ConfigError: a setting is wrong, or conflicts with another setting or the config; the sentence names the flag.
     """
     _check(config, settings)
-    environment, names = _environment(settings.environment, known)
+    instead = "give --environment={name} alone, and it comes from the environment that you submit from"
+    environment, names = job_flags.variables(settings.environment, instead)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--environment={name}: is not set where you submit from; set it, or give {name}=VALUE")
     mounts = [f"--container-mounts={settings.container_mounts}"] if settings.container_mounts else []
     return Job(
         name=config.name,
@@ -205,16 +209,6 @@ def _options(part: Part, settings: Settings) -> tuple[str, ...]:
     }
     options = [f"{name}={shlex.quote(str(value))}" for name, value in given.items() if value]
     return (*options, *(["--exclusive"] if settings.exclusive else []), *settings.options)
-
-
-def _environment(lines: Sequence[str], known: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that the script sets, and the names of those that come from the submitting shell."""
-    instead = "give --environment={name} alone, and it comes from the environment that you submit from"
-    values, names = job_flags.variables(lines, instead)
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--environment={name}: is not set where you submit from; set it, or give {name}=VALUE")
-    return values, names
 
 
 def _check(config: libra_config.RunConfig, settings: Settings) -> None:

@@ -94,6 +94,9 @@ def cells(configs: str, of: str | None, overrides: Sequence[str], sweeps: Sequen
     for field in fields:
         if fields.count(field) > 1 or f"--config.{field}" in [override.split("=")[0] for override in overrides]:
             raise protocols.ConfigError(f"--sweep={field}: is given twice; name all of its values in one flag")
+    lasts = [field.rpartition(".")[2] for field in fields]
+    # The whole field, if another one has the same last part.
+    shown = {field: last if lasts.count(last) == 1 else field for field, last in zip(fields, lasts, strict=True)}
     count = len(names) * math.prod(len(values) for _, values in axes)
     if count > MOST_CELLS:
         raise protocols.ConfigError(f"--sweep: {count:,} combinations are more than {MOST_CELLS:,}; try fewer values")
@@ -105,7 +108,7 @@ def cells(configs: str, of: str | None, overrides: Sequence[str], sweeps: Sequen
             raise protocols.ConfigError(f"--configs: {path}: no such config file; variants of one file need --of=FILE")
         for values in itertools.product(*(values for _, values in axes)):
             chosen = list(zip(fields, values, strict=True))
-            label = ", ".join(f"{_short(field, fields)}={value}" for field, value in chosen)
+            label = ", ".join(f"{shown[field]}={value}" for field, value in chosen)
             settings = (*overrides, *(f"--config.{field}={value}" for field, value in chosen))
             made.append(Cell(f"{name} {label}".strip(), file, settings))
     return made
@@ -147,12 +150,6 @@ def _split(text: str) -> Iterator[str]:
         raise protocols.ConfigError(f"--sweep: {text!r} opens a bracket or a quotation mark that it does not close")
     if part.strip():
         yield part.strip()
-
-
-def _short(field: str, fields: Sequence[str]) -> str:
-    """Returns the field's last part; returns the whole field if another one has the same last part."""
-    last = field.rpartition(".")[2]
-    return last if [other.rpartition(".")[2] for other in fields].count(last) == 1 else field
 
 
 @dataclass(frozen=True)
@@ -228,12 +225,20 @@ def run(
         raise protocols.ConfigError(f"--launcher_flags: cannot be read as a shell would ({error})") from error
     if {"--dry_run", "--dry_run=true"} & set(extra):
         raise protocols.ConfigError("--launcher_flags: has --dry_run, with which nothing is submitted; give it apart")
-    _check_apart(runs)
-    answers = dict(_recorded(folder / RECORD))
+    seen: dict[tuple[str, int, str], Run] = {}
+    for entry in runs:  # a run may have two names, by the values 1e-4 and 0.0001
+        known = entry.file, entry.config.seed, libra_config.digest(entry.config)
+        if (other := seen.setdefault(known, entry)) is not entry:
+            raise protocols.ConfigError(
+                f"--sweep: {other.name!r} and {entry.name!r} are the same run; name each value once, and no field that "
+                "changes nothing in a run"
+            )
+    before = files.whole_json_lines(folder / RECORD) if (folder / RECORD).exists() else ()
+    answers = {str(record["run"]): str(record["answer"]) for record in before}
     unfinished = [entry for entry in runs if not entry.done]
     left = [entry for entry in unfinished if again or entry.workdir.name not in answers]
-    done, before = len(runs) - len(unfinished), len(unfinished) - len(left)
-    _say(f"{len(runs)} runs: {done} done, {before} submitted before, {len(left)} now")
+    done, submitted = len(runs) - len(unfinished), len(unfinished) - len(left)
+    say(f"{len(runs)} runs: {done} done, {submitted} submitted before, {len(left)} now")
     if dry_run:
         for entry in left:
             print(shlex.join(entry.command(launcher, extra)))
@@ -248,29 +253,19 @@ def run(
                 failed[entry.workdir.name] = problem
             elif launcher != "here":
                 answers[entry.workdir.name] = answer
-                _record(folder / RECORD, entry, launcher, answer)
-            _say(f"[{number}/{len(left)}] {entry.workdir.name}: {problem or answer}")
+                line = {"run": entry.workdir.name, "launcher": launcher, "answer": answer}
+                with (folder / RECORD).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            say(f"[{number}/{len(left)}] {entry.workdir.name}: {problem or answer}")
     outcomes = [real_results.outcome(entry, answers, failed) for entry in runs]
     real_results.show(outcomes)
     print(f"wrote {' and '.join(map(str, real_results.write(folder, outcomes)))}")
     if children.stopped:
-        _say("stopped; the same command goes on with the runs that are left.")
+        say("stopped; the same command goes on with the runs that are left.")
         raise SystemExit(os.EX_TEMPFAIL)
     if failed:
         named = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise protocols.LibraError(f"{len(failed)} of {len(left)} runs failed, the others are kept: {named}")
-
-
-def _check_apart(runs: Sequence[Run]) -> None:
-    """Refuses a run that has two names, for example by the values 1e-4 and 0.0001."""
-    seen: dict[tuple[str, int, str], Run] = {}
-    for entry in runs:
-        known = entry.file, entry.config.seed, libra_config.digest(entry.config)
-        if (other := seen.setdefault(known, entry)) is not entry:
-            raise protocols.ConfigError(
-                f"--sweep: {other.name!r} and {entry.name!r} are the same run; name each value once, and no field that "
-                "changes nothing in a run"
-            )
 
 
 class _Children:
@@ -354,18 +349,6 @@ def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children
     return answer[-1] if answer else "submitted", ""
 
 
-def _recorded(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the record's pairs of a workdir's name and the launcher's answer."""
-    if path.exists():
-        for record in files.whole_json_lines(path):
-            yield str(record["run"]), str(record["answer"])
-
-
-def _record(path: Path, entry: Run, launcher: str, answer: str) -> None:
-    line = {"run": entry.workdir.name, "launcher": launcher, "answer": answer}
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Prints a line about a sweep's progress on standard error."""
     print(line, file=sys.stderr, flush=True)

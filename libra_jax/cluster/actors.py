@@ -207,10 +207,20 @@ class Pump:
 
 
 class ActorHost:
-    """An actor, its thread and its running calls. Lives in the process and on the event loop that run the actor."""
+    """An actor, its thread and its running calls. Lives in the process and on the event loop that run the actor.
 
-    def __init__(self, spec: ActorSpec) -> None:
+    Args:
+      spec: how the actor is made.
+      surroundings: entered while the actor's `start` runs.
+    """
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        surroundings: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self.spec = spec
+        self._surroundings = surroundings
         self.methods: dict[str, MethodKind] = {}
         self._actor: Any = None
         self._thread: ActorThread | None = None
@@ -247,12 +257,6 @@ class ActorHost:
             self._thread = ActorThread(f"actor-{self.spec.name}")
         return self._thread.submit(what, function)
 
-    def _begin(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> asyncio.Future[Any]:
-        function = functools.partial(getattr(self._actor, method), *args, **kwargs)
-        if self.methods[method] == "sync":
-            return self._on_thread(method, function)
-        return asyncio.ensure_future(function())
-
     @contextlib.contextmanager
     def _running(self, what: str) -> Iterator[None]:
         """Turns errors of the actor's code, except LibraError, into one sentence that names the actor and the work.
@@ -274,7 +278,7 @@ class ActorHost:
         except (Exception, SystemExit) as error:
             raise LibraError(f"actor {self.spec.name!r}: {what} failed with {summary(error)}") from error
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of a sync or async method.
 
         Raises:
@@ -283,13 +287,18 @@ class ActorHost:
         """
         if self._stopped:
             raise lost(self.spec.name, "has been stopped")
-        work = self._begin(method, args, kwargs)
-        self._work.add(work)
-        try:
-            with self._running(method):
-                return await work
-        finally:
-            self._work.discard(work)
+        async with self._surroundings() if method == "start" else contextlib.nullcontext():
+            function = functools.partial(getattr(self._actor, method), *args, **kwargs)
+            if self.methods[method] == "sync":
+                work = self._on_thread(method, function)
+            else:
+                work = asyncio.ensure_future(function())
+            self._work.add(work)
+            try:
+                with self._running(method):
+                    return await work
+            finally:
+                self._work.discard(work)
 
     def open(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pump:
         """Starts a stream method. The caller reads the pump with `take` and must close it.
@@ -345,7 +354,8 @@ class ActorHost:
 
     async def _end(self) -> None:
         if "shutdown" in self.methods:
-            await self._begin("shutdown", (), {})
+            ending = self._actor.shutdown
+            await (self._on_thread("shutdown", ending) if self.methods["shutdown"] == "sync" else ending())
         if self._thread is not None:
             # An empty job behind `shutdown`: when it has run, the thread is idle even if `shutdown` is async.
             await self._thread.submit("shutdown", lambda: None)

@@ -65,14 +65,16 @@ class InProcessCluster:
           LibraError: the factory failed, or the name is taken.
         """
         actors.check_name_free(spec.name, self._hosts)
-        host = self._hosts[spec.name] = actors.ActorHost(spec)
+        # `start` makes processes, too, which inherit the variables.
+        host = actors.ActorHost(spec, functools.partial(_environment, spec.environment))
+        self._hosts[spec.name] = host
         try:
             async with _environment(spec.environment):
                 methods = await host.make()
         except BaseException:
             del self._hosts[spec.name]
             raise
-        return actors.Handle(spec.name, methods, functools.partial(_call, host), functools.partial(_stream, host))
+        return actors.Handle(spec.name, methods, host.call, functools.partial(_stream, host))
 
     async def stop(self, name: str) -> None:
         """Ends the actor. Does nothing if it was stopped before.
@@ -92,13 +94,6 @@ class InProcessCluster:
     async def shutdown(self) -> None:
         """Stops every actor, the last made first. Raises one LibraError for all failures."""
         await actors.stop_all(self.stop, self._hosts)
-
-
-async def _call(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    if method != "start":
-        return await host.call(method, args, kwargs)
-    async with _environment(host.spec.environment):  # `start` makes processes, which inherit them
-        return await host.call(method, args, kwargs)
 
 
 async def _stream(host: actors.ActorHost, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:

@@ -120,7 +120,8 @@ class _Actor:
         def opened(_: asyncio.Future[Any]) -> None:
             # A stream that could not be opened sends no news.
             if not opening.cancelled() and (error := opening.exception()) is not None:
-                self._fail(reader, error)
+                reader.came.put_nowait(self._lost(error))
+                reader.ended = True
 
         opening.add_done_callback(opened)
         taken = 0
@@ -148,17 +149,14 @@ class _Actor:
             except ray.exceptions.RayError as error:
                 self._receiving = None
                 for reader in self._readers.values():
-                    self._fail(reader, error)
+                    reader.came.put_nowait(self._lost(error))
+                    reader.ended = True
                 return
             for number, outcomes in news.items():
                 if number in self._readers:
                     for outcome in outcomes:
                         self._readers[number].came.put_nowait(outcome)
                     self._readers[number].ended |= outcomes[-1] is None
-
-    def _fail(self, reader: _Reader, error: BaseException) -> None:
-        reader.came.put_nowait(self._lost(error))
-        reader.ended = True
 
     async def kill(self, seconds: float) -> bool:
         """Ends the process and its leftovers; returns False if they still exist after `seconds`."""

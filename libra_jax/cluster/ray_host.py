@@ -145,7 +145,7 @@ class RayHost:
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         """Runs a sync or async method; the value is its result."""
-        return await Outcome.of(self._host.call(method, args, kwargs))
+        return await Outcome.of(self._host.call(method, *args, **kwargs))
 
     async def stop(self, seconds: float) -> Outcome:
         """Stops the actor within `seconds`; the process lives until Ray kills it."""

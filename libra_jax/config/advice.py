@@ -27,45 +27,26 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
       parameters: of the policy.
       accelerated: the trainer runs on GPUs or TPUs.
     """
-    return [
-        *_test_double(config),
-        *_group_of_one(config),
-        *_no_kl(config),
-        *_pretrained(config),
-        *_large(config, parameters, accelerated),
-    ]
-
-
-def _test_double(config: RunConfig) -> list[str]:
-    if config.rollout.engine != "fake":
-        return []
-    return [
-        "config.rollout.engine: fake is a test double without a model, so its tokens are noise and the policy learns "
-        "nothing from them; use vllm"
-    ]
-
-
-def _no_kl(config: RunConfig) -> list[str]:
-    """Settings of the KL term without the term: a warning, as a coefficient of 0 is a usual point of a sweep."""
-    algorithm, defaults = config.algorithm, AlgorithmConfig()
-    if algorithm.kl_coefficient:
-        return []
-    return [
-        f"config.algorithm.{name}: {getattr(algorithm, name)} has no effect with algorithm.kl_coefficient=0; set a "
-        "coefficient above 0, or leave it out"
-        for name in ("kl_in_reward", "kl_estimator")
-        if getattr(algorithm, name) != getattr(defaults, name)
-    ]
-
-
-def _group_of_one(config: RunConfig) -> list[str]:
-    advantage = config.algorithm.advantage
-    if config.coordinator.group_size > 1 or advantage not in GROUP_ADVANTAGES:
-        return []
-    return [
-        f"config.coordinator.group_size: with 1, {advantage} has nobody to compare a rollout with, so its advantage is "
-        "its reward and a reward of 0 teaches nothing; use 4 or more, or algorithm.advantage=reinforce_plus_plus"
-    ]
+    found, algorithm, defaults = [], config.algorithm, AlgorithmConfig()
+    if config.rollout.engine == "fake":
+        found.append(
+            "config.rollout.engine: fake is a test double without a model, so its tokens are noise and the policy "
+            "learns nothing from them; use vllm"
+        )
+    if config.coordinator.group_size == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+        found.append(
+            f"config.coordinator.group_size: with 1, {algorithm.advantage} has nobody to compare a rollout with, so "
+            "its advantage is its reward and a reward of 0 teaches nothing; use 4 or more, or "
+            "algorithm.advantage=reinforce_plus_plus"
+        )
+    # Settings of the KL term without the term. Only a warning, as a coefficient of 0 is a usual point of a sweep.
+    for name in () if algorithm.kl_coefficient else ("kl_in_reward", "kl_estimator"):
+        if getattr(algorithm, name) != getattr(defaults, name):
+            found.append(
+                f"config.algorithm.{name}: {getattr(algorithm, name)} has no effect with algorithm.kl_coefficient=0; "
+                "set a coefficient above 0, or leave it out"
+            )
+    return [*found, *_pretrained(config), *_large(config, parameters, accelerated)]
 
 
 def _pretrained(config: RunConfig) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, NotRequired, TypedDict
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
 from libra_jax.coordinator import fencing
-from libra_jax.elastic import pool
+from libra_jax.elastic import hybrid
 
 EXPORT = "config.json"
 
@@ -82,14 +82,6 @@ class Allocation(TypedDict):
     slots: int
 
 
-class HybridState(TypedDict):
-    """The state of the hybrid workers."""
-
-    pool: pool.PoolState
-    speed: dict[str, float]
-    """Measured speed of each worker relative to the core."""
-
-
 class CoordinatorState(TypedDict):
     """The coordinator's part of a checkpoint."""
 
@@ -104,7 +96,7 @@ class CoordinatorState(TypedDict):
     allocation: list[Allocation]
     groups: GroupsState
     planner: NotRequired[Mapping[str, Any] | None]
-    hybrid: NotRequired[HybridState | None]
+    hybrid: NotRequired[hybrid.HybridState | None]
 
 
 def newest_step(workdir: Path) -> int:

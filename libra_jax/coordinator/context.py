@@ -10,7 +10,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import samples as samples_lib
 from libra_jax.agents.rewards import scoring
-from libra_jax.coordinator import attempts, fencing, instances
+from libra_jax.coordinator import fencing, instances, rollouts
 from libra_jax.trainer_control import client
 
 
@@ -84,4 +84,4 @@ class Agent:
     tokenizer: protocols.Tokenizer
     demonstrator: protocols.Demonstrator | None = None
     reward: scoring.Scorer | None = None
-    make_trajectory: attempts.MakeTrajectory = attempts.make_trajectory
+    make_trajectory: rollouts.MakeTrajectory = rollouts.make_trajectory

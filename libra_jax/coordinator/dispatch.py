@@ -15,7 +15,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import failure, instances, requests, routing
+from libra_jax.coordinator import instances, routing, stopping
 
 WATCHES = 8
 """Number of checks of each stream within its deadline. Waiting requests are checked equally often."""
@@ -64,7 +64,7 @@ class Dispatcher:
         scheduler: protocols.Scheduler,
         engines: instances.Instances,
         recorder: protocols.Recorder,
-        ending: failure.Ending,
+        ending: stopping.Ending,
     ) -> None:
         self._retries = config.rollout.generation_retries
         self._deadline = config.deadlines.first_token
@@ -75,7 +75,7 @@ class Dispatcher:
         self._engines = engines
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
-        self._requests: dict[str, requests.Request] = {}
+        self._requests: dict[str, routing.Request] = {}
         self._groups: dict[str, tuple[int, int]] = {}  # trajectory id -> its group and its dispatch version
         self._streams = 0
         self.counts = Counts()
@@ -117,7 +117,7 @@ class Dispatcher:
         counts, self.counts = self.counts, Counts()
         return counts
 
-    def _count_wait(self, request: requests.Request) -> None:
+    def _count_wait(self, request: routing.Request) -> None:
         now = self._loop.time()
         if request.group_id != protocols.EVALUATION_GROUP:
             self.counts.waited_seconds += now - request.waits_since
@@ -148,7 +148,7 @@ class Dispatcher:
             if finish is not None:
                 return finish
 
-    async def _placed(self, request: requests.Request) -> None:
+    async def _placed(self, request: routing.Request) -> None:
         request.waits, request.waits_since = True, self._loop.time()
         try:
             while not request.instance:  # the request may lose its place again before it wakes
@@ -175,10 +175,10 @@ class Dispatcher:
             self.routing.returned(request.route, request.generated)
             self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
 
-    def _arrive(self, trajectory: protocols.Trajectory) -> requests.Request:
+    def _arrive(self, trajectory: protocols.Trajectory) -> routing.Request:
         now = self._loop.time()
         group_id, version = self._groups[trajectory.trajectory_id]
-        request = requests.Request(trajectory, group_id, trajectory.generated_tokens)
+        request = routing.Request(trajectory, group_id, trajectory.generated_tokens)
         self._requests[request.name] = request
         self.counts.requests += 1
         info = protocols.RequestInfo(
@@ -225,11 +225,11 @@ class Dispatcher:
         self._apply(self._scheduler.on_plan(rollout, now), now)
 
     async def _stream(
-        self, request: requests.Request, sampling: protocols.SamplingParams
+        self, request: routing.Request, sampling: protocols.SamplingParams
     ) -> protocols.FinishReason | None:
         """Streams tokens from the request's instance. Returns the finish reason, or None to resume elsewhere."""
         engine, begin = self._engines.engines[request.instance], self._loop.time()
-        stream = requests.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
+        stream = routing.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
         self.routing.served(request.route, len(request.trajectory.turns), len(request.trajectory.token_ids))
@@ -249,9 +249,7 @@ class Dispatcher:
             self._failed(request, stream, error)
         return stream.finish
 
-    async def _pump(
-        self, request: requests.Request, stream: requests.Stream, sampling: protocols.SamplingParams
-    ) -> None:
+    async def _pump(self, request: routing.Request, stream: routing.Stream, sampling: protocols.SamplingParams) -> None:
         self._streams += 1
         asked = protocols.GenerationRequest(
             # Unique per stream: an engine may still be aborting this request's last one.
@@ -273,7 +271,7 @@ class Dispatcher:
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
 
     async def _kv_source(
-        self, move: protocols.Move, stream: requests.Stream, asked: protocols.GenerationRequest
+        self, move: protocols.Move, stream: routing.Stream, asked: protocols.GenerationRequest
     ) -> Mapping[str, Any] | None:
         """Keys and values that the instance before keeps for this one; None where they have to be computed again."""
         source, version = self._engines.engines.get(move.source), stream.engine.policy_version
@@ -293,7 +291,7 @@ class Dispatcher:
         self.routing.counts.transferred += 1
         return kept
 
-    def _take(self, request: requests.Request, stream: requests.Stream, delta: protocols.TokenDelta) -> None:
+    def _take(self, request: routing.Request, stream: routing.Stream, delta: protocols.TokenDelta) -> None:
         now = self._loop.time()
         stream.last_delta = now
         if not stream.answered:
@@ -315,7 +313,7 @@ class Dispatcher:
         else:
             self._apply(self._scheduler.on_progress(request.name, request.generated, now), now)
 
-    def _failed(self, request: requests.Request, stream: requests.Stream, error: BaseException) -> None:
+    def _failed(self, request: routing.Request, stream: routing.Stream, error: BaseException) -> None:
         if isinstance(error, protocols.WorkerLost):
             self._engines.lost(stream.engine, stream.life, error)
         elif isinstance(error, protocols.ConfigError):  # a wrong config fails on every engine, so a retry is useless
@@ -379,7 +377,7 @@ class Dispatcher:
         return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
 
     def _overdue(
-        self, request: requests.Request, stream: requests.Stream, streams: Sequence[requests.Stream], now: float
+        self, request: routing.Request, stream: routing.Stream, streams: Sequence[routing.Stream], now: float
     ) -> None:
         error = protocols.DeadlineMissed(
             f"Engine {stream.engine.name} sent no token of {request.name} for {self._deadline:g} s "

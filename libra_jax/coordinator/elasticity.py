@@ -1,27 +1,237 @@
 """Manages elastic changes of a run: plans, the trainer's mesh, and hybrid workers.
 
-The run calls this module at each step and between steps. Decisions and their execution start here.
+The run calls this module at each step and between steps. A move to a new plan happens in the background and loses
+nothing. Requests of stopped instances resume elsewhere from their tokens, or wait for started instances. The trainer
+continues meanwhile, except while its own mesh changes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import (
-    checkpoints,
-    dispatch,
-    failure,
-    hybrid,
-    instances,
-    plan_follower,
-    reports,
-)
-from libra_jax.elastic import training_sides
+from libra_jax.coordinator import dispatch, instances, reports, stopping
+from libra_jax.elastic import hybrid, training_sides
+from libra_jax.planning import planner as planner_lib
 from libra_jax.trainer_control import resize
 from libra_jax.weights import sync
+
+
+class Planner(Protocol):
+    """Decides on plans (`planning.planner.GlobalPlanner`)."""
+
+    @property
+    def plan(self) -> protocols.Plan:
+        """The plan in force."""
+        ...
+
+    @property
+    def calibrated(self) -> bool:
+        """True if the planner's times are measured, not taken from a hardware sheet alone."""
+        ...
+
+    def after(
+        self,
+        step: int,
+        measured: planner_lib.Measured,
+        trained: Sequence[protocols.Trajectory],
+        *,
+        may_move: bool = True,
+    ) -> tuple[planner_lib.Decision[protocols.Plan] | None, dict[str, float]]:
+        """Returns the decision after a training step (None without a look) and its metrics. Updates `plan`."""
+        ...
+
+    def refuse(self, plan: protocols.Plan) -> None:
+        """Rejects the last decision, which could not be carried out. `plan` becomes the plan in force."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Returns the state to keep across a restart; JSON-able."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+
+
+class PlanFollower:
+    """Asks the planner and carries out its decisions. Create it inside the event loop that it serves.
+
+    Args:
+      config: the run's configuration (`deadlines`).
+      planner: decides on plans.
+      engines: the rollout instances.
+      dispatcher: dispatches requests to the instances.
+      resizing: changes the trainer's mesh.
+      recorder: gets each decision, and a span for each move.
+      ending: runs a move in the background, and cancels it at the run's end.
+    """
+
+    def __init__(
+        self,
+        config: configuration.RunConfig,
+        *,
+        planner: Planner,
+        engines: instances.Instances,
+        dispatcher: dispatch.Dispatcher,
+        resizing: resize.Resizing,
+        recorder: protocols.Recorder,
+        ending: stopping.Ending,
+    ) -> None:
+        self._shadow = config.planner.shadow
+        self._synchronous = config.coordinator.max_staleness == 0
+        self._steps = config.steps
+        self._planner = planner
+        self._engines = engines
+        self._dispatcher = dispatcher
+        self._resizing = resizing
+        self._recorder = recorder
+        self._ending = ending
+        self._followed = planner.plan
+        self._move: asyncio.Task[None] | None = None
+        self._losses = 0
+        self._disturbed = False
+        self._failed = ""
+
+    def begin(self) -> None:
+        """Adopts a checkpoint's plan: its instances have been started, and the trainer's mesh follows."""
+        plan = self._planner.plan
+        self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+        self._engines.trainer_holds(plan.train_devices)
+        if _mesh(plan) != self._resizing.sizes:
+            self._move = self._ending.start(self._take_up(plan), "going on with a plan's mesh")
+
+    def disturb(self) -> None:
+        """Marks the step under way as no prediction of later steps."""
+        self._disturbed = True
+
+    def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
+        """Asks the planner after a step. Returns the step's metrics of the plan.
+
+        Nothing is decided during a move or in a run that is to end. If the planner cannot make a plan, its reason is
+        noted once and the layout stays.
+        """
+        if self._ending.called or step >= self._steps:
+            return {}
+        moving = self._moving()
+        times = report.times
+        step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
+        lost = self._engines.losses - self._losses  # reported until the planner may act on the loss
+        measured = planner_lib.Measured(
+            step=step_seconds,
+            train=times.train,
+            sync=times.sync,
+            # Groups begin right after the weight sync, before an evaluation and a checkpoint, during which nobody waits
+            # for them.
+            wait=times.rollout if self._synchronous else times.wait,
+            waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
+            slots=sum(instance.slots for instance in self._engines.serving()),
+            lost=lost,
+            disturbed=moving or self._disturbed or lost > 0,
+        )
+        if not moving:
+            self._losses = self._engines.losses
+        self._disturbed = moving  # a move that ends later touches the step after this one too
+        trained = [trajectory for group in report.groups for trajectory in group.trajectories]
+        try:
+            decision, metrics = self._planner.after(step, measured, trained, may_move=not moving)
+        except protocols.LibraError as error:
+            if str(error) != self._failed:
+                self._failed = str(error)
+                self._recorder.note(f"No plan could be made, and everything stays as it is: {error}.")
+            return {}
+        if decision is not None:
+            calibrated = self._planner.calibrated
+            self._recorder.decision({"step": step, "calibrated": calibrated, **decision.record()})
+            unsure = "" if calibrated else " (times of the hardware sheet: not both stages have been measured yet)"
+            self._recorder.note(f"Plan, {decision.line()}{unsure}.")
+        if moving:
+            return metrics
+        replaces = decision is not None and self._engines.dead and not self._shadow
+        if self._planner.plan != self._followed or replaces:
+            self._follow(self._planner.plan)
+        return metrics
+
+    def _moving(self) -> bool:
+        return (self._move is not None and not self._move.done()) or not self._engines.settled
+
+    def _follow(self, plan: protocols.Plan) -> None:
+        before, self._followed = self._followed, plan
+        if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not self._engines.dead:
+            self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+            return
+        self._disturbed = True
+        self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
+
+    async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
+        """Moves from one plan to another. Devices are freed before they are taken.
+
+        A growing trainer compiles its programs before engines free their devices.
+        """
+        begin = asyncio.get_running_loop().time()
+        grows = plan.train_devices > before.train_devices
+        handle = None
+        try:
+            if _mesh(plan) != self._resizing.sizes:
+                # With `hold`, a growing trainer waits until the engines have left its new devices.
+                handle = self._resizing.resize(_mesh(plan), "a plan", hold=grows)
+        except protocols.ConfigError as error:
+            self._stay(before, str(error))
+            return
+        try:
+            if handle is not None:
+                await (handle.compiled if grows else handle.done)
+            self._engines.trainer_holds(plan.train_devices)
+            if _counts(plan) == _counts(before) and not self._engines.dead:
+                self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+            else:
+                await self._engines.follow(plan.rollout)
+            if handle is not None and grows:
+                if occupants := self._engines.on_devices(plan.train_devices):
+                    handle.cancel(f"{', '.join(occupants)} still roll out on its devices")
+                handle.go()
+                # The engines have moved: if the mesh fails now, only the mesh stays as before.
+                before = dataclasses.replace(before, rollout=plan.rollout)
+                await handle.done
+        except instances.NoRoom as error:
+            if handle is not None and grows:
+                handle.cancel(str(error))
+            self._stay(self._with_present_mesh(before), str(error))
+            return
+        except protocols.LibraError as error:
+            if handle is None or not handle.done.done() or handle.done.exception() is not error:
+                raise  # an error of the engines, not of the resize
+            self._stay(before, "as far as the trainer's mesh goes")
+            return
+        end = asyncio.get_running_loop().time()
+        self._recorder.span("coordinator", "move to a new plan", begin, end, dataclasses.asdict(plan))
+
+    async def _take_up(self, plan: protocols.Plan) -> None:
+        try:
+            await self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint").done
+        except protocols.LibraError as error:
+            self._stay(self._with_present_mesh(plan), str(error))
+
+    def _with_present_mesh(self, plan: protocols.Plan) -> protocols.Plan:
+        present = self._resizing.sizes
+        return dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
+
+    def _stay(self, plan: protocols.Plan, why: str) -> None:
+        """Keeps `plan` in force, because the decision could not be carried out."""
+        self._followed = plan
+        self._engines.trainer_holds(plan.train_devices)
+        self._planner.refuse(plan)
+        self._recorder.note(f"The plan is given up: {why}")
+
+
+def _counts(plan: protocols.Plan) -> dict[int, int]:
+    return {bucket.tensor_parallel: bucket.count for bucket in plan.rollout}
+
+
+def _mesh(plan: protocols.Plan) -> protocols.MeshSizes:
+    return protocols.MeshSizes(plan.data, plan.fsdp, plan.tensor)
 
 
 class Elasticity:
@@ -51,10 +261,10 @@ class Elasticity:
         publisher: sync.WeightSync,
         members: training_sides.TrainingSides | None,
         dispatcher: dispatch.Dispatcher,
-        planner: plan_follower.Planner | None,
+        planner: Planner | None,
         recorder: protocols.Recorder,
         events: protocols.Events,
-        ending: failure.Ending,
+        ending: stopping.Ending,
     ) -> None:
         self._trainer = trainer
         self._resizing = resizing
@@ -73,9 +283,9 @@ class Elasticity:
                 ending=ending,
                 changed=self._show_pools,
             )
-        self._follower: plan_follower.PlanFollower | None = None
+        self._follower: PlanFollower | None = None
         if planner is not None:
-            self._follower = plan_follower.PlanFollower(
+            self._follower = PlanFollower(
                 config,
                 planner=planner,
                 engines=engines,
@@ -97,21 +307,30 @@ class Elasticity:
         """Applies a pending resize between two steps. The caller holds the trainer's lock. See `Resizing.boundary`."""
         await self._resizing.boundary(step)
 
-    async def take_step(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
-        """Takes a training step, in which hybrid workers compute their shares. Returns the trainer's metrics."""
+    def begin_step(self, batch: protocols.TrainBatch) -> Sequence[protocols.Share]:
+        """Returns the shares that hybrid workers compute of a training step, and lets them begin."""
         self._resizing.trains(batch)
         if self._hybrid is None:
-            return await self._trainer.train_step(batch)
-        shares, begin = self._hybrid.shares(batch.policy_version), asyncio.get_running_loop().time()
+            return ()
+        shares = self._hybrid.shares(batch.policy_version)
         self._hybrid.begin(batch, shares)
-        try:
-            metrics = await self._trainer.train_step(batch, shares)
-        except protocols.TrainerLost:  # the step is lost, so hybrid workers with a share switch back to rollout
-            late = {f"shares/late/{share.member}": 1.0 for share in shares}
-            await self._hybrid.finish(shares, late, 0.0)
-            raise
-        await self._hybrid.finish(shares, metrics, asyncio.get_running_loop().time() - begin)
-        return metrics
+        return shares
+
+    async def end_step(
+        self, shares: Sequence[protocols.Share], metrics: Mapping[str, float] | None, seconds: float
+    ) -> None:
+        """Ends the shares of a training step.
+
+        Args:
+          shares: the result of `begin_step`.
+          metrics: the trainer's metrics; None if the trainer was lost, and the step with it.
+          seconds: seconds of the trainer's step.
+        """
+        if self._hybrid is None:
+            return
+        if metrics is None:  # as if all shares were late, so that their workers switch back to rollout
+            metrics, seconds = {f"shares/late/{share.member}": 1.0 for share in shares}, 0.0
+        await self._hybrid.finish(shares, metrics, seconds)
 
     def after(self, step: int, report: reports.StepReport) -> dict[str, float]:
         """Decides on changes after a step. Returns the step's metrics of plan and pool."""
@@ -119,7 +338,10 @@ class Elasticity:
         if self._follower is not None:
             metrics |= self._follower.after(step, report)
         if self._hybrid is not None:
-            metrics |= self._hybrid.after(step, report)
+            times, evaluation = report.times, report.evaluation.get("evaluation/seconds", 0.0)
+            streams = report.counts.stream_seconds
+            took = hybrid.Step(times.step - evaluation, times.train, times.wait, times.rollout, streams)
+            metrics |= self._hybrid.after(step, took)
         return metrics
 
     async def close(self) -> None:
@@ -128,11 +350,11 @@ class Elasticity:
             self._hybrid.close()  # first, because it does not wait, and a resize's processes may not end in time
         await self._resizing.close()
 
-    def snapshot(self) -> checkpoints.HybridState | None:
+    def snapshot(self) -> hybrid.HybridState | None:
         """Returns the state of the hybrid workers; None without them. The planner has its own snapshot."""
         return None if self._hybrid is None else self._hybrid.snapshot()
 
-    def restore(self, snapshot: checkpoints.HybridState | None) -> None:
+    def restore(self, snapshot: hybrid.HybridState | None) -> None:
         """Restores the state of the hybrid workers after a restart of the run."""
         if self._hybrid is not None and snapshot is not None:
             self._hybrid.restore(snapshot)

@@ -11,7 +11,7 @@ from typing import NoReturn
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import attempts, context, failure, parts, reports, workers
+from libra_jax.coordinator import context, parts, reports, rollouts, stopping
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Evaluation:
 async def evaluate(
     config: configuration.RunConfig,
     *,
-    runner: attempts.Attempts,
+    runner: rollouts.Rollouts,
     tasks: protocols.TaskSource,
     version: int,
 ) -> Evaluation:
@@ -104,8 +104,8 @@ async def evaluate_alone(
     Raises:
       LibraError: a worker is lost, or no task could be scored.
     """
-    limit, ending = run.config.deadlines.shutdown, failure.Ending()
-    crew = workers.Workers(run, specs, ending)
+    limit, ending = run.config.deadlines.shutdown, stopping.Ending()
+    crew = parts.Workers(run, specs, ending)
     try:
         await ending.race(crew.start())
         wired = parts.wire(

@@ -13,7 +13,7 @@ from typing import Literal
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
-from libra_jax.coordinator import failure
+from libra_jax.coordinator import stopping
 from libra_jax.engines import client as engines_client
 
 SETTLE_SECONDS = 1.0
@@ -130,7 +130,7 @@ class Instances:
         cluster: protocols.Cluster,
         specs: Sequence[protocols.ActorSpec],
         recorder: protocols.Recorder,
-        ending: failure.Ending,
+        ending: stopping.Ending,
         make_spec: MakeSpec | None = None,
         hybrid: Sequence[str] = (),
         events: protocols.Events | None = None,

@@ -1,15 +1,17 @@
-"""What routing did: moves between instances, their cost, and whether the first decision named the right bucket.
+"""Requests in progress, and what routing did with them: moves, their cost, and whether the first bucket was right.
 
 The counts are taken where requests are dispatched, so a simulated run and a real run report the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.coordinator import instances
 from libra_jax.scheduling import buckets
 
 
@@ -156,3 +158,62 @@ class Routing:
         """Returns the counts since the last call, and starts new ones."""
         counts, self.counts = self.counts, RoutingCounts()
         return counts
+
+
+@dataclass
+class Stream:
+    """One engine's answer to one request, while the answer streams.
+
+    `broken` ends the stream. It resolves after the pump has ended, or early: with the stream's error, or with None if
+    the request was moved or displaced.
+    """
+
+    engine: instances.Engine
+    life: int
+    broken: asyncio.Future[BaseException | None]
+    begin: float
+    last_delta: float
+    answered: bool = False
+    closed: bool = False
+    finish: protocols.FinishReason | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the stream, if it has not ended."""
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+    def pumped(self, pump: asyncio.Future[None]) -> None:
+        """Ends the stream once its pump is done and every token has arrived."""
+        self.end()
+
+
+@dataclass
+class Request:
+    """A trajectory between its first and its last token."""
+
+    trajectory: protocols.Trajectory
+    group_id: int
+    generated: int
+    instance: str = ""  # empty while the request waits or its tool runs
+    waits: bool = False  # the request asks for tokens and has no instance
+    waits_since: float = 0.0  # start of the wait not yet in the counts
+    passed_over_since: float | None = None  # start of a wait during which some slot was always free
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    stream: Stream | None = None
+    heard: Callable[[], None] | None = None  # callback for new tokens
+    route: Route = field(default_factory=Route)
+    failures: int = 0
+    away_since: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the request: the trajectory's id."""
+        return self.trajectory.trajectory_id
+
+    def displace(self) -> None:
+        """Takes the request off its instance: its stream ends, and the next one waits for a placement."""
+        self.instance = ""
+        # Cleared before the stream ends: `sample` looks at it next.
+        self.placed.clear()
+        if self.stream is not None:
+            self.stream.end()

@@ -16,17 +16,13 @@ from libra_jax.agents import factories
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
+    elasticity,
     evaluation,
-    failure,
     fencing,
-    learning,
     parts,
-    plan_follower,
     reports,
-    signals,
     stopping,
     warm_start,
-    workers,
 )
 from libra_jax.coordinator import context as context_lib
 from libra_jax.trainer_control import handover
@@ -79,7 +75,7 @@ class Coordinator:
         specs: context_lib.WorkerSpecs,
         agent: context_lib.Agent,
         scheduler: protocols.Scheduler,
-        planner: plan_follower.Planner | None = None,
+        planner: elasticity.Planner | None = None,
     ) -> None:
         self._context = context
         self._specs = specs
@@ -102,11 +98,11 @@ class Coordinator:
         self._compiled = False  # True after this start's first training step, which compiles the programs
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
-        self._learning = learning.Watch(config, recorder.note)
+        self._learning = reports.Watch(config, recorder.note)
 
     # The life of a run ------------------------------------------------------------------------------------------
 
-    async def run(self, at_signal: signals.AtOnce = lambda _: None) -> RunSummary:
+    async def run(self, at_signal: stopping.AtOnce = lambda _: None) -> RunSummary:
         """Trains from the newest checkpoint, or from the start, to the last step, and closes everything it opened.
 
         SIGINT stops the run after the training step under way, with a checkpoint. SIGTERM does so within
@@ -119,8 +115,8 @@ class Coordinator:
           LibraError: the error that ended the run, in one sentence.
         """
         self._loop = asyncio.get_running_loop()
-        self._ending = failure.Ending()
-        self._workers = workers.Workers(self._context, self._specs, self._ending)
+        self._ending = stopping.Ending()
+        self._workers = parts.Workers(self._context, self._specs, self._ending)
         self._stopping = stopping.Stopping(
             self._config.deadlines.grace,
             ending=self._ending,
@@ -150,7 +146,7 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with signals.caught(self._stopping.by_signal, at_signal) as catch_again:
+        with stopping.caught(self._stopping.by_signal, at_signal) as catch_again:
             try:
                 if self._epoch is not None:
                     self._ending.start(fencing.watch(self._epoch), "epoch")
@@ -202,7 +198,7 @@ class Coordinator:
             while self._step < self._config.steps:
                 await self._train_one_step()
             await self._finish()
-        except failure.Stopped:
+        except stopping.Stopped:
             await self._stop()
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self._stopping.lost(error)
@@ -276,7 +272,17 @@ class Coordinator:
         batch = await self._ending.race(self._parts.batches.next())
         begin, before = self._loop.time(), self._parts.recovery.seconds
         times.wait = begin - waiting_since
-        metrics = await self._train_unless_stopped(batch)
+        self._stopping.in_step = True
+        try:
+            # A person's stop waits for the step's end. A scheduler's stop aborts the step if time runs out.
+            metrics = await self._ending.race(self._train(batch), through_stop=True)
+        except protocols.StepGivenUp:
+            self._parts.groups.put_back(batch)
+            self._recorder.note(f"The step after {self._step} was given up: its {len(batch)} groups wait again.")
+            self._ending.check()
+            raise
+        finally:
+            self._stopping.in_step = False
         # A restart of the trainer within the step is reported as recovery, not as training time.
         times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
         report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task)
@@ -288,37 +294,36 @@ class Coordinator:
         await self._parts.recovery.through(lambda: self._parts.saver.at_step(self._step))
         self._ending.check()
 
-    async def _train_unless_stopped(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
-        """Takes the step. A person's stop waits for its end. A scheduler's stop aborts it if time runs out."""
-        self._stopping.in_step = True
-        try:
-            return await self._ending.race(self._parts.recovery.through(lambda: self._train(batch)), through_stop=True)
-        except protocols.StepGivenUp:
-            self._parts.groups.put_back(batch)
-            self._recorder.note(f"The step after {self._step} was given up: its {len(batch)} groups wait again.")
-            self._ending.check()
-            raise
-        finally:
-            self._stopping.in_step = False
-
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
+        """Trains on a batch, again on the same one if the trainer is lost meanwhile. Returns the trainer's metrics."""
         name, begin = self._trainer_name, self._loop.time()
-        async with self._parts.trainer.lock:
-            await self._parts.elastic.before_step(self._step)
-            # The trainer that was to abort the step has been restarted meanwhile.
-            if not self._stopping.seconds_until(stopping.STEP):
-                raise protocols.StepGivenUp("a scheduler leaves no time for the step")
-            # The trainer compiles its programs in the first step that it takes in this process.
-            compiling = "" if self._compiled else ", compiling its programs first"
-            self._recorder.status(name, f"training step {self._step + 1}{compiling}")
-            taken = protocols.TrainBatch(self._step, batch)
-            metrics = await self._parts.elastic.take_step(taken)
-            self._parts.recovery.trained(taken)
-            self._compiled = True
-            # Still under the trainer's lock, so that an engine that catches up asks for the version that the trainer
-            # holds.
-            self._step += 1
-            self._parts.publisher.version = self._step
+        taken, trainer, elastic = protocols.TrainBatch(self._step, batch), self._parts.trainer, self._parts.elastic
+        while True:
+            try:
+                async with trainer.lock:
+                    await elastic.before_step(self._step)
+                    # The trainer that was to abort the step may have been restarted meanwhile.
+                    if not self._stopping.seconds_until(stopping.STEP):
+                        raise protocols.StepGivenUp("a scheduler leaves no time for the step")
+                    # The trainer compiles its programs in the first step that it takes in this process.
+                    compiling = "" if self._compiled else ", compiling its programs first"
+                    self._recorder.status(name, f"training step {self._step + 1}{compiling}")
+                    shares, asked = elastic.begin_step(taken), self._loop.time()
+                    try:
+                        metrics = await trainer.train_step(taken, shares)
+                    except protocols.TrainerLost:
+                        await elastic.end_step(shares, None, 0.0)
+                        raise
+                    await elastic.end_step(shares, metrics, self._loop.time() - asked)
+                    self._parts.recovery.trained(taken)
+                    self._compiled = True
+                    # Still under the lock, so that an engine that catches up asks for the version that the trainer
+                    # holds.
+                    self._step += 1
+                    self._parts.publisher.version = self._step
+                break
+            except protocols.TrainerLost as error:
+                begin = await self._parts.recovery.restarted(error)
         self._parts.groups.trained += len(batch)
         self._recorder.span(name, "train step", begin, self._loop.time(), {"step": self._step})
         self._recorder.status(name, "idle")

@@ -17,13 +17,171 @@ At any of these points, no group is lost and none is trained twice: the newest m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
+from typing import Any, TypeVar
 
-from libra_jax import protocols
-from libra_jax.coordinator import failure, signals
+from libra_jax import deadlines, protocols
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """Raised if a person or a scheduler stops the run; not an error."""
+
+
+class Ending:
+    """The end of the run, and the background tasks that end with it. Create it inside the event loop that it serves."""
+
+    def __init__(self) -> None:
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Retrieve the exception, or asyncio warns about it if nobody awaits the end.
+        self._end.add_done_callback(lambda end: end.exception())
+        self._hurry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def called(self) -> bool:
+        """True once the run is to end."""
+        return self._end.done()
+
+    @property
+    def hurried(self) -> bool:
+        """True once no work may be awaited to its end any more."""
+        return self._hurry.done()
+
+    def hurry(self) -> None:
+        """Lets `race` abandon work that it awaits through a stop."""
+        if not self._hurry.done():
+            self._hurry.set_result(None)
+
+    def call(self, error: BaseException) -> None:
+        """Ends the run with `error`. Later calls have no effect."""
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def check(self) -> None:
+        """Raises the error that ends the run, if there is one."""
+        if self._end.done():
+            self._end.result()
+
+    async def race(self, work: Coroutine[Any, Any, T], *, through_stop: bool = False) -> T:
+        """Awaits `work`, or raises the run's end at once. In that case `work` is cancelled and not awaited.
+
+        Args:
+          work: the coroutine to await.
+          through_stop: if True and a person or a scheduler stops the run, `work` is still awaited to its end, unless
+            `hurry` is called.
+        """
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self._end}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and through_stop and isinstance(self._end.exception(), Stopped):
+                either = {task, self._hurry}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._end.result()
+            return task.result()
+        finally:
+            deadlines.abandon(task)
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs `work` in the background. An error in `work` ends the run."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.call(error)
+
+    async def cancel_background(self, seconds: float) -> None:
+        """Cancels every background task and waits at most `seconds` for all to end.
+
+        A task that was cancelled before is closing its resources. It is not interrupted in that.
+        """
+        tasks = set(self._tasks)
+        for task in tasks:
+            if not task.cancelling():
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+
+
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that leave a run the time of grace: from a scheduler, or from a terminal or connection that closes."""
+
+Stop = Callable[[signal.Signals, float], None]
+"""Takes a signal and the seconds since it arrived: the event loop may be late, for instance during an import."""
+
+AtOnce = Callable[[signal.Signals], None]
+"""Takes a signal on the main thread as soon as it arrives, in the middle of other code. It may only set a variable."""
+
+
+def caught_ends() -> list[signal.Signals]:
+    """Returns those of `ENDS` that this process was not started to ignore."""
+    return [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[], None]]:
+    """Calls `stop` at the first SIGINT and at each of `ENDS`. A second SIGINT has its usual effect.
+
+    SIGHUP stays ignored in a process that was started so (`nohup`).
+
+    A person who presses Ctrl-C twice means it. Schedulers send SIGTERM to a job's processes and also to a script that
+    passes it on, so a second SIGTERM says nothing new.
+
+    Yields a function to call after libraries have started that replace these handlers. (Ray's handler prints a stack
+    trace at SIGTERM, and aborts at the second.)
+
+    Catches nothing on a thread other than the main one, nor on an event loop without signal handlers (a simulation's).
+    """
+    loop = asyncio.get_running_loop()
+    numbers: list[signal.Signals] = []
+    came: dict[int, float] = {}
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        came.setdefault(number, time.monotonic())
+        at_once(signal.Signals(number))
+
+    def once(number: signal.Signals) -> None:
+        if number not in numbers:  # two signals of one kind arrived before the first was handled
+            return
+        if number == signal.SIGINT:
+            # Restores the usual effect, so that a second Ctrl-C interrupts.
+            loop.remove_signal_handler(number)
+            numbers.remove(number)
+        stop(number, time.monotonic() - came.get(number, time.monotonic()))
+
+    def catch(number: signal.Signals) -> None:
+        loop.add_signal_handler(number, once, number)
+        # Replaces asyncio's handler, which does nothing: its loop gets signals through a pipe.
+        signal.signal(number, heard)
+        signal.siginterrupt(number, False)
+
+    for number in (signal.SIGINT, *caught_ends()):
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            catch(number)
+            numbers.append(number)
+
+    def again() -> None:
+        for number in numbers:
+            catch(number)
+
+    try:
+        yield again
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
 
 STEP, ANSWER, SAVE = 0.5, 0.7, 0.85
 
@@ -46,7 +204,7 @@ class Stopping:
         self,
         grace: float,
         *,
-        ending: failure.Ending,
+        ending: Ending,
         recorder: protocols.Recorder,
         give_up_step: Callable[[], Coroutine[Any, Any, Any]],
     ) -> None:
@@ -61,8 +219,8 @@ class Stopping:
         self.in_step = False
 
     def by_signal(self, number: signal.Signals, late: float) -> None:
-        """Handles a signal, `late` seconds after it arrived. Later signals of `signals.ENDS` have no further effect."""
-        if number in signals.ENDS:
+        """Handles a signal, `late` seconds after it arrived. Later signals of `ENDS` have no further effect."""
+        if number in ENDS:
             self.terminate(late, number)
         else:
             self.request()
@@ -70,7 +228,7 @@ class Stopping:
     def request(self) -> None:
         """Stops the run after the training step under way, with a checkpoint."""
         self._recorder.note("Stopping after the training step under way; a second Ctrl-C ends at once.")
-        self._ending.call(failure.Stopped())
+        self._ending.call(Stopped())
 
     def terminate(self, late: float = 0.0, number: signal.Signals = signal.SIGTERM) -> None:
         """Stops the run within the rest of the grace, of which `late` seconds have passed."""
@@ -84,7 +242,7 @@ class Stopping:
         ]
         within = f"within config.deadlines.grace = {self._grace:g} s"
         self._recorder.note(f"{number.name}: stopping, with a checkpoint, {within}.")
-        self._ending.call(failure.Stopped())
+        self._ending.call(Stopped())
 
     def seconds_until(self, share: float) -> float:
         """Returns the seconds until a share of the grace has passed, at least 0; infinite without SIGTERM."""

@@ -9,7 +9,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving, tokenizers
-from libra_jax.coordinator import failure
+from libra_jax.coordinator import stopping
 
 FIRST_TASK = 1_000_000_000
 """Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""
@@ -48,7 +48,7 @@ class WarmStart:
     async def run(
         self,
         step: Callable[[list[protocols.Trajectory]], Coroutine[Any, Any, Mapping[str, float]]],
-        ending: failure.Ending,
+        ending: stopping.Ending,
         status: Callable[[str], None],
     ) -> dict[str, float]:
         """Takes the remaining steps. Stops between two steps if the run is to end.

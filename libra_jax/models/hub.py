@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +132,7 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
     patterns = _PATTERNS[kind] if weights else _SMALL
     if inside:
         patterns = [f"{inside}/{pattern}" for pattern in patterns]
-    get = _Snapshot(name, kind, revision)
+    get = _Snapshot(name, kind, {"repo_type": kind, "revision": revision})
     cached = get.cached(patterns)
     if cached is not None and (not weights or _is_whole(cached / inside, kind)):
         return cached / inside, f"{kind} {name}: snapshot {cached.name[:8]} of the Hugging Face cache"
@@ -161,15 +161,17 @@ def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """One revision of a repository."""
+    """One revision of a repository.
+
+    Attributes:
+      name: namespace and name.
+      kind: kind of the repository.
+      where: arguments by which huggingface_hub finds the revision.
+    """
 
     name: str
     kind: Kind
-    revision: str | None
-
-    @property
-    def where(self) -> dict[str, Any]:
-        return {"repo_type": self.kind, "revision": self.revision}
+    where: Mapping[str, str | None]
 
     def cached(self, patterns: Sequence[str]) -> Path | None:
         """Returns the folder in the cache, complete or not; None if the cache has no such folder."""

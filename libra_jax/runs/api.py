@@ -21,7 +21,7 @@ from libra_jax import protocols
 from libra_jax.agents import datasets, factories, resolving
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
-from libra_jax.coordinator import checkpoint_store, signals
+from libra_jax.coordinator import checkpoint_store, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import hub
 from libra_jax.planning import search
@@ -191,7 +191,7 @@ async def start(
     take_over: bool = False,
     allow_changes: Sequence[str] = (),
     opened: Callable[[Path], None] = lambda _: None,
-    at_signal: signals.AtOnce = lambda _: None,
+    at_signal: stopping.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Opens the workdir and trains on the running event loop.
 
@@ -350,8 +350,13 @@ def _blocking(
       interrupted: sentence for Ctrl-C.
       look: called every `LOOK_SECONDS` on this thread while another one works.
     """
+    try:
+        asyncio.get_running_loop()
+        looped = True
+    except RuntimeError:
+        looped = False
     # asyncio.run handles Ctrl-C only on the main thread.
-    if threading.current_thread() is threading.main_thread() and not _loop_runs():
+    if threading.current_thread() is threading.main_thread() and not looped:
         try:
             return asyncio.run(work())
         except KeyboardInterrupt:
@@ -386,14 +391,6 @@ def _blocking(
             futures.wait([ended], timeout=END_SECONDS)
             raise
         return ended.result()
-
-
-def _loop_runs() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def simulate(

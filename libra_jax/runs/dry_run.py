@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -17,7 +16,7 @@ from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
 from libra_jax.planning import memory
 from libra_jax.runs import wiring
-from libra_jax.telemetry import redaction
+from libra_jax.telemetry import escapes
 
 PROMPT_CHARACTERS = 60
 
@@ -37,7 +36,7 @@ def describe(
     trainer = config.trainer
     lines = [
         yaml.safe_dump(
-            json.loads(json.dumps(redaction.redacted(libra_config.to_dict(named or config)), default=list)),
+            json.loads(json.dumps(escapes.redacted(libra_config.to_dict(named or config)), default=list)),
             sort_keys=False,
         ),
         f"policy      {_policy(config, shape)}",
@@ -163,15 +162,12 @@ def _tasks(config: libra_config.RunConfig) -> str:
         return f"{task.source} ({task.path} is not here)"
     count = f"{len(source):,} to train on" if isinstance(source, Sized) else "generated"
     file = f" from {task.path}" if task.path else ""
-    first = textwrap.shorten(_prompt(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")
-    return f"{task.source}{file}, {count}; the first: {first}"
-
-
-def _prompt(payload: Mapping[str, Any]) -> str:
-    """Returns a task's question. Only the environment knows what the policy sees, and a dry run starts no
-    environment."""
-    # Names of the environments that ship; the payload of any other environment is shown whole.
+    payload = source.task(0).payload
+    # Only the environment knows what the policy sees, and a dry run starts none. These are the names of the questions
+    # of environments that ship; any other payload is shown whole.
     text = next((payload[name] for name in ("prompt", "question", "expression", "issue") if name in payload), payload)
     if isinstance(text, list):  # a prompt of several messages, of which the last one asks
         text = text[-1]["content"]
-    return text if isinstance(text, str) else json.dumps(dict(text), default=str)
+    shown = text if isinstance(text, str) else json.dumps(dict(text), default=str)
+    first = textwrap.shorten(shown, PROMPT_CHARACTERS, placeholder=" ...")
+    return f"{task.source}{file}, {count}; the first: {first}"

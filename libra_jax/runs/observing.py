@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import checkpoints, fencing, signals
-from libra_jax.telemetry import endpoint, files, heartbeat, status
+from libra_jax.coordinator import checkpoints, fencing, stopping
+from libra_jax.telemetry import endpoint, files, status
 
 END = 0.9
 """Fraction of `deadlines.grace` after which a process that survived SIGTERM is ended."""
@@ -42,7 +42,7 @@ class LastResort:
 
     def begin(self, number: signal.Signals) -> None:
         """Starts the countdown at a signal. A signal interrupts anything, so this method only sets a variable."""
-        if number in signals.ENDS:
+        if number in stopping.ENDS:
             self._began = min(self._began, time.monotonic())
 
     def _look(self) -> None:
@@ -95,7 +95,7 @@ def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch
             closing.callback(page.close)
             run.endpoint = page.url
             print(f"Health page: {page.url}/health, and {page.url}/metrics for Prometheus")
-        beat = heartbeat.Heartbeat(workdir, run, guard=guard)
+        beat = status.Heartbeat(workdir, run, guard=guard)
         closing.callback(beat.close)
         try:
             yield run

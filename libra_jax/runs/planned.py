@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,8 @@ from typing import Any, TypedDict
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.models import config as model_config
 from libra_jax.models import hub
-from libra_jax.planning import costs, forecast, plans, profiles, search, serving
+from libra_jax.planning import costs, forecast, plans, search, serving
 from libra_jax.runs import wiring
 from libra_jax.simulator import comparison, report, scripts, settings, traces, workloads
 
@@ -128,6 +128,12 @@ class Work:
     turns: list[tuple[protocols.Turn, ...]]
     count: int
 
+    @classmethod
+    def of(cls, run: libra_config.RunConfig, source: str, drawn: Sequence[scripts.Script]) -> Work:
+        """Returns the work of a run's step, from a sample of its rollouts."""
+        count = run.coordinator.groups_per_step * run.coordinator.group_size
+        return cls(source, [script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
+
     @property
     def scripts(self) -> list[scripts.Script]:
         """The sample as scripts."""
@@ -182,28 +188,23 @@ class Case:
     devices: int
 
     def searched(self) -> search.Search:
-        """Builds the search over the case's plans."""
+        """Builds the search over the case's plans, with the seconds of a step that belong to no stage."""
         return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
     def calibrated(self) -> bool:
-        """True if the times come from measurements of runs (`planner.profile`)."""
+        """True if the times come from measurements of runs (`planner.profile`), else from the hardware sheet."""
         return bool(self.run.planner.profile)
-
-    @property
-    def profile(self) -> profiles.Profile | None:
-        """The measured profile; None if the times come from the hardware sheet."""
-        return self.setting.profile
 
     @property
     def besides(self) -> float:
         """Seconds of a step beside training in which the trainer takes part; 0 without measurements."""
-        return 0.0 if self.profile is None else self.profile.besides
+        return 0.0 if self.setting.profile is None else self.setting.profile.besides
 
     def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
         """Returns the relative errors of a plan's times: from a profile's held-out steps, or from the coefficients."""
-        if self.profile is not None:
-            return forecast.Prediction(*(self.profile.errors[name] for name in ("train", "rollout", "total")))
+        if (profile := self.setting.profile) is not None:
+            return forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
         return forecast.uncertainty(self.setting, self.work.prompts, self.work.turns, plan)
 
     @functools.cached_property
@@ -264,7 +265,12 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
     try:
         made = _of_simulation(values, asked) if simulated else _of_run(values, asked)
     except protocols.ConfigError as error:
-        raise protocols.ConfigError(_by_flag(str(error), asked, simulated)) from error
+        sentence = str(error)
+        # The flag that set the field is what the user has written.
+        for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
+            if text is not None:
+                sentence = re.sub(rf"^config\.{re.escape(_field(flag, simulated))}: ", f"--{flag}: ", sentence)
+        raise protocols.ConfigError(sentence) from error
     if asked.accelerators is not None:
         made = dataclasses.replace(made, devices=asked.accelerators)
     if not 2 <= made.devices <= MOST_ACCELERATORS:
@@ -272,15 +278,6 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
             f"--accelerators: the config has {made.devices:,}; give 2 to {MOST_ACCELERATORS:,} with this flag"
         )
     return made
-
-
-def _by_flag(sentence: str, asked: Asked, simulated: bool) -> str:
-    """Returns the error message of a field, under the name of the flag that set the field."""
-    for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
-        prefix = f"config.{_field(flag, simulated)}: "
-        if text is not None and sentence.startswith(prefix):
-            return f"--{flag}: {sentence.removeprefix(prefix)}"
-    return sentence
 
 
 def _field(flag: str, simulated: bool) -> str:
@@ -319,13 +316,9 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     model, slots = run.simulation.cost_model(), run.simulation.slots
     if asked.lengths:
         run = _limited(run, max(script.context_tokens for script in drawn), asked.given)
-    if (named or asked.lengths) and not {
-        "simulation.slots",
-        "rollout.slots",
-        "rollout.slots_by_instance",
-    } & asked.given:
+    if (named or asked.lengths) and not SLOTS & asked.given:
         run, slots = _with_slots(run, model, drawn)
-    return Case(run, run.simulation.model, model, slots, _work(run, _source(source, asked), drawn), devices)
+    return Case(run, run.simulation.model, model, slots, Work.of(run, _source(source, asked), drawn), devices)
 
 
 def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
@@ -341,7 +334,13 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
         raise protocols.ConfigError(
             f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"
         )
-    name, shape = Path(path).name if path else run.model.preset, _shape(run)
+    try:  # a plan needs only the config.json; a plan for another model would be useless
+        shape = wiring.policy_shape(hub.with_model(run), need_weights=bool(path))
+    except protocols.DataError as error:
+        sentence = str(error).removeprefix("config.model.path: ").rstrip(".")
+        raise protocols.DataError(
+            f"config.model.path: {sentence}; to plan without the model, name a preset of its shape with --model"
+        ) from error
     if asked.trace is not None:
         drawn, source = traces.read(Path(asked.trace))[-SAMPLES:], Path(asked.trace).name
     elif asked.workload is not None or asked.wanted.generated is not None:
@@ -353,22 +352,8 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
         )
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
-    return Case(run, name, model, (), _work(run, _source(source, asked), drawn), devices)
-
-
-def _shape(run: libra_config.RunConfig) -> model_config.TransformerConfig:
-    """Returns the shape of the run's model; a plan needs only its config.json.
-
-    Raises:
-      DataError: `model.path` cannot be read here. A plan for another model would be useless.
-    """
-    try:
-        return wiring.policy_shape(hub.with_model(run), need_weights=bool(run.model.path))
-    except protocols.DataError as error:
-        sentence = str(error).removeprefix("config.model.path: ").rstrip(".")
-        raise protocols.DataError(
-            f"config.model.path: {sentence}; to plan without the model, name a preset of its shape with --model"
-        ) from error
+    name = Path(path).name if path else run.model.preset
+    return Case(run, name, model, (), Work.of(run, _source(source, asked), drawn), devices)
 
 
 def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
@@ -430,11 +415,6 @@ def _with_slots(
     simulation = dataclasses.replace(run.simulation, slots=slots)
     changed = dataclasses.replace(run, elastic=elastic, rollout=rollout, scheduler=scheduler, simulation=simulation)
     return changed, slots
-
-
-def _work(run: libra_config.RunConfig, source: str, drawn: Sequence[scripts.Script]) -> Work:
-    count = run.coordinator.groups_per_step * run.coordinator.group_size
-    return Work(source, [script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
 
 
 def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: Case) -> None:

@@ -38,13 +38,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         libra_config.check_cores(config.rollout.cores, "rollout.cores")
     if shape is not None:
         _check_shape(config, shape)
-    if need_weights:  # a dry run may describe another machine
-        _check_sharing(config)
-    _check_processes(config)
-    _check_hosts(config)
+    _check_placement(config, here=need_weights)
     _check_elastic(config)
-    if shape is not None:
-        _check_lengths(config, shape)
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
     _check_tasks(config, needed=need_weights)
@@ -53,15 +48,20 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         wiring.global_planner(config, shape)
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
     composition.check(config.reward)
-    if shape is not None:
-        _check_character_tokenizer(config, shape)
-    if shape is not None and need_weights:
-        tokenizer = tokenizers.create(config.task, config.model.path)
-        if tokenizer.vocab_size > shape.vocab_size:
-            raise protocols.ConfigError(
-                f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
-                f"of {shape.vocab_size}; choose the tokenizer the model was made with"
-            )
+    if shape is None:
+        return
+    size = tokenizers.CharacterTokenizer.vocab_size
+    # A model with a larger vocabulary could sample tokens without a character.
+    if config.task.tokenizer == "character" and shape.vocab_size != size:
+        raise protocols.ConfigError(
+            f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
+            "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
+        )
+    if need_weights and (size := tokenizers.create(config.task, config.model.path).vocab_size) > shape.vocab_size:
+        raise protocols.ConfigError(
+            f"config.task.tokenizer: its {size} tokens do not fit the model's vocabulary "
+            f"of {shape.vocab_size}; choose the tokenizer the model was made with"
+        )
 
 
 def warn(config: libra_config.RunConfig) -> None:
@@ -79,7 +79,7 @@ def warn(config: libra_config.RunConfig) -> None:
 
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """Checks the model's shape against the mesh, the engines' degrees and vLLM."""
+    """Checks the model's shape against the mesh, the engines' degrees, vLLM, attention kernels and lengths."""
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
@@ -90,11 +90,13 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
             f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
         )
-
-
-def _check_lengths(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """Checks the row lengths against the trainer's attention, and the context against the model's positions."""
-    _check_attention(config, shape)
+    # If the config names no platform, compilation finds out whether a kernel takes the rows.
+    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
+    if platform is not None:
+        for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
+            feasibility.choose_attention(
+                config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
+            )
     if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "
@@ -152,30 +154,29 @@ def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
     factories.demonstrated_tasks(config, source)
 
 
-def _check_character_tokenizer(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """Refuses 'character' for a larger vocabulary: a model could sample tokens without a character."""
-    size = tokenizers.CharacterTokenizer.vocab_size
-    if config.task.tokenizer == "character" and shape.vocab_size != size:
-        raise protocols.ConfigError(
-            f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
-            "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
-        )
+def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
+    """Refuses settings that several GPUs, several hosts, or a trainer of several processes cannot have.
 
-
-def _check_sharing(config: libra_config.RunConfig) -> None:
-    """Refuses `auto` with several GPUs: every worker sees all of them, so all workers would use the first GPU."""
-    found = gpus_found()
-    if config.trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
+    Args:
+      config: configuration of the run.
+      here: True if the run is to start on this machine.
+    """
+    trainer, found = config.trainer, gpus_found() if here else 0
+    # Every worker sees all GPUs, so all workers would use the first one.
+    if trainer.platform == "auto" and config.rollout.engine == "vllm" and found > 1:
         total = placement.partition(config).total
         raise protocols.ConfigError(
             f"config.trainer.platform: auto would put the trainer and every engine on the first of {found} GPUs; use "
             f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
         )
-
-
-def _check_processes(config: libra_config.RunConfig) -> None:
-    """Checks a trainer of several processes; `TrainerConfig` has already checked that its devices divide."""
-    trainer = config.trainer
+    layout = hosts.layout(config)
+    if layout is not None and config.rollout.transport == "ipc":
+        raise protocols.ConfigError(
+            "config.rollout.transport: 'ipc' hands memory of a GPU to an engine on the same one, and the run is laid "
+            f"out over {len(layout.hosts)} hosts (config.cluster.accelerators_per_host); use 'memfd', which relays "
+            "carry, or 'nccl'"
+        )
+    # `TrainerConfig` has already checked that the devices divide among the processes.
     if trainer.processes == 1:
         return
     if trainer.platform == "auto":
@@ -191,17 +192,6 @@ def _check_processes(config: libra_config.RunConfig) -> None:
     if trainer.cores:
         raise protocols.ConfigError(
             f"config.trainer.cores: pins one process, and trainer.processes is {trainer.processes}; leave it empty"
-        )
-
-
-def _check_hosts(config: libra_config.RunConfig) -> None:
-    """Refuses settings that a run over several hosts cannot have."""
-    layout = hosts.layout(config)
-    if layout is not None and config.rollout.transport == "ipc":
-        raise protocols.ConfigError(
-            "config.rollout.transport: 'ipc' hands memory of a GPU to an engine on the same one, and the run is laid "
-            f"out over {len(layout.hosts)} hosts (config.cluster.accelerators_per_host); use 'memfd', which relays "
-            "carry, or 'nccl'"
         )
 
 
@@ -252,14 +242,3 @@ def gpus_found() -> int:
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
-
-
-def _check_attention(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
-    """Checks the attention kernel for each row length, if the config names its platform; else compilation finds out."""
-    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
-    if platform is None:
-        return
-    for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
-        feasibility.choose_attention(
-            config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
-        )

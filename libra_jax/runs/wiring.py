@@ -18,14 +18,14 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, context, evaluation, fencing, signals
+from libra_jax.coordinator import checkpoint_store, checkpoints, context, evaluation, fencing, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.runs import observing
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
-from libra_jax.telemetry import escapes, files, report, resume, status
+from libra_jax.telemetry import escapes, files, report, status
 from libra_jax.telemetry import recorder as telemetry
 from libra_jax.trainer_control import client
 
@@ -68,9 +68,11 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     devices = whole[process * each : (process + 1) * each]
     platform = config.trainer.platform
     host, local = placement.place(config, devices)
+    # A trainer of one process holds the devices of a larger mesh, too; several processes hold none.
+    spare = config.elastic.spare_devices if config.trainer.processes == 1 else 0
     environment = {
         "auto": {},
-        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + _spare(config))},
+        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + spare)},
         "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, local))},
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
@@ -83,11 +85,6 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
         devices=devices,
         host=host,
     )
-
-
-def _spare(config: libra_config.RunConfig) -> int:
-    """Returns the devices that a trainer of one process holds for a larger mesh; several processes hold none."""
-    return config.elastic.spare_devices if config.trainer.processes == 1 else 0
 
 
 def trainer_processes(
@@ -218,24 +215,6 @@ def global_planner(
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh), masks=config.task.masks)
 
 
-def _by_kept_profile(config: libra_config.RunConfig, workdir: Path) -> libra_config.RunConfig:
-    """Points the config at the run's own copy of `planner.profile`, if it exists: a resumed run plans as it began."""
-    kept = workdir / profiles.KEPT_FILE
-    if not config.planner.profile or not kept.exists():
-        return config
-    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
-
-
-def _keep_profile(config: libra_config.RunConfig, workdir: Path) -> None:
-    """Copies `planner.profile` into the workdir."""
-    kept = workdir / profiles.KEPT_FILE
-    if config.planner.profile and config.planner.period and not kept.exists():
-        partial = kept.with_suffix(".partial")
-        shutil.copyfile(config.planner.profile, partial)
-        # Renamed into place, so that a killed start leaves no half copy.
-        partial.rename(kept)
-
-
 async def train(
     config: libra_config.RunConfig,
     workdir: Path,
@@ -243,7 +222,7 @@ async def train(
     demonstrator: protocols.Demonstrator | None = None,
     *,
     take_epoch: Callable[[], fencing.Epoch | None] = lambda: None,
-    at_signal: signals.AtOnce = lambda _: None,
+    at_signal: stopping.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Builds the run on the running event loop, completes it, and writes the report.
 
@@ -262,7 +241,7 @@ async def train(
         summary = await _train(config, workdir, parts, epoch, watcher, at_signal)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # after a scheduler's SIGTERM, there is no time for it
-        with signals.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
+        with stopping.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
             try:
                 print(f"Report: {report.write_report(workdir)}")
             except protocols.DataError as error:  # a run stopped before its start has recorded nothing
@@ -310,7 +289,10 @@ def _parts(
         tokenizer=tokenizers.create(config.task, config.model.path),
         demonstrator=demonstrator,
     )
-    return _Parts(specs, agent, scheduler(config), global_planner(_by_kept_profile(config, workdir), shape))
+    kept = workdir / profiles.KEPT_FILE
+    if config.planner.profile and kept.exists():  # a resumed run plans as it began, by its own copy
+        config = dataclasses.replace(config, planner=dataclasses.replace(config.planner, profile=str(kept)))
+    return _Parts(specs, agent, scheduler(config), global_planner(config, shape))
 
 
 async def _train(
@@ -319,13 +301,18 @@ async def _train(
     parts: _Parts,
     epoch: fencing.Epoch | None,
     watcher: status.RunStatus,
-    at_signal: signals.AtOnce,
+    at_signal: stopping.AtOnce,
 ) -> coordinator.RunSummary:
     if epoch is not None:
         epoch.check()
-    _keep_profile(config, workdir)
+    kept = workdir / profiles.KEPT_FILE
+    if config.planner.profile and config.planner.period and not kept.exists():
+        partial = kept.with_suffix(".partial")
+        shutil.copyfile(config.planner.profile, partial)
+        # Renamed into place, so that a killed start leaves no half copy.
+        partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
-    damaged = resume.cut_back(workdir, checkpoint_store.find(workdir).step)
+    damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
     async with _surroundings(config, workdir, parts.agent, epoch, watcher) as (around, agent):
         watcher.warn = around.recorder.note
         for sentence in damaged:

@@ -20,7 +20,7 @@ from libra_jax import config as libra_config
 from libra_jax import machine, protocols
 from libra_jax.coordinator import checkpoint_store, fencing
 from libra_jax.runs import changes
-from libra_jax.telemetry import metrics, redaction, status
+from libra_jax.telemetry import escapes, metrics, status
 
 END_SECONDS = 60.0
 """Seconds that a fenced-off run may take to end before the other begins beside it. It can write nothing more."""
@@ -138,10 +138,10 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
         )
     if existed and not take_over:  # lock before reading; a refused config must leave no new folder behind
         _refuse_if_in_use(path)
-    resolved = json.loads(json.dumps(redaction.redacted(libra_config.to_dict(config)), default=list))
+    resolved = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
     if stored_file.exists():
         stored = _stored(stored_file)
-        differing = changes.find(redaction.redacted(stored), resolved)
+        differing = changes.find(escapes.redacted(stored), resolved)
         taken = checkpoint_store.find(path).step if differing else -1  # `find` reads all files of a checkpoint
         changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
         if taken >= 0 and any(change.name == "model.path" for change in differing):

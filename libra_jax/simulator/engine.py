@@ -14,7 +14,7 @@ from typing import Any, cast
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import batch, replica, trajectory
+from libra_jax.simulator import batch, training_side, trajectory
 
 REPLICA_BYTES = 6
 """Bytes of each parameter on a hybrid worker's training side: its synced value, and a gradient sum in float32."""
@@ -318,7 +318,7 @@ class Fleet:
     def replica(
         self,
         engine_spec: protocols.ActorSpec,
-        channels: replica.Channels,
+        channels: training_side.Channels,
         train_seconds: Callable[[int, Sequence[int]], float],
     ) -> protocols.ActorSpec:
         """Returns the spec of a hybrid worker's training side.
@@ -349,7 +349,7 @@ class Fleet:
             "warm_seconds": self._warm_seconds,
             "masks": self._config.task.masks,
         }
-        return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.replica:Replica", arguments)
+        return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.training_side:Replica", arguments)
 
     def busy_share(self, seconds: float) -> float:
         """Returns the share of the device-seconds in which instances ran steps."""

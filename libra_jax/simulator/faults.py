@@ -14,7 +14,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import engine, replica, trainer, trajectory, world
+from libra_jax.simulator import engine, trainer, training_side, trajectory, world
 
 
 @configuration.group
@@ -146,7 +146,7 @@ class Trainer(trainer.Trainer):
             await asyncio.sleep(self._rng.expovariate(1.0 / self._faults.late_seconds))
 
 
-class Replica(replica.Replica):
+class Replica(training_side.Replica):
     """One life of a hybrid worker's training side: it may be short, any call may hang, any share may be slow."""
 
     def __init__(self, faults: FaultConfig, rng: random.Random, **arguments: Any) -> None:

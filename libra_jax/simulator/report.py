@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import figures, tool_report, trace
+from libra_jax.telemetry import page, tool_report, trace
 
 WIDTH = 4.6
 """Width of a picture, in inches. On a phone of 360 CSS pixels the letters are then about as large as in print."""
@@ -286,4 +286,4 @@ def quality_json(found: prediction_quality.PredictionQuality) -> str:
 
 def write_quality_picture(found: prediction_quality.PredictionQuality, path: Path) -> None:
     """Draws the tokens left after each of the most frequent causal states, as .svg."""
-    path.write_text(figures.standalone(tool_report.draw_left(found.states)))
+    path.write_text(page.standalone(tool_report.draw_left(found.states)))

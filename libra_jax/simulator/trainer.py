@@ -11,7 +11,7 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.planning import costs, meshes
-from libra_jax.simulator import replica
+from libra_jax.simulator import training_side
 
 
 @dataclass
@@ -87,13 +87,13 @@ class Trainer:
         devices: int,
         log: TrainingLog,
         mesh: OnMesh | None = None,
-        channels: replica.Channels | None = None,
+        channels: training_side.Channels | None = None,
         late: float = 2.0,
         late_seconds: float = 1.0,
-        masks: replica.Masks | None = None,
+        masks: training_side.Masks | None = None,
     ) -> None:
         self._masks = masks
-        self._channels = channels or replica.Channels()
+        self._channels = channels or training_side.Channels()
         self._late = late
         self._late_seconds = late_seconds
         self._model = model
@@ -144,9 +144,9 @@ class Trainer:
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         """Takes one step's time and logs the batch. Computes late shares itself."""
-        trajectories = replica.trained(batch, self._masks)
+        trajectories = training_side.trained(batch, self._masks)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-        core, parts = replica.split(lengths, shares)
+        core, parts = training_side.split(lengths, shares)
         computed = {"": list(core)}
         began = asyncio.get_running_loop().time()
         await self._train([lengths[index] for index in core])
@@ -159,7 +159,7 @@ class Trainer:
         for share in sent:
             part = taken.get(share.member)
             if part is not None:
-                counts["shares/micro_batches"] += replica.counted(part, lengths)
+                counts["shares/micro_batches"] += training_side.counted(part, lengths)
                 computed[share.member] = list(part)
                 continue
             counts["shares/late"] += 1.0

@@ -23,7 +23,7 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
 from libra_jax.scheduling import baselines
-from libra_jax.simulator import clock, engine, replica, results, scripts, trainer, trajectory
+from libra_jax.simulator import clock, engine, results, scripts, trainer, training_side, trajectory
 
 MakeScheduler = Callable[[costs.SchedulingCosts, baselines.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
@@ -89,14 +89,14 @@ class Parts:
       environment: makes a rollout's environment.
       trainer: makes a trainer, given the number of its life and the arguments of `trainer.Trainer`.
       replica: makes the training side of a hybrid worker, given the number of its life and the arguments of
-        `replica.Replica`.
+        `training_side.Replica`.
       handle: makes the handle of an actor, given its name and the actor.
     """
 
     engine: Callable[..., engine.Engine] = lambda life, **arguments: engine.Engine(**arguments)
     environment: Callable[[trajectory.Book], protocols.Environment] = trajectory.ScriptedEnvironment
     trainer: Callable[..., trainer.Trainer] = lambda life, **arguments: trainer.Trainer(**arguments)
-    replica: Callable[..., replica.Replica] = lambda life, **arguments: replica.Replica(**arguments)
+    replica: Callable[..., training_side.Replica] = lambda life, **arguments: training_side.Replica(**arguments)
     handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 
 
@@ -108,7 +108,7 @@ class Cluster:
         self._makers = {
             "libra_jax.simulator.engine:Engine": parts.engine,
             "libra_jax.simulator.trainer:Trainer": parts.trainer,
-            "libra_jax.simulator.replica:Replica": parts.replica,
+            "libra_jax.simulator.training_side:Replica": parts.replica,
         }
         self._actors: dict[str, Any] = {}
         self._lives: dict[str, int] = {}
@@ -174,7 +174,7 @@ def run(
     mesh, planned = _mesh(config, simulation, model), None
     if config.planner.period:
         planned = _planner(config, simulation, model)
-    channels, elastic = replica.Channels(), config.elastic
+    channels, elastic = training_side.Channels(), config.elastic
 
     def alone(devices: int, lengths: Sequence[int]) -> float:
         """Returns the seconds of a hybrid worker's part of a step; its devices split each layer's matrices."""

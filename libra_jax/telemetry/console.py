@@ -1,4 +1,4 @@
-"""Plain lines about a run, for a pipe or a log. `live.py` draws a live picture on a terminal."""
+"""Plain lines about a run, for a pipe or a log. `screen.py` draws a live picture on a terminal."""
 
 from __future__ import annotations
 
@@ -119,20 +119,6 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
       pace: Pace of the run.
       scalars: Numbers of the step. `tokens_per_second` is that of the last steps.
     """
-    parts, times = _step_parts(step, pace, scalars)
-    for name in ("", *LESS_IMPORTANT):  # drops nothing first, then the least important parts one by one
-        parts.pop(name, None)
-        times.pop(name, None)
-        told = {**parts, "times": ", ".join(times.values())} if times else parts
-        left = told.pop("left", None)  # shown last
-        line = "  ".join([*told.values(), *([left] if left else [])])
-        if len(line) <= WIDTH:
-            break
-    return line
-
-
-def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the parts of a step's line by name, and its times by name."""
     parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
     if (reward := scalars.get("reward/mean")) is not None:
         parts["reward"] = f"reward {reward:z.3f}"
@@ -152,7 +138,15 @@ def _step_parts(step: int, pace: Pace, scalars: Mapping[str, float]) -> tuple[di
     if pace.remaining_seconds and pace.done < pace.steps:
         parts["left"] = f"{seconds_text(pace.remaining_seconds)} left"
     times = {name: f"{name} {seconds_text(scalars[metric])}" for name, metric in TIMES.items() if metric in scalars}
-    return parts, times
+    for name in ("", *LESS_IMPORTANT):  # drops nothing first, then the least important parts one by one
+        parts.pop(name, None)
+        times.pop(name, None)
+        told = {**parts, "times": ", ".join(times.values())} if times else parts
+        left = told.pop("left", None)  # shown last
+        line = "  ".join([*told.values(), *([left] if left else [])])
+        if len(line) <= WIDTH:
+            break
+    return line
 
 
 class PlainConsole(sinks.Sink):
@@ -176,7 +170,7 @@ class PlainConsole(sinks.Sink):
         self._lost = False
         self._held: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._line(f"libra-jax · {name} · {steps} training steps")
+        self.note(f"libra-jax · {name} · {steps} training steps")
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())
@@ -184,12 +178,12 @@ class PlainConsole(sinks.Sink):
         shown = {name: value for name, value in scalars.items() if name != "tokens_per_second"}
         if (speed := self._speed.tokens_per_second) is not None and "tokens_per_second" in scalars:
             shown["tokens_per_second"] = speed
-        self._line(step_line(step, self._pace, shown))
+        self.note(step_line(step, self._pace, shown))
 
     def status(self, worker: str, text: str) -> None:
         if self._clock() - self._last_line >= STATUS_SECONDS:
             self._held.pop(worker, None)
-            self._line(f"{worker}: {text}")
+            self.note(f"{worker}: {text}")
         elif not self._pace.done:
             # Starts and the first compilation take minutes without a step's line, so the reader is told what is going
             # on.
@@ -212,17 +206,15 @@ class PlainConsole(sinks.Sink):
             return
         held, self._held = self._held, {}
         text = "; ".join(f"{worker}: {doing}" for worker, doing in held.items())
-        self._line(text if len(text) <= WIDTH else text[: WIDTH - 3] + "...")
-
-    def note(self, text: str) -> None:
-        self._line(text)
+        self.note(text if len(text) <= WIDTH else text[: WIDTH - 3] + "...")
 
     def close(self) -> None:
         """Stops the timer. The stream stays open, as it belongs to the process."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _line(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Prints a line."""
         if self._lost:
             return
         self._last_line = self._clock()

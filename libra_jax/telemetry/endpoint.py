@@ -61,33 +61,23 @@ class Collector(registry.Collector):
         yield core.GaugeMetricFamily("libra_healthy", "1 while /health answers 200.", float(_is_well(view)))
         yield core.GaugeMetricFamily("libra_epoch", "Starts of this run in its workdir.", view["epoch"])
         yield core.CounterMetricFamily("libra_steps", "Training steps taken, earlier starts' included.", view["step"])
-        yield _labelled(
-            core.CounterMetricFamily("libra_worker_failures", "Times that a worker was lost.", labels=["worker"]),
-            view["failures"],
+        failures = core.CounterMetricFamily("libra_worker_failures", "Times that a worker was lost.", labels=["worker"])
+        replaced = core.CounterMetricFamily(
+            "libra_replaced_groups", "Groups replaced by this start.", labels=["reason"]
         )
-        yield _labelled(
-            core.CounterMetricFamily("libra_replaced_groups", "Groups replaced by this start.", labels=["reason"]),
-            view["replaced"],
-        )
-        yield from _workers(view["workers"])
+        doing = core.GaugeMetricFamily("libra_worker_state", "1: what the worker does.", labels=["worker", "state"])
+        seconds = core.GaugeMetricFamily("libra_worker_state_seconds", "Since when.", labels=["worker"])
+        for worker, count in view["failures"].items():
+            failures.add_metric([escapes.visible(worker)], count)
+        for reason, count in view["replaced"].items():
+            replaced.add_metric([escapes.visible(reason)], count)
+        for name, worker in view["workers"].items():
+            # Digits become N, because each number would start a new time series.
+            state = escapes.visible(re.sub(r"\d+", "N", worker["doing"]))
+            doing.add_metric([escapes.visible(name), state], 1.0)
+            seconds.add_metric([escapes.visible(name)], worker["seconds"])
+        yield from (failures, replaced, doing, seconds)
         yield from _scalars({name: value for name, value in view["scalars"].items() if value is not None})
-
-
-def _labelled(family: Any, values: Mapping[str, float]) -> core.Metric:
-    for label, value in values.items():
-        family.add_metric([escapes.visible(label)], value)
-    return family
-
-
-def _workers(workers: Mapping[str, Mapping[str, Any]]) -> Iterator[core.Metric]:
-    """Yields the workers' activities. Digits become N, because each number would start a new time series."""
-    doing = core.GaugeMetricFamily("libra_worker_state", "1: what the worker does.", labels=["worker", "state"])
-    seconds = core.GaugeMetricFamily("libra_worker_state_seconds", "Since when.", labels=["worker"])
-    for name, worker in workers.items():
-        doing.add_metric([escapes.visible(name), escapes.visible(re.sub(r"\d+", "N", worker["doing"]))], 1.0)
-        seconds.add_metric([escapes.visible(name)], worker["seconds"])
-    yield doing
-    yield seconds
 
 
 def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
@@ -104,14 +94,16 @@ def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
             tools[f"libra_tool_{found['what']}"][found["tool"]] = value
         elif not name.startswith(status.REPLACED):
             named["libra_" + re.sub(r"\W", "_", name, flags=re.ASCII)][name] = value
-    for family, values in tools.items():
-        yield _labelled(core.GaugeMetricFamily(family, "Of the last step.", labels=["tool"]), values)
-    for family, values in named.items():
-        first, *others = values
-        if others:
-            yield _labelled(core.GaugeMetricFamily(family, "Of the last step.", labels=["name"]), values)
-        else:
-            yield core.GaugeMetricFamily(family, f"{escapes.visible(first)} of the last step.", values[first])
+    for label, families in (("tool", tools), ("name", named)):
+        for family, values in families.items():
+            first, *others = values
+            if label == "name" and not others:
+                yield core.GaugeMetricFamily(family, f"{escapes.visible(first)} of the last step.", values[first])
+                continue
+            gauge = core.GaugeMetricFamily(family, "Of the last step.", labels=[label])
+            for called, value in values.items():
+                gauge.add_metric([escapes.visible(called)], value)
+            yield gauge
 
 
 class Endpoint:
@@ -130,8 +122,14 @@ class Endpoint:
 
     def __init__(self, config: config_lib.TelemetryConfig, run: status.RunStatus) -> None:
         self._run = run
-        self._token = _token(config)
-        # Not the global registry, which would add metrics of the Python process.
+        token = os.environ.get(config.token_env, "").strip() if config.token_env else ""
+        if config.token_env and not token:
+            raise protocols.ConfigError(
+                f"config.telemetry.token_env: the environment has no {config.token_env}, or an empty one; set it to a "
+                "secret, e.g. by `openssl rand -hex 32`"
+            )
+        self._token = token.encode()  # empty if readers need none
+        # Not the global registry: it would add metrics of the Python process, and refuse a second run's.
         metrics = registry.CollectorRegistry()
         metrics.register(Collector(run))
         self._metrics = prometheus_client.make_wsgi_app(metrics)
@@ -168,21 +166,17 @@ class Endpoint:
             return _sent(start_response, ("401 Unauthorized", "text/plain", text))
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _sent(start_response, ("405 Method Not Allowed", "text/plain", b"There is only GET here.\n"))
-        pages: dict[str, Callable[[], _Answer]] = {"/": self._screen, "/health": self._health}
-        path = environ["PATH_INFO"]
-        if path == "/metrics":
-            return self._metrics(environ, start_response)
-        if path in pages:
-            return _sent(start_response, pages[path]())
+        match environ["PATH_INFO"]:
+            case "/metrics":
+                return self._metrics(environ, start_response)
+            case "/":
+                page = screen.text(self._run.view()).encode()
+                return _sent(start_response, ("200 OK", "text/plain; charset=utf-8", page))
+            case "/health":
+                view = self._run.view()
+                line = "200 OK" if _is_well(view) else "503 Service Unavailable"
+                return _sent(start_response, (line, "application/json", json.dumps(view, indent=1).encode()))
         return _sent(start_response, ("404 Not Found", "text/plain", b"There are /, /health and /metrics.\n"))
-
-    def _screen(self) -> _Answer:
-        return "200 OK", "text/plain; charset=utf-8", screen.text(self._run.view()).encode()
-
-    def _health(self) -> _Answer:
-        view = self._run.view()
-        line = "200 OK" if _is_well(view) else "503 Service Unavailable"
-        return line, "application/json", json.dumps(view, indent=1).encode()
 
 
 def _is_well(view: Mapping[str, Any]) -> bool:
@@ -207,17 +201,6 @@ def _sent(start_response: Callable[..., Any], answer: _Answer) -> Iterable[bytes
         headers.append(("WWW-Authenticate", "Bearer"))
     start_response(line, headers)
     return [body]
-
-
-def _token(config: config_lib.TelemetryConfig) -> bytes:
-    """Returns the token that readers have to send. Empty if none is required."""
-    token = os.environ.get(config.token_env, "").strip() if config.token_env else ""
-    if config.token_env and not token:
-        raise protocols.ConfigError(
-            f"config.telemetry.token_env: the environment has no {config.token_env}, or an empty one; set it to a "
-            "secret, e.g. by `openssl rand -hex 32`"
-        )
-    return token.encode()
 
 
 class _Server(exposition.ThreadingWSGIServer):

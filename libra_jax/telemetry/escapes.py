@@ -1,12 +1,19 @@
-"""Makes text safe to show: no character of a model's or tool's text moves the cursor or reorders a line.
+"""Makes text safe to show: no character of a model's or tool's text moves the cursor, and settings show no secret.
 
 Every place that prints text uses `visible`: console, status screen, samples, error sentences and logs. The report uses
 it too, before HTML's own escapes.
+
+Settings that need a secret take the name of an environment variable (`api_key_env`, `telemetry.token_env`). A secret
+may still be given in the clear, for example in a header of an MCP server. Then `config.json`, `--dry_run` and Weights &
+Biases get `SECRET` instead (`redacted`). The config file and the command still contain it. Two runs that differ only in
+a secret count as the same run. A secret that neither its name nor its form reveals is not found.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 _HIDDEN = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 and C1 controls but tab and newline: ANSI, OSC and DCS sequences begin with one
@@ -53,3 +60,40 @@ def _json_escape(found: re.Match[str]) -> str:
     # JSON escapes characters beyond U+FFFF as a pair of UTF-16 units.
     units = found.group().encode("utf-16-be")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+SECRET = "<secret>"
+
+_NAMES = re.compile(
+    r"(^|[._-])(token|secret|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|secret[_-]?key"
+    r"|authorization|cookie)$",
+    re.IGNORECASE,
+)
+"""Pattern of the end of a field's name that holds a secret. Does not match `max_tokens`, `tokenizer` or `token_env`."""
+
+_VALUES = re.compile(
+    r"\b(hf_\w{20,}|sk-[\w-]{16,}|gh[opsur]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|ya29\.[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"
+    r"|[Bb]earer [\w.~+/-]{8,}=*|(?<=://)[^/\s:@]+:[^/\s@]+(?=@))"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*"
+)
+"""Pattern of the keys of common services, of JSON web tokens, private keys, and passwords in addresses."""
+
+_REFERENCE = re.compile(r"(\w+ )?\$\{(env:)?[A-Za-z_]\w*\}")
+"""Pattern of a reference to an environment variable, such as `Bearer ${MY_TOKEN}`. It is not secret itself."""
+
+
+def redacted(values: Any, name: str = "") -> Any:
+    """Returns the settings as plain values, with `SECRET` in place of secrets.
+
+    Args:
+      values: Nested mappings, lists and plain values.
+      name: Name of the field that holds the values.
+    """
+    if isinstance(values, Mapping):
+        return {key: redacted(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(redacted(value, name) for value in values)
+    if not isinstance(values, str) or not values or _REFERENCE.fullmatch(values):
+        return values
+    return SECRET if _NAMES.search(name) else _VALUES.sub(SECRET, values)

@@ -116,7 +116,12 @@ class RecordFile:
         self._pending_bytes = 0
 
     def _append(self, data: bytes) -> None:
-        if self._descriptor is not None and self._replaced(self._descriptor):
+        try:
+            # A resumed run cuts records back by renaming a new file over this one.
+            moved = self._descriptor is not None and os.stat(self.path).st_ino != os.fstat(self._descriptor).st_ino
+        except FileNotFoundError:
+            moved = True
+        if self._descriptor is not None and moved:
             os.close(self._descriptor)
             self._descriptor = None
             if not self.path.exists():
@@ -139,16 +144,6 @@ class RecordFile:
                 os.ftruncate(self._descriptor, self._end)
             raise
         self._end += written
-
-    def _replaced(self, descriptor: int) -> bool:
-        """Returns whether the path is another file now.
-
-        A resumed run cuts records back by renaming a new file over it.
-        """
-        try:
-            return os.stat(self.path).st_ino != os.fstat(descriptor).st_ino
-        except FileNotFoundError:
-            return True
 
     def close(self) -> None:
         """Flushes and closes the file. Idempotent."""
@@ -220,24 +215,18 @@ def damage(line: bytes) -> str:
         return "it is not JSON"
     if not isinstance(record, dict):
         return "it is not a JSON object"
-    return "its checksum is damaged" if _spoilt(line) else ""
-
-
-def _spoilt(line: bytes) -> bool:
-    """Returns whether a line ends with a damaged checksum: a damaged value, or a name with one wrong byte.
-
-    A line of another program may also end with a field of 32 hexadecimal digits, so the name has to be close to ours.
-    """
-    found = _SPOILT.search(line)
-    return found is not None and (found[1] is not None or _is_one_edit(found[2], b"checksum"))
-
-
-def _is_one_edit(name: bytes, other: bytes) -> bool:
-    """Returns whether one edit turns a text into another: a byte changed, removed or added."""
-    differ = (at for at, pair in enumerate(zip(name, other, strict=False)) if pair[0] != pair[1])
-    same = next(differ, min(len(name), len(other)))
-    rest, wanted = name[same:], other[same:]
-    return name != other and (rest[1:] == wanted[1:] or rest == wanted[1:] or rest[1:] == wanted)
+    if (found := _SPOILT.search(line)) is None:
+        return ""
+    # Either the value is damaged, or the name of the field has one wrong byte. A line of another program may also end
+    # with a field of 32 hexadecimal digits, so the name has to be one edit from ours: a byte changed, removed or added.
+    near = found[1] is not None
+    if not near:
+        name, ours = found[2], b"checksum"
+        differ = (at for at, pair in enumerate(zip(name, ours, strict=False)) if pair[0] != pair[1])
+        same = next(differ, min(len(name), len(ours)))
+        rest, wanted = name[same:], ours[same:]
+        near = name != ours and (rest[1:] == wanted[1:] or rest == wanted[1:] or rest[1:] == wanted)
+    return "its checksum is damaged" if near else ""
 
 
 def torn(line: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from libra_jax.telemetry import metric_names, timeline
+from libra_jax.telemetry import metrics, timeline
 
 
 class MemoryRecorder:
@@ -35,7 +35,7 @@ class MemoryRecorder:
         self.notes: list[str] = []
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        metric_names.check(scalars)
+        metrics.check(scalars)
         self.steps.append((step, dict(scalars)))
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:

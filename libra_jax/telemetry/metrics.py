@@ -1,4 +1,9 @@
-"""A training step's numbers: `metrics.jsonl`, TensorBoard, and Weights & Biases if the config asks for it.
+"""A training step's numbers: the registry of their names, and `metrics.jsonl`.
+
+`METRICS` has all names that a run writes to `metrics.jsonl`, TensorBoard, Weights & Biases and `/metrics`, with unit
+and meaning. The documentation's page of metrics is generated from it. A `strict` recorder refuses any other name; all
+recorders in the tests are strict. Numbers of a user's environment and reward functions have their own names under
+`agent/` and `reward/`.
 
 `metrics.jsonl` has one JSON object per training step, `{"step": 3, "reward/mean": 0.5, ...}`. It is strict JSON: a
 number that is not finite is written as null and named under `nonfinite`, for example
@@ -8,25 +13,230 @@ ones.
 
 from __future__ import annotations
 
-import importlib
+import functools
 import math
-import struct
-import sys
-import time
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from libra_jax import config as config_lib
-from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import files, redaction, samples, sinks
+from libra_jax.telemetry import files
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-WANDB_ID_FILE = "wandb_run_id"
-SAMPLE_COLUMNS = ["step", "rank", "reward", "rollout", "prompt", "turns"]
-"""Columns of the table of samples in Weights & Biases."""
+
+STRICT_VARIABLE = "LIBRA_JAX_STRICT_METRICS"
+"""Environment variable that makes recorders strict if it is not empty. Processes that tests start inherit it."""
+
+METRIC = "<metric>"
+"""Placeholder for another registered name."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a training step.
+
+    Attributes:
+      name: Name in `metrics.jsonl`. `<...>` stands for any text, and `<metric>` for another registered name.
+      unit: Unit of the number. "share" is from 0 to 1.
+      meaning: Meaning of the number, as a noun phrase.
+      source: Part of Libra-JAX that emits the number.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    source: str
+
+    def covers(self, name: str) -> bool:
+        """Returns whether a name is this metric's name or fits its pattern."""
+        if self.name.endswith(METRIC):
+            prefix = self.name.removesuffix(METRIC)
+            return name.startswith(prefix) and find(name.removeprefix(prefix)) is not None
+        return _pattern(self.name).fullmatch(name) is not None
+
+
+def find(name: str) -> Metric | None:
+    """Returns the metric with this name. None if the name is not registered."""
+    return _BY_NAME.get(name) or next((metric for metric in _PATTERNS if metric.covers(name)), None)
+
+
+def strict() -> bool:
+    """Returns whether recorders refuse names that are not registered."""
+    return bool(os.environ.get(STRICT_VARIABLE))
+
+
+def check(names: Iterable[str]) -> None:
+    """Refuses names that are not registered.
+
+    Raises:
+      ValueError: A name is not in `METRICS`.
+    """
+    for name in names:
+        if find(name) is None:
+            raise ValueError(f"{name!r} is no metric of {__name__}: add a row with its unit and meaning there.")
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    # Any text, slashes included: a tool or a user's function may have any name.
+    return re.compile(re.sub(r"<\w+>", ".+", re.escape(name)), re.DOTALL)
+
+
+def _table(source: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
+    return tuple(Metric(name, unit, meaning, source) for name, unit, meaning in rows)
+
+
+_STEP = _table(
+    "coordinator",
+    ("policy_version", "version", "version of the weights that the step made; evaluations use these weights"),
+    ("step/seconds", "seconds", "time from the end of the step before, an evaluation after this step included"),
+    ("rollout/seconds", "seconds", "time in which at least one group ran"),
+    ("rollout/wait_seconds", "seconds", "time in which training waited for its batch"),
+    ("train/seconds", "seconds", "time of the trainer's step"),
+    ("sync/seconds", "seconds", "time of the weight sync to all engines"),
+    ("checkpoint/seconds", "seconds", "time spent in checkpoints since the step before"),
+    ("coordinator/seconds_per_request", "seconds", "coordinator's own time for a request, a mean"),
+    ("tokens_per_second", "tokens/second", "tokens generated for training since the step before, over `step/seconds`"),
+    ("tokens/generated", "tokens", "tokens generated for training since the step before"),
+    ("tokens/trained", "tokens", "generated tokens of the batch that are not masked"),
+    ("tokens/mean", "tokens", "generated tokens of a rollout, mean over the batch"),
+    ("tokens/replaced", "tokens", "generated tokens of groups that were replaced"),
+    ("turns/mean", "turns", "turns of a rollout, mean over the batch"),
+    ("staleness/mean", "versions", "versions between a group's first dispatch and its training step, mean"),
+    ("staleness/max", "versions", "the same of the oldest group"),
+    ("rollout/masked", "share", "rollouts of the batch that the trainer masks because a limit cut them off"),
+    ("rollout/resumed", "count", "generations that failed and went on from their retained tokens"),
+    ("groups/replaced", "groups", "groups that were replaced instead of trained"),
+    (
+        "groups/replaced_<reason>",
+        "groups",
+        "those of one reason: environment, reward, zero_variance, stale, redundant",
+    ),
+    ("voids/attempts", "rollouts", "rollouts that a crash of their environment voided"),
+    ("voids/most_of_a_prompt", "rollouts", "most of them that one prompt had"),
+    ("finish/<reason>", "share", "rollouts that ended so: answered, length, max_turns, max_tokens, ..."),
+)
+
+_ROUTING = _table(
+    "dispatcher",
+    ("routing/moves", "requests", "requests that went on on another engine"),
+    ("routing/moved_tokens", "tokens", "tokens of context of the requests that moved"),
+    ("routing/transferred", "requests", "requests that moved with their KV cache"),
+    ("routing/judged", "rollouts", "finished rollouts with a routing decision after their first tool return"),
+    ("routing/one_shot_accuracy", "share", "judged rollouts whose decision named the bucket of their true length"),
+    ("routing/move_seconds", "seconds", "wait for the first token after a move, mean; prefill of the context included"),
+    ("routing/stay_seconds", "seconds", "wait for the first token without a move, mean"),
+)
+
+_TRAINER = _table(
+    "trainer",
+    ("loss", "1", "loss of the step"),
+    ("loss/policy", "1", "policy's part of the loss"),
+    ("loss/kl", "1", "KL penalty's part of the loss"),
+    ("loss/entropy", "1", "entropy bonus's part of the loss"),
+    ("grad_norm", "1", "norm of the gradient before clipping"),
+    ("skipped", "0 or 1", "1 if the step was skipped because its loss or gradient was not finite"),
+    ("learning_rate", "1", "learning rate of the step"),
+    ("entropy", "nats/token", "entropy of the policy, mean over trained tokens"),
+    ("kl/reference", "nats/token", "KL to the reference policy"),
+    ("kl/behaviour", "nats/token", "KL to the policy that sampled, over all trained tokens"),
+    ("clip/low_fraction", "share", "trained tokens whose ratio is clipped from below"),
+    ("clip/high_fraction", "share", "trained tokens whose ratio is clipped from above"),
+    ("clip/dual_fraction", "share", "trained tokens on which dual clipping acts"),
+    ("ratio/max", "1", "largest importance ratio of a trained token"),
+    ("correction/weight", "1", "off-policy correction's weight, mean over trained tokens"),
+    ("correction/weight_squared", "1", "its square, mean over trained tokens"),
+    ("correction/capped_fraction", "share", "trained tokens whose ratio is above the correction's cap"),
+    ("mismatch/kl", "nats/token", "KL between engine and trainer over tokens of the scoring version"),
+    ("mismatch/ratio_max", "1", "largest ratio between trainer and engine over tokens of the scoring version"),
+    ("mismatch/moved_kl", "nats/token", "`mismatch/kl` of rollouts that several engines served"),
+    ("mismatch/moved_log_prob_max", "nats", "largest difference of log-probabilities in those rollouts"),
+    ("offpolicy/kl", "nats/token", "KL over the tokens that older versions sampled"),
+    ("advantage/mean", "1", "advantage, mean over trained tokens"),
+    ("advantage/std", "1", "standard deviation of the advantage"),
+    ("advantage/min", "1", "smallest advantage"),
+    ("advantage/max", "1", "largest advantage"),
+    ("groups/without_gradient", "share", "groups whose trained tokens have no advantage"),
+    ("tokens/processed", "tokens", "tokens of the packed batch, prompts and tool returns included"),
+    ("padding_fraction", "share", "padding of the packed batch"),
+    ("micro_batches", "count", "micro-batches of the step"),
+    ("compiled_shapes", "count", "micro-batch programs compiled so far"),
+    ("target_probability", "share", "probability of a demonstration's token, mean; in `warm_start/` alone"),
+    (f"warm_start/{METRIC}", "", "trainer's number of the last warm-start step"),
+    ("trainer/restarts", "count", "restarts of the trainer in this session; only if there were any"),
+    ("trainer/replayed_steps", "steps", "training steps taken again after a restart of the trainer"),
+)
+
+_SHARES = _table(
+    "hybrid workers",
+    ("shares/micro_batches", "count", "micro-batches that hybrid workers computed in time"),
+    ("shares/late", "count", "micro-batches that came too late, so that the core computed them"),
+    ("shares/late/<worker>", "0 or 1", "1 if this worker's channel was closed for being late"),
+    ("shares/refused", "count", "micro-batches whose sums did not fit the step"),
+    ("shares/wait_seconds", "seconds", "time in which the core waited for hybrid workers"),
+    ("shares/bytes", "bytes", "gradient sums received from hybrid workers"),
+    ("hybrid/training", "workers", "hybrid workers that train"),
+    ("hybrid/epoch", "count", "membership generation of the hybrid pool"),
+    ("hybrid/now_seconds", "seconds", "step time predicted for the pool as it is"),
+    ("hybrid/then_seconds", "seconds", "step time predicted for the best other split of the pool"),
+)
+
+_PLANNER = _table(
+    "planner",
+    ("plan/step_seconds", "seconds", "step time that the planner predicted"),
+    ("plan/train_seconds", "seconds", "training time in it"),
+    ("plan/rollout_seconds", "seconds", "rollout time in it"),
+    ("plan/step_error", "share", "relative error of `plan/step_seconds`"),
+    ("plan/saved_seconds", "seconds", "step time predicted for the plan before the last move, less the measured one"),
+)
+
+_AGENTS = _table(
+    "rollouts",
+    ("agent/turns", "turns", "turns of a rollout"),
+    ("agent/tool_calls", "calls", "tool calls of a rollout"),
+    ("agent/tool_timeouts", "calls", "tool calls of a rollout that timed out"),
+    ("agent/tool_success", "share", "rollouts whose last tool call succeeded"),
+    ("agent/rewarded_after_tool", "share", "rollouts that were rewarded and had a successful tool call"),
+    ("agent/answered", "share", "rollouts that ended with an answer"),
+    ("agent/replay_differs", "share", "rollouts that dropped retained tokens because their replay differed"),
+    ("agent/returns_cut", "count", "tool returns of a rollout that were cut to leave room for an answer"),
+    ("agent/moves", "count", "moves of a rollout between engines"),
+    ("agent/close_failures", "share", "1 for each rollout whose environment failed to close"),
+    ("agent/<number>", "", "number that the environment reported, mean over the rollouts that have it"),
+    ("tool/<tool>/calls", "calls", "calls of a tool in the batch; the rarest tools are counted as `(other)`"),
+    ("tool/<tool>/failures", "calls", "calls of the tool that failed"),
+    ("tool/<tool>/timeouts", "calls", "calls of the tool that timed out"),
+    ("tool/<tool>/seconds", "seconds", "duration of a call, mean"),
+    ("tool/<tool>/payload_tokens", "tokens", "tokens that a call returned, mean"),
+)
+
+_REWARDS = _table(
+    "rewards",
+    ("reward/mean", "1", "reward, mean over the batch"),
+    ("reward/std", "1", "standard deviation of the reward over the batch"),
+    ("reward/environment", "1", "environment's own reward before its weight, mean"),
+    ("reward/<function>", "1", "value of a reward function before its weight, mean"),
+    ("reward/<function>/<number>", "", "number that the reward function reported, mean"),
+    ("reward_seconds/<function>", "seconds", "duration of a call of the reward function, mean"),
+    ("reward_cached/<function>", "share", "rollouts whose value was known from an earlier call"),
+)
+
+_EVALUATION = _table(
+    "evaluation",
+    ("evaluation/accuracy", "1", "reward on held-out tasks, mean"),
+    ("evaluation/unscored", "rollouts", "held-out rollouts whose environment crashed"),
+    ("evaluation/seconds", "seconds", "time of the evaluation"),
+    (f"evaluation/{METRIC}", "", "number of rollouts or rewards, over held-out rollouts"),
+)
+
+METRICS = (*_STEP, *_ROUTING, *_TRAINER, *_SHARES, *_PLANNER, *_AGENTS, *_REWARDS, *_EVALUATION)
+"""All metrics, in the order of the documentation."""
+
+_BY_NAME = {metric.name: metric for metric in METRICS if "<" not in metric.name}
+# Longer patterns come first, because `reward/<function>` would also cover `reward/<function>/<number>`.
+_PATTERNS = sorted((metric for metric in METRICS if "<" in metric.name), key=lambda metric: -metric.name.count("/"))
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
@@ -76,178 +286,3 @@ def read(path: Path) -> dict[int, dict[str, float]]:
         if isinstance(record.get("step"), int):
             steps.setdefault(record["step"], {}).update(decode(record))
     return dict(sorted(steps.items()))
-
-
-class MetricsFile(sinks.Sink):
-    """Writes `metrics.jsonl`."""
-
-    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
-        self._file = files.LineFile(workdir / METRICS_FILE, warn, guard)
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one step's object."""
-        self._file.append(encode(step, scalars))
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
-    """Returns tensorboardX's modules for event messages and record framing.
-
-    tensorboardX imports torch if it is installed, only to recognise its tensors. Telemetry uses plain numbers. A
-    process without torch, such as the simulator, must not pay seconds and hundreds of megabytes. So torch is hidden
-    meanwhile.
-    """
-    hidden = "torch" not in sys.modules
-    if hidden:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` raise ImportError
-    try:
-        events = importlib.import_module("tensorboardX.proto.event_pb2")
-        records = importlib.import_module("tensorboardX.record_writer")
-    finally:
-        if hidden:
-            del sys.modules["torch"]
-    return events, records
-
-
-def _tensorboard_folder(workdir: Path) -> Path:
-    """Returns the folder of the run's events. TensorBoard names a run after the folder with its events.
-
-    A resumed run keeps the folder of its first session, even if its workdir was renamed. Runs of an older version that
-    wrote into `tensorboard` itself continue there.
-    """
-    parent = workdir / TENSORBOARD_FOLDER
-    begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
-    return min(begun, default=parent / (workdir.resolve().name or "run"))
-
-
-class TensorBoardSink(sinks.Sink):
-    """Writes the scalars of a step as one TensorBoard event.
-
-    tensorboardX builds the messages, but this class writes the file. The thread of tensorboardX's writer dies on a full
-    disk, and its bounded queue would then block the event loop forever.
-
-    Args:
-      workdir: Folder of the run. Events go to `tensorboard/<name of the workdir>` in it, one file per session.
-      warn: Called with the warning of a full disk.
-      guard: Returns whether this run may still write there.
-    """
-
-    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
-        self._events, self._records = _import_tensorboardx()
-        folder = _tensorboard_folder(workdir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            earlier = [int(name.suffixes[-2][1:]) for name in folder.glob("events.out.tfevents.*.libra")]
-        except OSError as error:
-            warn(str(folder), f"{folder.name} cannot be made ({error.strerror or error}); the run goes on without it.")
-            earlier = []
-        # TensorBoard reads a folder's files in the order of their names, so the names number the sessions.
-        number = max(earlier, default=-1) + 1
-        self._file = files.RecordFile(folder / f"events.out.tfevents.{number:010d}.libra", warn, guard)
-        # TensorBoard expects the version of the format in the first event of a file.
-        self._write(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        self._purge = number > 0
-
-    def _write(self, event: Any) -> None:
-        data = event.SerializeToString()
-        checksum = self._records.masked_crc32c
-        length = struct.pack("<Q", len(data))
-        # TFRecord framing: length, checksum of the length, data, checksum of the data.
-        self._file.write(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
-
-    def _begin(self, step: int) -> None:
-        """Voids the events of earlier sessions from this session's first step on."""
-        if self._purge:
-            self._purge = False
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._write(self._events.Event(wall_time=time.time(), step=step, session_log=start))
-
-    def sample(self, sample: samples.Sample) -> None:
-        """Appends the best and the worst rollout of a step as text. All others are only in `samples.jsonl`."""
-        if sample.place == "middle":
-            return
-        self._begin(sample.step)
-        event = self._events.Event(wall_time=time.time(), step=sample.step)
-        kind = "evaluation_samples" if sample.evaluation else "samples"
-        value = event.summary.value.add(tag=f"{kind}/{sample.place}/text_summary")
-        value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.dtype = 7  # DT_STRING in TensorFlow's types
-        value.tensor.tensor_shape.dim.add(size=1)
-        # TensorBoard renders Markdown. Indented lines are code, and unlike a fence, no text in them can end the block.
-        indented = "".join(f"    {line}\n" for line in sample.text().splitlines())
-        value.tensor.string_val.append(indented.encode("utf-8", "replace"))
-        self._write(event)
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one step's event."""
-        self._begin(step)
-        event = self._events.Event(wall_time=time.time(), step=step)
-        for name, value in scalars.items():
-            event.summary.value.add(tag=name, simple_value=value)
-        self._write(event)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class WandbSink(sinks.Sink):
-    """Sends the scalars to Weights & Biases. A resumed workdir continues its run there.
-
-    Raises:
-      ConfigError: The package is missing, or does not start a run.
-    """
-
-    def __init__(self, run_config: config_lib.RunConfig, workdir: Path, warn: files.Warn) -> None:
-        self._warn = warn
-        self._rows: dict[str, list[list[Any]]] = {}
-        try:
-            self._wandb = wandb = importlib.import_module("wandb")
-        except ImportError:
-            raise ConfigError(
-                "config.telemetry.wandb_project: the wandb package is not installed; "
-                'install it with `pip install wandb`, or set the field to "" to leave it out'
-            ) from None
-        id_file = workdir / WANDB_ID_FILE
-        try:
-            self._run = wandb.init(
-                project=run_config.telemetry.wandb_project,
-                name=run_config.name,
-                # A resumed workdir has the id of its run there.
-                id=id_file.read_text().strip() if id_file.exists() else None,
-                resume="allow",
-                dir=str(workdir),
-                config=redaction.redacted(config_lib.to_dict(run_config)),
-            )
-            id_file.write_text(f"{self._run.id}\n")
-        except Exception as error:  # the errors of init have no common base class
-            raise ConfigError(f"config.telemetry.wandb_project: Weights & Biases did not start: {error}") from error
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Passes one step's numbers and samples to the package's own sender process."""
-        rows, self._rows = self._rows, {}
-        try:
-            tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
-            self._run.log({**scalars, **tables}, step=step)
-        except Exception as error:  # losing a viewer never stops a run, and the package may raise any error
-            self._warn("wandb", f"Weights & Biases does not take metrics any more ({error}); the run goes on without.")
-
-    def sample(self, sample: samples.Sample) -> None:
-        """Keeps a rollout for the table that is sent with the step's numbers."""
-        kind = "evaluation_samples" if sample.evaluation else "samples"
-        prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
-        row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
-        self._rows.setdefault(kind, []).append(row)
-
-    def close(self) -> None:
-        try:
-            self._run.finish()
-        except Exception as error:
-            self._warn("wandb", f"Weights & Biases did not finish its run ({error}).")

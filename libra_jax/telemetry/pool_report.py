@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.telemetry import figures, page, timeline
+from libra_jax.telemetry import page, timeline
 
 SIDES = ("rollout", "training")
 """Sides between which hybrid workers switch."""
@@ -47,21 +47,21 @@ _STALLS = {"training stalled": "training", "rollout stalled": "rollout"}
 _LOOKS = dict(
     zip(
         protocols.POOLS,
-        ((figures.GREEN, 0.9), (figures.GREEN, 0.45), (figures.MUTED, 0.3), (figures.BLUE, 0.45), (figures.BLUE, 0.9)),
+        ((page.GREEN, 0.9), (page.GREEN, 0.45), (page.MUTED, 0.3), (page.BLUE, 0.45), (page.BLUE, 0.9)),
         strict=True,
     )
 )
 """Colour and opacity of each pool: the colour of the side where it works, paler if its workers switch sides."""
 
-_FURTHER = (figures.TEAL, figures.ORANGE, figures.PURPLE)
+_FURTHER = (page.TEAL, page.ORANGE, page.PURPLE)
 """Colours of pools with other names."""
 
 _MARKS = {
-    "to training": ("^", figures.GREEN),
-    "to rollout": ("v", figures.BLUE),
-    MESH: ("D", figures.PURPLE),
-    "failed": ("X", figures.ORANGE),
-    "cancelled": ("X", figures.MUTED),
+    "to training": ("^", page.GREEN),
+    "to rollout": ("v", page.BLUE),
+    MESH: ("D", page.PURPLE),
+    "failed": ("X", page.ORANGE),
+    "cancelled": ("X", page.MUTED),
 }
 """Symbol and colour at the end of a transition."""
 
@@ -106,11 +106,6 @@ class Transition:
         """Kind of the transition: for example "rollout to training", or `MESH`."""
         return f"{self.source} to {self.target}" if self.source in SIDES and self.target in SIDES else MESH
 
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds. NaN if unknown."""
-        return self.end - self.start
-
 
 def parse(record: Mapping[str, Any]) -> Transition:
     """Reads a line of `transitions.jsonl`. Missing or invalid values become unknown; no line is refused."""
@@ -151,7 +146,7 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
     """Returns the data of the picture: times, and the devices of each pool from each time on.
 
     Pools are in the order of stacking. Pools that never had a device are left out, as are changes whose time is not
-    finite. The last time is the end. If there are more than `figures.MOST_POINTS` changes, time is divided into that
+    finite. The last time is the end. If there are more than `page.MOST_POINTS` changes, time is divided into that
     many intervals, and the last change in each is kept.
 
     Args:
@@ -161,10 +156,10 @@ def stacked(sizes: Sequence[timeline.PoolSizes], end: float) -> tuple[list[float
     changes = sorted((size for size in sizes if math.isfinite(size.start)), key=lambda size: size.start)
     if not changes:
         return [], {}
-    if len(changes) > figures.MOST_POINTS:
+    if len(changes) > page.MOST_POINTS:
         begin = changes[0].start
         # All changes may be at the same moment; any positive length will do then.
-        stretch = (changes[-1].start - begin) / figures.MOST_POINTS or 1.0
+        stretch = (changes[-1].start - begin) / page.MOST_POINTS or 1.0
         changes = list({int((change.start - begin) / stretch): change for change in changes}.values())
     named = dict.fromkeys(itertools.chain.from_iterable(change.devices for change in changes))
     order = [*protocols.POOLS, *(name for name in named if name not in protocols.POOLS)]
@@ -191,7 +186,7 @@ def marks(changes: Sequence[Transition]) -> dict[str, list[tuple[float, float]]]
 
 
 def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = (), end: float = 0.0) -> str:
-    """Draws devices by pool over time, with a mark above at the end of each transition. `figures.standalone` saves it.
+    """Draws devices by pool over time, with a mark above at the end of each transition. `page.standalone` saves it.
 
     Returns an empty text if there is nothing to see: no pool was recorded, or no time has passed.
 
@@ -224,10 +219,10 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
             style = {"marker": symbol, "markersize": 6, "linestyle": "", "label": name}
             axes.plot(ends, [1.07 * top] * len(ends), color=colour, **style)
         axes.set(xlim=(moments[0], moments[-1]), ylim=(0, 1.14 * top), xlabel=unit, ylabel="devices")
-        figures.whole_ticks(axes.yaxis)
-        figures.legend_above(axes, 5)
+        page.whole_ticks(axes.yaxis)
+        page.legend_above(axes, 5)
 
-    return figures.figure(picture, 3.4, wide=True)
+    return page.figure(picture, 3.4, wide=True)
 
 
 # Section --------------------------------------------------------------------------------------------------------
@@ -280,8 +275,8 @@ def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
     return (
         way,
         *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
-        _seconds(_median(change.seconds for change in done)),
-        _phases(phases),
+        _seconds(_median(change.end - change.start for change in done)),
+        ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items()),
         _size(_median(change.bytes for change in done)),
         *(_seconds(_stalled(changes, side)) for side in _STALLS.values()),
         "; ".join(named) + (f"; {further:,} more" if further else ""),
@@ -290,24 +285,24 @@ def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
 
 def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:
     heads = ("step", "worker", "from", "to", "outcome", "reason", "took", "phases", "moved", *_STALLS)
-    table = page.Table(heads, [_row(change) for change in changes[-MOST_ROWS:]])
+    rows = [
+        (
+            "-" if change.step is None else str(change.step),
+            change.worker,
+            change.source,
+            change.target,
+            f"{change.outcome}: {change.why}" if change.why else change.outcome,
+            change.reason,
+            _seconds(change.end - change.start),
+            ", ".join(f"{name} {_seconds(value)}" for name, value in change.phases.items()),
+            _size(change.bytes),
+            *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
+        )
+        for change in changes[-MOST_ROWS:]
+    ]
+    table = page.Table(heads, rows)
     note = f"The last {MOST_ROWS:,} of {len(changes):,}." if len(changes) > MOST_ROWS else ""
     return page.Section(title, table=table, note=note, wide=True, folded=folded)
-
-
-def _row(change: Transition) -> tuple[str, ...]:
-    return (
-        "-" if change.step is None else str(change.step),
-        change.worker,
-        change.source,
-        change.target,
-        f"{change.outcome}: {change.why}" if change.why else change.outcome,
-        change.reason,
-        _seconds(change.seconds),
-        _phases(change.phases),
-        _size(change.bytes),
-        *(_seconds(change.stall.get(side, math.nan)) for side in _STALLS.values()),
-    )
 
 
 def _median(values: Iterable[float]) -> float:
@@ -317,10 +312,6 @@ def _median(values: Iterable[float]) -> float:
 
 def _stalled(changes: Iterable[Transition], side: str) -> float:
     return sum(change.stall.get(side, 0.0) for change in changes)
-
-
-def _phases(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_seconds(value)}" for name, value in seconds.items())
 
 
 def _seconds(seconds: float) -> str:

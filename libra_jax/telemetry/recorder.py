@@ -1,22 +1,31 @@
-"""The run's recorder: one object that passes events to every sink that the config enables."""
+"""The run's recorder: passes events to every sink that the config enables, and cuts a resumed run's records back."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, live, metric_names, metrics, samples, sinks, timeline, trace
+from libra_jax.telemetry import console, files, metrics, samples, screen, sinks, timeline, trace
 
 FLUSH_SECONDS = 1.0
 """Longest time in seconds that a record waits in memory, if further records arrive."""
 
 LINE_FILES = (trace.TRACE_FILE, samples.SAMPLES_FILE, files.PLANS_FILE, files.TRANSITIONS_FILE)
 """Files of the workdir with one JSON object per record."""
+
+
+PARTIAL_SUFFIX = ".partial"
+
+TOLD = 3
+"""Number of damaged lines of a file that are named. Further ones are counted."""
 
 
 class _Warnings:
@@ -48,7 +57,7 @@ class RunRecorder:
       timeline_file: File for spans and pools.
       lines: File for the records of each of `LINE_FILES`, by its name.
       taking: All other sinks that record or show the run, called in this order.
-      strict: Whether to refuse names of metrics that are not registered (`metric_names`).
+      strict: Whether to refuse names of metrics that are not registered (`metrics`).
     """
 
     def __init__(
@@ -75,7 +84,7 @@ class RunRecorder:
             return
         numbers = metrics.plain(scalars)
         if self._strict:
-            metric_names.check(numbers)
+            metrics.check(numbers)
         for sink in self._sinks:
             sink.metrics(step, numbers)
         self.flush()
@@ -93,6 +102,7 @@ class RunRecorder:
     def sample(self, record: Mapping[str, Any]) -> None:
         """Records a line of `samples.jsonl`: a rollout as text. Viewers get it with the step's numbers."""
         self._append(samples.SAMPLES_FILE, record)
+        # Parsed once for all viewers, which need it as text.
         sample = samples.parse(record)
         for sink in () if self._closed else self._sinks:
             sink.sample(sample)
@@ -153,7 +163,7 @@ def create(
     guard: files.Guard = files.always,
     watcher: sinks.Sink | None = None,
 ) -> RunRecorder:
-    """Makes the recorder of a new or resumed run. A resumed run calls `resume.cut_back` before it records a step.
+    """Makes the recorder of a new or resumed run. A resumed run calls `cut_back` before it records a step.
 
     Args:
       config: Config of the run. `telemetry` selects the sinks.
@@ -171,15 +181,86 @@ def create(
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
     # Made before the console, because the files may already warn while they are opened.
     warn = _Warnings()
-    taking: list[sinks.Sink] = [metrics.MetricsFile(workdir, warn, guard)]
+    taking: list[sinks.Sink] = [sinks.MetricsFile(workdir, warn, guard)]
     if config.telemetry.tensorboard:
-        taking.append(metrics.TensorBoardSink(workdir, warn, guard))
+        taking.append(sinks.TensorBoardSink(workdir, warn, guard))
     if config.telemetry.wandb_project:
-        taking.append(metrics.WandbSink(config, workdir, warn))
+        taking.append(sinks.WandbSink(config, workdir, warn))
     timeline_file = timeline.TimelineFile(workdir, clock, warn, guard)
     lines = {name: files.LineFile(workdir / name, warn, guard) for name in LINE_FILES}
     if config.telemetry.console:
-        make = live.LiveConsole if sys.stdout.isatty() else console.PlainConsole
+        make = screen.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
     taking += [item for item in (watcher, warn.console) if item is not None]
-    return RunRecorder(clock, timeline_file, lines, taking, strict=metric_names.strict())
+    return RunRecorder(clock, timeline_file, lines, taking, strict=metrics.strict())
+
+
+def cut_back(workdir: Path, step: int) -> list[str]:
+    """Cuts the records of a run back to a checkpoint, before the resumed run records its first step.
+
+    Records whose `step` is at most `step` are kept, in the numbering of `Recorder.metrics` (-1 keeps none). A record of
+    `trace.jsonl` without a step goes with the record before it. Torn lines are removed. Damaged lines are removed and
+    named, because their numbers are not the recorded ones. Of the changed settings, only damaged lines are removed.
+
+    A new file is written beside each old one and renamed over it. So a kill in between loses nothing, and cutting twice
+    changes nothing. TensorBoard needs no cut, because the session's first step voids later events. The timeline is
+    kept, because it shows what the machines did, including repeated work.
+
+    Args:
+      workdir: Folder of the run. Missing files are not errors.
+      step: Last step whose records stay.
+
+    Returns:
+      A sentence for each file that was damaged.
+
+    Raises:
+      LibraError: A file cannot be read or replaced.
+    """
+    told = []
+    for name, last in (
+        (metrics.METRICS_FILE, step),
+        (trace.TRACE_FILE, step),
+        (samples.SAMPLES_FILE, step),
+        (files.PLANS_FILE, step),
+        (files.TRANSITIONS_FILE, step),
+        (files.CONFIG_HISTORY_FILE, sys.maxsize),
+    ):
+        try:
+            damaged = _cut(workdir / name, last)
+        except OSError as error:
+            raise protocols.LibraError(
+                f"{workdir / name} cannot be cut back to step {step} ({error.strerror or error}): see to the disk, and "
+                "give the same command again."
+            ) from error
+        if damaged:
+            further = f", and {len(damaged) - TOLD} further lines" if len(damaged) > TOLD else ""
+            lines = ", ".join(f"line {number} ({why})" for number, why in damaged[:TOLD])
+            told.append(f"{workdir / name} was damaged, and these lines are removed: {lines}{further}.")
+    return told
+
+
+def _cut(path: Path, step: int) -> list[tuple[int, str]]:
+    """Cuts one file. Returns the numbers of its damaged lines, and what is wrong with each."""
+    if not path.exists():
+        return []
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    keep, damaged = True, []
+    with path.open("rb") as old, partial.open("wb") as new:
+        for number, line in enumerate(old, start=1):
+            if not line.endswith(b"\n"):
+                if not files.torn(line):
+                    damaged.append((number, "its end is damaged"))
+                break
+            if why := files.damage(line):
+                damaged.append((number, why))
+                continue
+            recorded = json.loads(line).get("step")
+            if isinstance(recorded, int):
+                keep = recorded <= step
+            if keep:
+                new.write(line)
+        new.flush()
+        # On disk before the rename, or a power failure could leave an empty file behind the name.
+        os.fsync(new.fileno())
+    os.replace(partial, path)
+    return damaged

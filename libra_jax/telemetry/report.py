@@ -203,7 +203,13 @@ def sentences(run: Run) -> list[str]:
     out += _learning(run)
     if run.lengths:
         calls = sum(one.outcomes.total() for one in run.tools.tools.values())
-        called = f", with {calls:,} tool calls{_outcome(run, calls)}" if calls else ""
+        called = f", with {calls:,} tool calls" if calls else ""
+        # In numbers: a share would round a few failures away.
+        counts = {status: sum(one.of_status(status) for one in run.tools.tools.values()) for status in trace.STATUSES}
+        if lost := [f"{counts[status]:,} {verb}" for status, verb in OUTCOMES.items() if counts[status]]:
+            called += f" ({' and '.join(lost)})"
+        elif calls and counts["success"] == calls:
+            called += ", all successful"
         out.append(f"It generated **{sum(run.lengths):,} tokens** in {len(run.lengths):,} trajectories{called}.")
     out.append(tool_report.sentence(run.tools))
     if rates := run.curve("tokens_per_second"):
@@ -258,13 +264,6 @@ def _noise(before: Sequence[float], after: Sequence[float]) -> str:
     if difference < 0.005 or difference > STUDENT[2 * (size - 1)] * error:
         return ""
     return f"; steps vary by {math.sqrt(size) * error / math.sqrt(2):.2f}, so the difference is within the noise"
-
-
-def _outcome(run: Run, calls: int) -> str:
-    """Returns the number of failed tool calls in words. A share would round a few failures away."""
-    counts = {status: sum(one.of_status(status) for one in run.tools.tools.values()) for status in trace.STATUSES}
-    lost = [f"{counts[status]:,} {verb}" for status, verb in OUTCOMES.items() if counts[status]]
-    return f" ({' and '.join(lost)})" if lost else ", all successful" if counts["success"] == calls else ""
 
 
 def _moves(run: Run) -> str:

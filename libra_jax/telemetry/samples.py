@@ -112,7 +112,11 @@ def parse(record: Mapping[str, Any]) -> Sample:
         count = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
         pieces.append(Piece(f"turn {number}: policy{count}", str(turn.get("text") or ""), "model"))
         if turn.get("tool") or turn.get("returned"):
-            pieces.append(Piece(_tool_title(number, turn), str(turn.get("returned") or ""), "tool"))
+            title = f"turn {number}: environment"
+            if tool := turn.get("tool"):
+                seconds = _number(turn.get("tool_seconds"), 0)
+                title = escapes.visible(f"turn {number}: {tool}, {turn.get('status')}, {seconds:.2f} s")
+            pieces.append(Piece(title, str(turn.get("returned") or ""), "tool"))
     return Sample(
         step=record["step"],
         evaluation=bool(record.get("evaluation")),
@@ -123,14 +127,6 @@ def parse(record: Mapping[str, Any]) -> Sample:
         headline=_headline(record),
         pieces=pieces,
     )
-
-
-def _tool_title(number: int, turn: Mapping[str, Any]) -> str:
-    tool = turn.get("tool")
-    if not tool:
-        return f"turn {number}: environment"
-    seconds = _number(turn.get("tool_seconds"), 0)
-    return escapes.visible(f"turn {number}: {tool}, {turn.get('status')}, {seconds:.2f} s")
 
 
 def _headline(record: Mapping[str, Any]) -> str:

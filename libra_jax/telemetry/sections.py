@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.telemetry import figures, page, samples, timeline
+from libra_jax.telemetry import page, samples, timeline
 
 Steps = Mapping[int, Mapping[str, float]]
 """Numbers of each step, by their names in `metrics.jsonl`."""
@@ -42,11 +42,11 @@ MOST_SAMPLES = 2
 """Best, and worst, rollouts of the last step that are shown; of the first step it is one of each."""
 
 PART_COLOURS = {
-    "wait": figures.BLUE,
-    "training": figures.GREEN,
-    "weight update": figures.ORANGE,
-    "checkpoint": figures.PURPLE,
-    "other": figures.MUTED,
+    "wait": page.BLUE,
+    "training": page.GREEN,
+    "weight update": page.ORANGE,
+    "checkpoint": page.PURPLE,
+    "other": page.MUTED,
 }
 """Parts of a step's time, in the order in which they are stacked."""
 
@@ -87,8 +87,8 @@ class Plot:
     title: str
     curves: Mapping[str, str]
     note: str = ""
-    colour: str = figures.BLUE
-    scale: figures.Scale = "zero"
+    colour: str = page.BLUE
+    scale: page.Scale = "zero"
     percent: bool = False
     whole: bool = False
     smooth: bool = False
@@ -101,14 +101,14 @@ PLOTS = (
         "Staleness",
         {"staleness/max": ""},
         "Versions between a group's first dispatch and the step that trains on it; the oldest group of a step.",
-        colour=figures.TEAL,
+        colour=page.TEAL,
         whole=True,
     ),
     Plot(
         "Mismatch",
         {"mismatch/kl": ""},
         "KL between what the engines and the trainer say of the same tokens under the same weights.",
-        colour=figures.ORANGE,
+        colour=page.ORANGE,
         scale="log",
     ),
     Plot(
@@ -117,7 +117,7 @@ PLOTS = (
         "Requests that another instance went on with, a step. routing/move_seconds is how long they waited for its "
         "first tokens, the prefill of their context included; routing/stay_seconds how long those that did not move "
         "waited.",
-        colour=figures.TEAL,
+        colour=page.TEAL,
         whole=True,
         moving=True,
     ),
@@ -159,7 +159,7 @@ PLOTS = (
         {"tokens/mean": "tokens a rollout"},
         "Generated tokens, mean of each step. Growth without reward, or a collapse, is often a reward that is gamed.",
     ),
-    Plot("Loss", {"loss": ""}, colour=figures.GREEN, scale="free"),
+    Plot("Loss", {"loss": ""}, colour=page.GREEN, scale="free"),
 )
 
 
@@ -174,10 +174,10 @@ def reward(steps: Steps) -> list[page.Section]:
     out = []
     if rewards or evaluations:
         shown = [
-            figures.Line(rewards, "reward of the step", width=2.4, smooth=True),
-            figures.Line(evaluations, "held-out tasks", figures.ORANGE, dashed=True, width=1.2, marker="D"),
+            page.Line(rewards, "reward of the step", width=2.4, smooth=True),
+            page.Line(evaluations, "held-out tasks", page.ORANGE, dashed=True, width=1.2, marker="D"),
         ]
-        out.append(page.Section("Reward", figures.lines(shown, 3.6, wide=True, scale="share"), wide=True))
+        out.append(page.Section("Reward", page.lines(shown, 3.6, wide=True, scale="share"), wide=True))
     return out + reward_parts(steps)
 
 
@@ -190,25 +190,24 @@ def reward_parts(steps: Steps) -> list[page.Section]:
     lines, rows = [], []
     for index, name in enumerate(sorted(functions, key=lambda name: (name == "reward/environment", name))):
         called, known = name.removeprefix("reward/"), curve(steps, name)
-        colour, dashed = figures.COLOURS[index % len(figures.COLOURS)], index // len(figures.COLOURS) % 2 == 1
-        lines.append(figures.Line(figures.moving_mean(known, MEAN_STEPS), called, colour, dashed))
-        rows.append(_reward_row(steps, called, list(known.values())))
+        colour, dashed = page.COLOURS[index % len(page.COLOURS)], index // len(page.COLOURS) % 2 == 1
+        lines.append(page.Line(page.moving_mean(known, MEAN_STEPS), called, colour, dashed))
+        values = list(known.values())
+        # As in the report's first sentence: windows that share no step.
+        size = max(1, min(MEAN_STEPS, len(values) // 2))
+        seconds = list(curve(steps, f"reward_seconds/{called}").values())
+        cached = list(curve(steps, f"reward_cached/{called}").values())
+        row = (
+            called,
+            f"{sum(values[:size]) / size:z.3f}" if values else "",
+            f"{sum(values[-size:]) / size:z.3f}" if len(values) > 1 else "",
+            f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
+            f"{sum(cached) / len(cached):.0%}" if cached else "",
+        )
+        rows.append(row)
     table = page.Table(("function", "first", "last", "seconds a call", "known already"), rows)
-    picture = figures.lines(lines, 3.0, wide=True)
+    picture = page.lines(lines, 3.0, wide=True)
     return [page.Section("What the reward is made of", picture, table, note=REWARDS_NOTE, wide=True)]
-
-
-def _reward_row(steps: Steps, name: str, values: Sequence[float]) -> tuple[str, ...]:
-    size = max(1, min(MEAN_STEPS, len(values) // 2))  # as in the report's first sentence: windows that share no step
-    seconds = list(curve(steps, f"reward_seconds/{name}").values())
-    cached = list(curve(steps, f"reward_cached/{name}").values())
-    return (
-        name,
-        f"{sum(values[:size]) / size:z.3f}" if values else "",
-        f"{sum(values[-size:]) / size:z.3f}" if len(values) > 1 else "",
-        f"{sum(seconds) / len(seconds):.3g}" if seconds else "",
-        f"{sum(cached) / len(cached):.0%}" if cached else "",
-    )
 
 
 def plots(steps: Steps) -> list[page.Section]:
@@ -217,11 +216,11 @@ def plots(steps: Steps) -> list[page.Section]:
     for plot in PLOTS:
         lines = []
         for index, (name, called) in enumerate(plot.curves.items()):
-            colour = figures.COLOURS[index] if index else plot.colour
+            colour = page.COLOURS[index] if index else plot.colour
             stairs = plot.whole and not plot.moving
-            lines.append(figures.Line(curve(steps, name), called, colour, smooth=plot.smooth, stairs=stairs))
+            lines.append(page.Line(curve(steps, name), called, colour, smooth=plot.smooth, stairs=stairs))
         if any(any(line.values.values()) if plot.moving else line.values for line in lines):
-            picture = figures.lines(lines, scale=plot.scale, percent=plot.percent, whole=plot.whole)
+            picture = page.lines(lines, scale=plot.scale, percent=plot.percent, whole=plot.whole)
             out.append(page.Section(plot.title, picture, note=plot.note))
     return out
 
@@ -243,15 +242,15 @@ def step_parts(steps: Steps) -> dict[str, dict[int, float]]:
     return parts
 
 
-def step_times(parts: Mapping[str, figures.Curve]) -> list[page.Section]:
+def step_times(parts: Mapping[str, page.Curve]) -> list[page.Section]:
     """Returns the picture of a step's time by its parts."""
 
     def draw(axes: Any) -> None:
-        figures.stack(axes, parts, PART_COLOURS)
+        page.stack(axes, parts, PART_COLOURS)
         axes.set_ylabel("seconds")
-        figures.legend_above(axes, 3)
+        page.legend_above(axes, 3)
 
-    return [page.Section("Where a step's time goes", figures.figure(draw), note=PARTS_NOTE)] if parts else []
+    return [page.Section("Where a step's time goes", page.figure(draw), note=PARTS_NOTE)] if parts else []
 
 
 def plan(steps: Steps, decisions: Sequence[Mapping[str, Any]]) -> list[page.Section]:
@@ -264,34 +263,35 @@ def plan(steps: Steps, decisions: Sequence[Mapping[str, Any]]) -> list[page.Sect
     out = []
     if predicted := curve(steps, "plan/step_seconds"):
         evaluations = curve(steps, "evaluation/seconds")
+        # Predictions are of steps without an evaluation.
         measured = {step: value - evaluations.get(step, 0.0) for step, value in curve(steps, "step/seconds").items()}
         training = curve(steps, "plan/train_seconds")
         lines = [
-            figures.Line(measured, "step, measured"),
-            figures.Line(predicted, "step, predicted", figures.ORANGE, dashed=True, width=1.6),
-            figures.Line(training, "training, predicted", figures.GREEN, dashed=True, width=1.4),
+            page.Line(measured, "step, measured"),
+            page.Line(predicted, "step, predicted", page.ORANGE, dashed=True, width=1.6),
+            page.Line(training, "training, predicted", page.GREEN, dashed=True, width=1.4),
         ]
         moves = [int(decision["step"]) for decision in decisions if decision.get("moved")]
-        picture = figures.lines(lines, 3.0, wide=True, ylabel="seconds", scale="zero", marks={"move": moves})
+        picture = page.lines(lines, 3.0, wide=True, ylabel="seconds", scale="zero", marks={"move": moves})
         out.append(page.Section("Predicted and measured step times", picture, note=PLAN_NOTE, wide=True))
     if decisions:
         heads = ("after step", "why it looked", "present, s", "best, s", "move, s", "decision", "best plan")
-        table = page.Table(heads, [_decision(decision) for decision in decisions])
+        rows = []
+        for decision in decisions:
+            numbers = (decision[name] for name in ("present_seconds", "best_seconds", "move_seconds"))
+            seconds = ("∞" if number is None else f"{number:,.1f}" for number in numbers)
+            verdict = f"{'moved' if decision['moved'] else 'stayed'}: {decision['reason']}"
+            best = decision["plan"]
+            mesh = " x ".join(str(best[axis]) for axis in ("data", "fsdp", "tensor"))
+            rollout = ", ".join(
+                f"{bucket['count']} of degree {bucket['tensor_parallel']} to {bucket['max_remaining_tokens']:,} tokens"
+                for bucket in best["rollout"]
+            )
+            looked = str(decision["step"]), decision["why"]
+            rows.append((*looked, *seconds, verdict, f"train on {mesh}; {rollout}"))
+        table = page.Table(heads, rows)
         out.append(page.Section("Looks for a better plan", table=table, wide=True))
     return out
-
-
-def _decision(decision: Mapping[str, Any]) -> tuple[str, ...]:
-    numbers = (decision[name] for name in ("present_seconds", "best_seconds", "move_seconds"))
-    seconds = ("∞" if number is None else f"{number:,.1f}" for number in numbers)
-    verdict = f"{'moved' if decision['moved'] else 'stayed'}: {decision['reason']}"
-    best = decision["plan"]
-    mesh = " x ".join(str(best[axis]) for axis in ("data", "fsdp", "tensor"))
-    rollout = ", ".join(
-        f"{bucket['count']} of degree {bucket['tensor_parallel']} to {bucket['max_remaining_tokens']:,} tokens"
-        for bucket in best["rollout"]
-    )
-    return str(decision["step"]), decision["why"], *seconds, verdict, f"train on {mesh}; {rollout}"
 
 
 def lengths(generated_tokens: Sequence[int]) -> list[page.Section]:
@@ -300,27 +300,28 @@ def lengths(generated_tokens: Sequence[int]) -> list[page.Section]:
 
     if not generated_tokens:
         return []
+    # A logarithmic axis has no place for 0.
     values = numpy.maximum(1, numpy.asarray(generated_tokens))
     low, high = values.min(), values.max()
 
     def draw(axes: Any) -> None:
-        if high > figures.FAR * numpy.median(values):
+        if high > page.FAR * numpy.median(values):
             bins = numpy.geomspace(low, high + 1, 31)
             axes.set_xscale("log")
         else:
             width = max(1, -(-int(high - low + 1) // 30))
             bins = numpy.arange(low, high + width + 1, width)
-        axes.hist(values, bins=bins, color=figures.PURPLE, alpha=0.85)
+        axes.hist(values, bins=bins, color=page.PURPLE, alpha=0.85)
         places = {name: numpy.percentile(values, part) for name, part in (("median", 50), ("P90", 90))}
         for place in places.values():
-            axes.axvline(place, color=figures.INK, linewidth=1, linestyle=(0, (2, 2)))
+            axes.axvline(place, color=page.INK, linewidth=1, linestyle=(0, (2, 2)))
         text = " · ".join(f"{name} {place:,.0f}" for name, place in {**places, "longest": high}.items())
-        axes.set_title(text, loc="left", fontsize=figures.FONT)
+        axes.set_title(text, loc="left", fontsize=page.FONT)
         axes.set(xlabel="generated tokens", ylabel="trajectories")
-        figures.whole_ticks(axes.yaxis)
-        axes.xaxis.set_major_formatter(figures.thousands)
+        page.whole_ticks(axes.yaxis)
+        axes.xaxis.set_major_formatter(page.thousands)
 
-    return [page.Section("Trajectory lengths", figures.figure(draw))]
+    return [page.Section("Trajectory lengths", page.figure(draw))]
 
 
 def replaced(steps: Steps) -> page.Section:
@@ -369,11 +370,11 @@ def rollouts(found: Sequence[samples.Sample]) -> list[page.Section]:
 # Timeline -------------------------------------------------------------------------------------------------------
 
 _KINDS = (
-    ("weight update", figures.ORANGE, ("sync", "weight", "publish", "pause")),
-    ("evaluation", figures.TEAL, ("eval",)),
-    ("checkpoint", figures.MUTED, ("checkpoint", "save")),
-    ("training", figures.GREEN, ("train", "warm", "grad", "step")),
-    ("generating", figures.BLUE, ("generate", "decode", "prefill")),
+    ("weight update", page.ORANGE, ("sync", "weight", "publish", "pause")),
+    ("evaluation", page.TEAL, ("eval",)),
+    ("checkpoint", page.MUTED, ("checkpoint", "save")),
+    ("training", page.GREEN, ("train", "warm", "grad", "step")),
+    ("generating", page.BLUE, ("generate", "decode", "prefill")),
 )
 """Name and colour of each kind of span, and how names or tracks of its spans begin."""
 
@@ -398,12 +399,12 @@ def last_steps(spans: Sequence[protocols.Span]) -> list[page.Section]:
 def _kind(span: protocols.Span) -> tuple[str, str]:
     """Returns the kind and colour of a span, by its name, else by its track."""
     if span.track.startswith("tool"):
-        return "tool call", figures.PURPLE
+        return "tool call", page.PURPLE
     for text in (span.name.lower(), span.track.lower()):
         for name, colour, prefixes in _KINDS:
             if text.startswith(prefixes):
                 return name, colour
-    return "other", figures.MUTED
+    return "other", page.MUTED
 
 
 def busy_share(spans: Sequence[protocols.Span], start: float, end: float) -> float:
@@ -435,8 +436,8 @@ def _lanes(spans: Sequence[protocols.Span], start: float, end: float) -> str:
                 left, right, high = max(span.start, start) - start, min(span.end, end) - start, low + 0.86 * thick
                 corners = [(left, low), (right, low), (right, high), (left, high)]
                 boxes.setdefault(_kind(span), []).append(path.Path([*corners, corners[0]], closed=True))
-            axes.axhline(top, color=figures.GRID, linewidth=0.8)
-            named = figures.label(f"{track}  {busy_share(tracks[track], start, end):.0%} busy")
+            axes.axhline(top, color=page.GRID, linewidth=0.8)
+            named = page.label(f"{track}  {busy_share(tracks[track], start, end):.0%} busy")
             axes.text(-0.008, top + height / 2, named, transform=axes.get_yaxis_transform(), ha="right", va="center")
             top += height
         for (name, colour), rectangles in boxes.items():
@@ -445,6 +446,6 @@ def _lanes(spans: Sequence[protocols.Span], start: float, end: float) -> str:
             axes.add_patch(patches.PathPatch(whole, facecolor=colour, edgecolor="none", alpha=0.9, label=name))
         axes.set(xlim=(0, end - start), ylim=(top, 0), yticks=[], xlabel="seconds")
         axes.grid(False)
-        figures.legend_above(axes, len(boxes))
+        page.legend_above(axes, len(boxes))
 
-    return figures.figure(draw, 0.8 + 0.36 * sum(heights.values()), wide=True)
+    return page.figure(draw, 0.8 + 0.36 * sum(heights.values()), wide=True)

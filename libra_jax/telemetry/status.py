@@ -1,26 +1,30 @@
 """The current state of a run, for `status.json`, the health page and the live view. Also tells if a run is alive.
 
-`<workdir>/status.json` is replaced about once a second while the process lives (`heartbeat`). Clocks of different hosts
+`<workdir>/status.json` is replaced about once a second while the process lives (`Heartbeat`). Clocks of different hosts
 differ, so comparing times never decides if a run is alive. On the run's own host, its process decides. On other hosts,
 the file has to change while it is watched.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import json
 import logging
 import math
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from libra_jax import machine, protocols
-from libra_jax.telemetry import console, files, sinks
+from libra_jax import machine, protocols, user_code
+from libra_jax.telemetry import console, escapes, files, sinks
 
 STATUS_FILE = "status.json"
 
@@ -32,6 +36,11 @@ WATCH_SECONDS = 10.0
 
 LOOK_SECONDS = 0.25
 """Seconds between two checks of a watched file."""
+
+BEAT_SECONDS = 1.0
+
+STUCK_SECONDS = 20.0
+"""Seconds without an answer of the event loop after which standard error names the line that blocks it."""
 
 NOTES = 5
 REPLACED = "groups/replaced_"
@@ -142,10 +151,17 @@ class RunStatus(sinks.Sink):
     def view(self) -> dict[str, Any]:
         """Returns the whole state as plain values for JSON. Durations count until now."""
         now = self._clock()
-        # The waits that are nearest to their deadlines come first.
+        # The waits that are nearest to their deadlines come first, because a screen shows only a few.
         waits = sorted(self._waits(), key=lambda wait: -wait.seconds / wait.deadline)
         silent = now - self._answered
         seconds = (now if self._ended_at is None else self._ended_at) - self._began
+        problems = [
+            f"{wait.subject} has taken {wait.seconds:.0f} s of the {wait.deadline:g} s it may take."
+            for wait in waits
+            if wait.seconds > wait.deadline and not wait.queued
+        ]
+        if silent > SILENT_SECONDS:
+            problems.insert(0, f"The event loop has not answered for {silent:.0f} s.")
         return {
             **self._fixed,
             "step": self._step,
@@ -168,25 +184,12 @@ class RunStatus(sinks.Sink):
             "notes": list(self._notes),
             "endpoint": self.endpoint,
             "ended": self._ended,
-            "problems": [] if self._ended else _problems(silent, waits),
+            "problems": [] if self._ended else problems,
         }
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _problems(silent: float, waits: Sequence[Waiting]) -> list[str]:
-    """Returns the problems of a live run, as sentences."""
-    found = []
-    if silent > SILENT_SECONDS:
-        found.append(f"The event loop has not answered for {silent:.0f} s.")
-    found += [
-        f"{wait.subject} has taken {wait.seconds:.0f} s of the {wait.deadline:g} s it may take."
-        for wait in waits
-        if wait.seconds > wait.deadline and not wait.queued
-    ]
-    return found
 
 
 def _process_began(pid: int) -> int:
@@ -309,6 +312,7 @@ def _fingerprint(workdir: Path) -> tuple[Any, ...]:
     try:
         with (workdir / STATUS_FILE).open("rb") as file:  # opening makes a network file system ask its server
             found = os.fstat(file.fileno())
+            # Three signs: a heartbeat renames a new file, or only touches it, and clocks may have a coarse grain.
             return found.st_ino, found.st_mtime_ns, file.read()
     except OSError:
         return ()
@@ -332,3 +336,90 @@ def is_alive(workdir: Path, record: Record, seconds: float = WATCH_SECONDS) -> b
         # Another process may have the same id by now, so the time of its start is compared too.
         return _process_began(record["pid"]) == record["process_began"] != -1
     return changes_within(workdir, seconds)
+
+
+class Heartbeat:
+    """Watches the event loop in which it is created, until `close`.
+
+    Args:
+      workdir: Folder of the run.
+      run: State that is written.
+      guard: Returns whether this run may still write there.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        run: RunStatus,
+        *,
+        guard: files.Guard = files.always,
+    ) -> None:
+        self._file = workdir / STATUS_FILE
+        self._run = run
+        self._guard = guard
+        self._loop = asyncio.get_running_loop()
+        self._beats = 0
+        self._warned = False
+        self._told_stuck = False
+        self._thread_of_loop = threading.get_ident()
+        self._ended = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._beat, name="libra-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes the file a last time and ends the thread. Idempotent."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join(BEAT_SECONDS)
+            # A thread that is still alive hangs on a file server, which must not hold up the run's end.
+            if not self._thread.is_alive():
+                self._write()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                # A blocked loop does not run this, so that its silence grows in the view.
+                self._loop.call_soon_threadsafe(self._run.answered)
+            self._write()
+            self._look_for_stuck_loop()
+
+    def _look_for_stuck_loop(self) -> None:
+        """Names the line of a user's code that blocks the event loop, once per blockage.
+
+        This thread does it, because the blocked loop cannot.
+        """
+        seconds = self._run.view()["loop_silent_seconds"]
+        if seconds < STUCK_SECONDS:
+            self._told_stuck = False
+        elif not self._told_stuck:
+            self._told_stuck = True
+            place = user_code.running(sys._current_frames().get(self._thread_of_loop))
+            if place:
+                print(
+                    f"warning: {escapes.visible(place)}, has kept the event loop for {seconds:.0f} s, and nothing else "
+                    "of the run goes on meanwhile; call what blocks by asyncio.to_thread.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _write(self) -> None:
+        if not self._guard():
+            return
+        self._beats += 1
+        partial = self._file.with_suffix(".partial")
+        try:
+            partial.write_bytes(files.json_line({**self._run.view(), "beat": self._beats}))
+            # Replaced in one step: a reader sees the old content or the new one, never a part.
+            partial.replace(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                os.utime(self._file)  # this needs no room on the disk, and shows watchers that the run is alive
+            if not self._warned:
+                self._warned = True
+                problem = f"{self._file.name} cannot be written ({error.strerror or error})"
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    told = f"warning: {problem}; the run goes on without it."
+                    self._loop.call_soon_threadsafe(self._run.warn, told)

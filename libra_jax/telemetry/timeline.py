@@ -115,7 +115,8 @@ class TimelineFile:
         self._offset = self._end
         self._file = files.RecordFile(path, warn, guard)
         if resumed:
-            self._instant("session resumed", self._offset)
+            # i is an instant event; its scope g draws it over all tracks.
+            self._event({"name": "session resumed", "ph": "i", "s": "g", "ts": self._offset, "pid": 0, "tid": 0})
         else:
             self._file.write(b"[\n")
 
@@ -126,21 +127,16 @@ class TimelineFile:
         """
         good = 0
         for good, event in _whole_events(path):  # noqa: B007  # the last offset is used below
-            self._remember(event)
+            if event.get("ph") != "M":
+                self._end = max(self._end, event["ts"] + event.get("dur", 0))
+            elif event.get("name") == "process_name":
+                self._rows[event["args"]["name"]] = _Row(event["pid"])
         if path.exists():
             os.truncate(path, good)
         if good:
             with path.open("ab") as file:
                 file.write(b",\n")
         return good > 0
-
-    def _remember(self, event: Mapping[str, Any]) -> None:
-        if event.get("ph") == "M":
-            if event.get("name") == "process_name":
-                self._rows[event["args"]["name"]] = _Row(event["pid"])
-            return
-        end = event["ts"] + event.get("dur", 0)
-        self._end = max(self._end, end)
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
         """Adds a span. A span that began before the session is cut at its start. Not-finite times are dropped."""
@@ -153,7 +149,7 @@ class TimelineFile:
         if lane not in row.named:
             row.named.add(lane)
             self._metadata("thread_name", row.pid, lane, {"name": f"{track} {lane}" if lane else track})
-        # X is a complete event with a duration.
+        # X is a complete event with a duration. Pairs of B and E events would be torn apart by a kill.
         event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
         event.update(pid=row.pid, tid=lane)
         if arguments:
@@ -187,7 +183,8 @@ class TimelineFile:
     def close(self) -> None:
         """Ends the array, so that strict parsers can read the file too."""
         now = max(self._microseconds(self._clock()), self._end)
-        self._instant("session ended", now, last=True)
+        event = {"name": "session ended", "ph": "i", "s": "g", "ts": now, "pid": 0, "tid": 0}
+        self._file.write(files.json_line(event) + b"]\n")
         self._file.close()
 
     def _microseconds(self, seconds: float) -> int:
@@ -203,14 +200,6 @@ class TimelineFile:
 
     def _metadata(self, name: str, pid: int, tid: int, arguments: Mapping[str, Any]) -> None:
         self._event({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments})
-
-    def _instant(self, name: str, microseconds: int, last: bool = False) -> None:
-        # i is an instant event; its scope g draws it over all tracks.
-        event = {"name": name, "ph": "i", "s": "g", "ts": microseconds, "pid": 0, "tid": 0}
-        if last:
-            self._file.write(files.json_line(event) + b"]\n")
-        else:
-            self._event(event)
 
     def _event(self, event: Mapping[str, Any]) -> None:
         self._file.write(files.json_line(event)[:-1] + b",\n")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import escapes, figures, page, trace
+from libra_jax.telemetry import escapes, page, trace
 
 NOTE = (
     "Seconds and payload of a call: median, and what nine in ten stay below. Several calls of one output are one row, "
@@ -49,7 +49,7 @@ MOST_BARS = 24
 
 QUARTER = 4
 
-STATUS_COLOURS = {"success": figures.GREEN, "failure": figures.ORANGE, "timeout": figures.PURPLE}
+STATUS_COLOURS = {"success": page.GREEN, "failure": page.ORANGE, "timeout": page.PURPLE}
 """Colour of each status, in the order of stacking."""
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -104,11 +104,6 @@ class Tally:
             calls.seconds.append(_number(turn.get("tool_seconds")))
             calls.payload_tokens.append(_number(turn.get("payload_tokens")))
 
-    @property
-    def by_calls(self) -> list[tuple[str, Calls]]:
-        """The tools, most called first."""
-        return sorted(self.tools.items(), key=lambda item: (-item[1].outcomes.total(), item[0]))
-
 
 def sections(tally: Tally) -> list[page.Section]:
     """Returns tables and pictures. If no tool was called, returns only how rollouts ended."""
@@ -116,18 +111,34 @@ def sections(tally: Tally) -> list[page.Section]:
         return []
     steps = sorted({step for step, _ in tally.turns})
     early, late = _quarters(steps)
-    ends = page.Section("How rollouts ended", table=_ends(tally, early, late or early), note=ENDS_NOTE, wide=True)
+    first, last = _shares(tally.ends, early), _shares(tally.ends, late or early)
+    finishes = sorted({*first, *last}, key=lambda name: (-last.get(name, 0.0), -first.get(name, 0.0), str(name)))
+    shown = [(str(name), f"{first.get(name, 0.0):.1%}", f"{last.get(name, 0.0):.1%}") for name in finishes]
+    finished = page.Table(("how", f"steps {_range(early)}", f"steps {_range(late or early)}"), shown)
+    ends = page.Section("How rollouts ended", table=finished, note=ENDS_NOTE, wide=True)
     if not tally.tools:
         return [ends]
-    pictured = tally.by_calls[:MOST_TOOLS]
+    # The most called first.
+    by_calls = sorted(tally.tools.items(), key=lambda item: (-item[1].outcomes.total(), item[0]))
+    pictured = by_calls[:MOST_TOOLS]
+    # Each tool's panel has a row of its own on a phone, so the picture would grow without end.
     further = len(tally.tools) - MOST_TOOLS
     left_out = f"The {MOST_TOOLS} most called; {further} more are in the table." if further > 0 else ""
     heads = ("tool", "calls", *trace.STATUSES, "seconds", "P90", "longest", "payload tokens", "P90")
-    table = page.Table(heads, [_row(name, calls) for name, calls in tally.by_calls])
+    rows = []
+    for name, calls in by_calls:
+        counts = calls.outcomes.total(), *(calls.of_status(status) for status in trace.STATUSES)
+        row = (
+            name,
+            *(f"{count:,}" for count in counts),
+            *(_seconds(value) for value in _quantiles(calls.seconds, (0.5, 0.9, 1.0))),
+            *(f"{value:,.0f}" for value in _quantiles(calls.payload_tokens, (0.5, 0.9))),
+        )
+        rows.append(row)
     spans = {name: _quantiles(calls.seconds, SHARES) for name, calls in pictured}
     shares = {f"steps {_range(part)}": _shares(tally.turns, part) for part in ((early, late) if late else (early,))}
     return [
-        page.Section("Tools", table=table, note=NOTE, wide=True),
+        page.Section("Tools", table=page.Table(heads, rows), note=NOTE, wide=True),
         page.Section("Tool outcomes by step", draw_outcomes(dict(pictured), steps), note=left_out, wide=True),
         page.Section("Seconds of a call", draw_seconds(spans), note=SECONDS_NOTE),
         page.Section("Turns of a rollout", draw_turns(shares)),
@@ -152,23 +163,6 @@ def _quarters(steps: Sequence[int]) -> tuple[list[int], list[int]]:
     # Rounded up, so that a quarter has at least one step.
     size = -(-len(steps) // QUARTER)
     return list(steps[:size]), list(steps[-size:]) if len(steps) > 1 else []
-
-
-def _row(name: str, calls: Calls) -> tuple[str, ...]:
-    counts = calls.outcomes.total(), *(calls.of_status(status) for status in trace.STATUSES)
-    return (
-        name,
-        *(f"{count:,}" for count in counts),
-        *(_seconds(value) for value in _quantiles(calls.seconds, (0.5, 0.9, 1.0))),
-        *(f"{value:,.0f}" for value in _quantiles(calls.payload_tokens, (0.5, 0.9))),
-    )
-
-
-def _ends(tally: Tally, early: Sequence[int], late: Sequence[int]) -> page.Table:
-    first, last = _shares(tally.ends, early), _shares(tally.ends, late)
-    names = sorted({*first, *last}, key=lambda name: (-last.get(name, 0.0), -first.get(name, 0.0), str(name)))
-    rows = [(str(name), f"{first.get(name, 0.0):.1%}", f"{last.get(name, 0.0):.1%}") for name in names]
-    return page.Table(("how", f"steps {_range(early)}", f"steps {_range(late)}"), rows)
 
 
 def _shares(counts: Mapping[tuple[int, Any], int], steps: Iterable[int]) -> dict[Any, float]:
@@ -209,17 +203,17 @@ def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
         for axes, (name, calls) in zip(panels, by_tool.items(), strict=True):
             counts = calls.outcomes  # includes zeros, because stacked curves need the same steps
             parts = {status: {step: float(counts[step, status]) for step in steps} for status in STATUS_COLOURS}
-            figures.stack(axes, parts, STATUS_COLOURS)
+            page.stack(axes, parts, STATUS_COLOURS)
             axes.set_xlabel("")
-            figures.whole_ticks(axes.yaxis)
-            axes.set_title(figures.label(name), loc="left", fontsize=figures.FONT)
+            page.whole_ticks(axes.yaxis)
+            axes.set_title(page.label(name), loc="left", fontsize=page.FONT)
         whole = panels[0].figure
-        whole.supxlabel("training step", fontsize=figures.FONT, color=figures.MUTED)
-        whole.supylabel("calls", fontsize=figures.FONT, color=figures.MUTED)
+        whole.supxlabel("training step", fontsize=page.FONT, color=page.MUTED)
+        whole.supylabel("calls", fontsize=page.FONT, color=page.MUTED)
         handles, labels = panels[0].get_legend_handles_labels()
         whole.legend(handles, labels, loc="outside upper right", ncols=len(labels), handlelength=1)
 
-    return figures.figure(draw, 2.1, wide=True, panels=len(by_tool))
+    return page.figure(draw, 2.1, wide=True, panels=len(by_tool))
 
 
 def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
@@ -230,18 +224,18 @@ def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
     def draw(axes: Any) -> None:
         for place, values in enumerate(by_tool.values()):
             low, first, median, third, high = (max(value, least) for value in values)
-            style = {"color": figures.BLUE, "solid_capstyle": "butt"}
+            style = {"color": page.BLUE, "solid_capstyle": "butt"}
             axes.plot([low, high], [place, place], linewidth=1.4, **style)
             axes.plot([first, third], [place, place], linewidth=9, alpha=0.45, **style)
-            axes.plot([median], [place], color=figures.INK, marker="|", markersize=11, markeredgewidth=2.4)
-        if positive and max(positive) > figures.FAR * least:
+            axes.plot([median], [place], color=page.INK, marker="|", markersize=11, markeredgewidth=2.4)
+        if positive and max(positive) > page.FAR * least:
             axes.set_xscale("log")
         else:
             axes.set_xlim(left=0)
-        figures.name_rows(axes, list(by_tool))
+        page.name_rows(axes, list(by_tool))
         axes.set_xlabel("seconds")
 
-    return figures.figure(draw, 0.9 + 0.34 * max(4, len(by_tool)))
+    return page.figure(draw, 0.9 + 0.34 * max(4, len(by_tool)))
 
 
 def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
@@ -252,21 +246,21 @@ def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
     """
 
     def draw(axes: Any) -> None:
-        width, colours = 0.8 / len(shares), (figures.MUTED, figures.BLUE)
+        width, colours = 0.8 / len(shares), (page.MUTED, page.BLUE)
         for place, (name, counted) in enumerate(shares.items()):
             bars: dict[int, float] = {}
             for count, share in counted.items():
                 bars[min(count, MOST_BARS)] = bars.get(min(count, MOST_BARS), 0.0) + share
             at = [count + (place - (len(shares) - 1) / 2) * width for count in bars]
             axes.bar(at, list(bars.values()), width=width, color=colours[place % 2], alpha=0.85, label=name)
-        figures.whole_ticks(axes.xaxis)
+        page.whole_ticks(axes.xaxis)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         further = any(count > MOST_BARS for counted in shares.values() for count in counted)
         axes.set_xlabel("turns" + (f" ({MOST_BARS}: or more)" if further else ""))
         axes.set_ylabel("rollouts")
-        figures.legend_above(axes, 2)
+        page.legend_above(axes, 2)
 
-    return figures.figure(draw)
+    return page.figure(draw)
 
 
 def draw_left(states: Sequence[prediction_quality.State]) -> str:
@@ -276,16 +270,16 @@ def draw_left(states: Sequence[prediction_quality.State]) -> str:
     def draw(axes: Any) -> None:
         places = range(len(states))
         means = [state.mean for state in states]
-        axes.barh(places, means, color=figures.PURPLE, alpha=0.7, height=0.6, label="mean")
-        dots = {"color": figures.INK, "marker": "o", "markersize": 4, "linestyle": "", "label": "P90"}
+        axes.barh(places, means, color=page.PURPLE, alpha=0.7, height=0.6, label="mean")
+        dots = {"color": page.INK, "marker": "o", "markersize": 4, "linestyle": "", "label": "P90"}
         axes.plot([state.p90 for state in states], places, **dots)
         named = [f"{state.tool}, {state.status}, {prediction_quality.told(state.size_class)}" for state in states]
-        figures.name_rows(axes, named)
+        page.name_rows(axes, named)
         axes.set_xlim(left=0)
         axes.set_xlabel("tokens still generated")
-        figures.legend_above(axes, 2)
+        page.legend_above(axes, 2)
 
-    return figures.figure(draw, 0.9 + 0.3 * max(3, len(states)), wide=True)
+    return page.figure(draw, 0.9 + 0.3 * max(3, len(states)), wide=True)
 
 
 # Causal states --------------------------------------------------------------------------------------------------

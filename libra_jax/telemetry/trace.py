@@ -93,20 +93,17 @@ def _check_record(record: Mapping[str, Any], where: str) -> None:
     if not isinstance(turns, list):
         raise DataError(f'{where}: "turns" must be a list, not {turns!r}')
     for index, turn in enumerate(turns):
-        _check_turn(turn, f"{where}, turn {index}")
-
-
-def _check_turn(turn: Any, where: str) -> None:
-    _check(isinstance(turn, dict), where, "a turn must be a JSON object")
-    _check_count(turn, "generated_tokens", where)
-    _check_count(turn, "payload_tokens", where)
-    tool, status, seconds = turn.get("tool"), turn.get("status"), turn.get("tool_seconds")
-    _check(tool is None or isinstance(tool, str), where, f'"tool" must be a string or null, not {tool!r}')
-    _check(status is None or status in STATUSES, where, f'"status" must be one of {", ".join(STATUSES)} or null')
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= MOST_SECONDS
-    _check(
-        number, where, f'"tool_seconds" must be a number of at least 0 and at most {MOST_SECONDS:,.0f}, not {seconds!r}'
-    )
+        here = f"{where}, turn {index}"
+        _check(isinstance(turn, dict), here, "a turn must be a JSON object")
+        _check_count(turn, "generated_tokens", here)
+        _check_count(turn, "payload_tokens", here)
+        tool, status, seconds = turn.get("tool"), turn.get("status"), turn.get("tool_seconds")
+        _check(tool is None or isinstance(tool, str), here, f'"tool" must be a string or null, not {tool!r}')
+        _check(status is None or status in STATUSES, here, f'"status" must be one of {", ".join(STATUSES)} or null')
+        # bool is an int too.
+        number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= MOST_SECONDS
+        bounds = f"a number of at least 0 and at most {MOST_SECONDS:,.0f}"
+        _check(number, here, f'"tool_seconds" must be {bounds}, not {seconds!r}')
 
 
 def _check_count(holder: Mapping[str, Any], name: str, where: str) -> None:

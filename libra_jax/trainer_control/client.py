@@ -85,7 +85,14 @@ class TrainerProcesses:
 
     async def meet(self) -> None:
         """Connects several processes with each other, before they start."""
-        await self.call(TrainerProcess.join, await self.call(TrainerProcess.reserve))
+        await self.call_all(TrainerProcess.join, await self.first.call(TrainerProcess.reserve))
+
+    @property
+    def first(self) -> protocols.ActorHandle:
+        """Process 0. Raises WorkerLost if no process has been made."""
+        if not self._actors:
+            raise protocols.WorkerLost(f"{self.name} has no processes: make them first")
+        return self._actors[0]
 
     async def stop(self) -> None:
         """Ends and reaps every process, all at once because they leave together. Idempotent.
@@ -111,19 +118,16 @@ class TrainerProcesses:
             if error is not None:
                 raise error
 
-    async def call(
+    async def call_all(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Calls all processes at once, or process 0 alone (`FIRST_ALONE`). Returns the answer of process 0.
+        """Calls all processes at once. Returns the answer of process 0.
 
         Raises:
           WorkerLost: a process is gone, or no process has been made.
           LibraError: the call failed in a process. The other processes may wait for it, so no retry is possible.
         """
-        if not self._actors:
-            raise protocols.WorkerLost(f"{self.name} has no processes, and so no {method.__name__}: make them first")
-        if self.count == 1 or method in FIRST_ALONE:
-            return await self._actors[0].call(method, *args, **kwargs)
+        assert self.first
         # After an error the other processes may hang in a collective, so their calls are abandoned below.
         calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self._actors]
         try:
@@ -310,8 +314,9 @@ class TrainerClient:
         if self._catching_up and method in AT_ANY_TIME:
             raise protocols.TrainerLost(f"{self.name} was lost, and is being restarted")
         life, subject = self._life, "The trainer" if self.name == "trainer" else f"The trainer {self.name}"
-        work = self._processes.call(method, *args, **kwargs)
+        processes, alone = self._processes, self._processes.count == 1 or method in FIRST_ALONE
         try:
+            work = (processes.first.call if alone else processes.call_all)(method, *args, **kwargs)
             return await deadlines.limited(self._limits, limit, work, f"{subject}, asked to {what},")
         except protocols.WorkerLost as error:
             if life == self._life:  # otherwise a late error of former processes would condemn the present ones

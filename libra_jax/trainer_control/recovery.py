@@ -168,13 +168,22 @@ class Recovery:
             try:
                 return await work()
             except protocols.TrainerLost as error:
-                if self._task is None or not self.under_way:
-                    if self._trainer.lost is None:  # another caller has had it restarted
-                        continue
-                    # A task of its own: the caller that found the loss may be cancelled, and others wait for it, too.
-                    self._task = self._scope.start(self._restart(error), f"restart of {self._name}")
-                with turns.queued():  # each step of the restart has its own deadline
-                    await asyncio.shield(self._task)
+                await self.restarted(error)
+
+    async def restarted(self, error: protocols.TrainerLost) -> float:
+        """Returns once the lost trainer can be called again: the event loop's time. Call without the trainer's lock.
+
+        Raises:
+          WorkerLost: the trainer is not restarted; the message says why.
+        """
+        if self._task is None or not self.under_way:
+            if self._trainer.lost is None:  # another caller has had it restarted
+                return asyncio.get_running_loop().time()
+            # A task of its own: the caller that found the loss may be cancelled, and others wait for it, too.
+            self._task = self._scope.start(self._restart(error), f"restart of {self._name}")
+        with turns.queued():  # each step of the restart has its own deadline
+            await asyncio.shield(self._task)
+        return asyncio.get_running_loop().time()
 
     async def _watch(self) -> None:
         async def look() -> None:

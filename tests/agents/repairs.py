@@ -8,7 +8,8 @@ import shutil
 import pytest
 import sandboxes
 
-from libra_jax import config
+from libra_jax import config, protocols
+from libra_jax.agents.environments import repo_repair
 from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.sandbox import limits, pool
 from libra_jax.agents.tools import toolkit
@@ -54,6 +55,17 @@ def pytest_alone(folder):
     return str(packages)
 
 
+def cases(group):
+    """Runs a test with each value of a mapping, under its key."""
+    return pytest.mark.parametrize("made", group.values(), ids=group.keys())
+
+
+def checking(*lines, begin="from calc import *"):
+    """A hidden test that runs some lines."""
+    body = "".join(f"        {line}\n" for line in lines)
+    return {"tests/test_calc.py": f"import unittest\n{begin}\nclass T(unittest.TestCase):\n    def test(self):\n{body}"}
+
+
 @contextlib.contextmanager
 def judging(packages=()):
     """Lends a function that gives the verdict on the repository with some files changed; None removes one."""
@@ -82,3 +94,26 @@ def with_tools(work, use=("shell", "edit", "python")):
             return await work(tools)
 
     return asyncio.run(body())
+
+
+def task_of(**changes):
+    """The task of these tests with some fields changed."""
+    return protocols.Task("t", {**PAYLOAD, **changes})
+
+
+def attempted(*calls, task=None, **arguments):
+    """The results of an attempt's outputs; the last one ends it."""
+
+    async def work(tools):
+        environment = repo_repair.environment(tools, **arguments)
+        await environment.reset(task or task_of())
+        try:
+            results = [await environment.step(tools.format.write(*call)) for call in calls]
+            return [*results, await environment.step("done")]
+        finally:
+            await environment.close()
+
+    return with_tools(work)
+
+
+REPAIR = ("edit", {"command": "replace", "path": "calc.py", "old": "a - b", "new": "a + b"})

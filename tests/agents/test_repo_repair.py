@@ -2,15 +2,12 @@
 
 import asyncio
 import dataclasses
-import json
-import tarfile
 
 import pytest
 import repairs
 import sandboxes
 
 from libra_jax import config, protocols
-from libra_jax.agents import published, resolving
 from libra_jax.agents.environments import repo_repair
 from libra_jax.agents.repair import outcomes, snapshots, suites
 from libra_jax.agents.sandbox import pool
@@ -216,50 +213,28 @@ def test_what_runners_write_is_read_test_by_test(text, passed):
 # The environment --------------------------------------------------------------------------------------------------
 
 
-def task_of(**changes):
-    return protocols.Task("t", {**repairs.PAYLOAD, **changes})
-
-
-def attempted(*calls, task=None, **arguments):
-    """The results of an attempt's outputs; the last one ends it."""
-
-    async def work(tools):
-        environment = repo_repair.environment(tools, **arguments)
-        await environment.reset(task or task_of())
-        try:
-            results = [await environment.step(tools.format.write(*call)) for call in calls]
-            return [*results, await environment.step("done")]
-        finally:
-            await environment.close()
-
-    return repairs.with_tools(work)
-
-
-REPAIR = ("edit", {"command": "replace", "path": "calc.py", "old": "a - b", "new": "a + b"})
-
-
 def test_an_attempt_that_repairs_is_rewarded_and_one_that_does_nothing_is_not():
-    looked, changed, ended = attempted(("shell", {"command": "ls"}), REPAIR)
+    looked, changed, ended = repairs.attempted(("shell", {"command": "ls"}), repairs.REPAIR)
     assert looked.tool_returns[0].content == "README.md\ncalc.py\n"
     assert changed.tool_returns[0].status == "success"
     nothing = dict.fromkeys(("tests_overdue", "tests_deceived", "sandbox_broken", "files_refused"), 0.0)
     metrics = {"tests_passed": 3.0, "tests_total": 3.0, "patch_lines": 2.0, **nothing}
     assert (ended.done, ended.reward, ended.metrics) == (True, 1.0, metrics)
-    (ended,) = attempted()
+    (ended,) = repairs.attempted()
     assert (ended.done, ended.reward, ended.metrics["patch_lines"]) == (True, 0.0, 0.0)
-    (ended,) = attempted(partial=True)
+    (ended,) = repairs.attempted(partial=True)
     assert ended.reward == pytest.approx(1 / 3)
 
 
 def test_a_tool_that_hangs_is_data_and_the_attempt_goes_on():
-    task = task_of()
+    task = repairs.task_of()
 
     async def work(tools):
         environment = repo_repair.environment(tools)
         await environment.reset(task)
         box = environment._toolbox
         late = await box.session.shell("sleep 60", 0.3)
-        await environment.step(tools.format.write(*REPAIR))
+        await environment.step(tools.format.write(*repairs.REPAIR))
         ended = await environment.step("done")
         await environment.close()
         return late, ended
@@ -270,7 +245,7 @@ def test_a_tool_that_hangs_is_data_and_the_attempt_goes_on():
 
 def test_code_that_hangs_in_the_tests_is_worth_nothing_by_its_own_fault():
     spin = ("edit", {"command": "create", "path": "calc.py", "text": "while True: pass\n"})
-    *_, ended = attempted(spin, test_seconds=1.0)
+    *_, ended = repairs.attempted(spin, test_seconds=1.0)
     assert (ended.reward, ended.metrics["tests_overdue"]) == (0.0, 1.0)
 
 
@@ -286,8 +261,8 @@ def test_equal_repairs_are_judged_once(monkeypatch):
     async def work(tools):
         for _ in range(3):
             environment = repo_repair.environment(tools, prompt="{issue}")
-            await environment.reset(task_of())
-            await environment.step(tools.format.write(*REPAIR))
+            await environment.reset(repairs.task_of())
+            await environment.step(tools.format.write(*repairs.REPAIR))
             assert (await environment.step("done")).reward == 1.0
             await environment.close()
 
@@ -309,8 +284,8 @@ def test_a_run_that_came_to_nothing_is_judged_anew_the_next_time(monkeypatch):
         rewards = []
         for _ in range(3):
             environment = repo_repair.environment(tools, prompt="Mend: {issue}")
-            await environment.reset(task_of())
-            await environment.step(tools.format.write(*REPAIR))
+            await environment.reset(repairs.task_of())
+            await environment.step(tools.format.write(*repairs.REPAIR))
             rewards.append((await environment.step("done")).reward)
             await environment.close()
         return rewards
@@ -325,8 +300,8 @@ def test_as_many_attempts_as_there_are_sandboxes_do_not_block_each_other():
 
     async def attempt(tools, number):
         environment = repo_repair.environment(tools)
-        await environment.reset(task_of(issue=f"number {number}"))
-        await environment.step(tools.format.write(*REPAIR))
+        await environment.reset(repairs.task_of(issue=f"number {number}"))
+        await environment.step(tools.format.write(*repairs.REPAIR))
         await environment.step(tools.format.write("shell", {"command": f"echo {number} >number"}))
         ended = await environment.step("done")
         await environment.close()
@@ -354,187 +329,3 @@ def test_arguments_that_cannot_be_are_refused_by_name(arguments, sentence):
     tools = toolkit.Toolkit(config.ToolsConfig(use=arguments.pop("use", ("edit",))), repairs.SANDBOX, 9.5)
     with pytest.raises(protocols.ConfigError, match=sentence):
         repo_repair.environment(tools, **arguments)
-
-
-# Files ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def written(tmp_path):
-    """A file of one task whose repository is a folder, and of one whose repository is a tar."""
-    for folder, texts in (("repository", repairs.REPOSITORY), ("hidden", repairs.TESTS)):
-        for path, text in texts.items():
-            place = tmp_path / folder / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
-    with tarfile.open(tmp_path / "repository.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "repository", "repository-1.0")
-    rows = [
-        {"issue": f"Sums are off in {name}.", "repository": name, "tests": "hidden",
-         "FAIL_TO_PASS": list(repairs.NAMES), "command": command}
-        for name, command in (("repository", ""), ("repository.tar.gz", repairs.COMMAND))
-    ]  # fmt: skip
-
-    def write(**changes):
-        rows[1].update(changes)
-        lines = [json.dumps({key: value for key, value in row.items() if value is not None}) for row in rows]
-        (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-        return str(tmp_path / "tasks.jsonl")
-
-    return write
-
-
-def read(path, **arguments):
-    arguments = {"fail_to_pass_column": "FAIL_TO_PASS", "command_column": "command", "holdout": 0.0, **arguments}
-    return repo_repair.task_source(path, **arguments)
-
-
-def test_tasks_of_a_file_are_attempted_from_folder_and_tar(written):
-    source = read(written())
-    assert len(source) == 2
-    for index in range(2):
-        *_, ended = attempted(REPAIR, task=source.task(index))
-        assert ended.reward == 1.0
-
-
-LISTED = [{"path": path, "text": text} for path, text in {**repairs.TESTS, "tests/sums.json": "[23, 2]"}.items()]
-
-
-def test_tests_may_be_listed_and_bring_data_where_a_command_runs_them_or_the_repository_has_them_too(written):
-    known = [*LISTED[:-1], {"path": "README.md", "text": repairs.REPOSITORY["README.md"]}]
-    for changes in ({"tests": LISTED}, {"tests": known, "command": ""}):
-        source = read(written(**changes))
-        (task,) = (task for task in map(source.task, range(2)) if isinstance(task.payload["tests"], dict))
-        *_, ended = attempted(REPAIR, task=task)
-        assert ended.reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"repository": "nowhere"}, r"tasks\.jsonl, row 2: column 'repository': .*nowhere is no directory and no tar"),
-        ({"tests": "nowhere"}, r"tasks\.jsonl, row 2: column 'tests': .*nowhere is no directory"),
-        ({"repository": None}, r"tasks\.jsonl, line 2: no column 'repository'"),
-        ({"issue": None}, r"tasks\.jsonl, line 2: no column 'issue'"),
-        ({"FAIL_TO_PASS": "test_a"}, r"row 2: column 'FAIL_TO_PASS' must be a list of tests' names"),
-        ({"FAIL_TO_PASS": []}, r"row 2: a test command needs the names of tests"),
-        ({"command": "python -m unittest"}, r"row 2: 'python -m unittest' does not say which tests pass; add -v"),
-        ({"tests": []}, r"row 2: column 'tests' must hold one file at least"),
-        ({"tests": [{"path": "../a.py", "text": ""}]}, r"row 2: column 'tests' must be .* inside the repository"),
-        ({"tests": [{"path": "./a.py", "text": ""}]}, r"row 2: column 'tests' must be .* inside the repository"),
-        ({"tests": [{"path": "a.py"}]}, r"row 2: column 'tests' must be .* and a `text`, not \{'path': 'a.py'\}"),
-        ({"tests": LISTED, "command": ""}, r"row 2: column 'tests': the hidden tests bring 'tests/sums\.json'"),
-    ],
-)
-def test_a_row_that_cannot_be_attempted_is_a_sentence_that_names_it(written, changes, sentence):
-    with pytest.raises(protocols.DataError, match=sentence):
-        read(written(**changes))
-
-
-def test_a_converted_row_of_r2e_gym_is_attempted(tmp_path):
-    """With pytest itself, but none of the plugins that are installed beside it here."""
-    sandboxes.skip_without_bubblewrap()
-    code = repairs.TESTS["tests/test_calc.py"]
-    names = [name.partition("::")[2].replace("::", ".") for name in repairs.NAMES]
-    row = {
-        "repo_name": "calc",
-        "docker_image": "someone/calc_final:1",
-        "parsed_commit_content": json.dumps({"old_commit_hash": "a" * 40}),
-        "execution_result_content": json.dumps({"test_file_names": ["test_1.py"], "test_file_codes": [code]}),
-        "problem_statement": "Sums are off.",
-        "expected_output_json": json.dumps(dict.fromkeys(names, "PASSED")),
-    }
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    known = published.DATASETS["r2e_gym"]
-    (record,) = published.tasks(known, str(tmp_path / "rows.jsonl"), "train", published.Count())
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(record) + "\n")
-    with tarfile.open(tmp_path / record["repository"], "w") as archive:
-        for path, text in repairs.REPOSITORY.items():
-            (tmp_path / path).write_text(text)
-            archive.add(tmp_path / path, f"testbed/{path}")
-    task = read(str(tmp_path / "tasks.jsonl"), fail_to_pass_column="fail_to_pass").task(0)
-    packages = repairs.pytest_alone(tmp_path)
-
-    async def body(calls):
-        with_pytest = dataclasses.replace(repairs.SANDBOX, packages=(packages,))
-        async with toolkit.Toolkit(config.ToolsConfig(use=("edit",), describe=False), with_pytest) as tools:
-            environment = repo_repair.environment(tools, test_seconds=30.0)
-            await environment.reset(task)
-            for call in calls:
-                await environment.step(tools.format.write(*call))
-            ended = await environment.step("done")
-            await environment.close()
-            return ended.reward, ended.metrics["tests_passed"]
-
-    assert asyncio.run(body([REPAIR])) == (1.0, 3.0)
-    assert asyncio.run(body([])) == (0.0, 1.0)
-
-
-def test_tasks_without_their_fix_have_no_demonstrations(written):
-    source = read(written())
-
-    async def work(tools):
-        return repo_repair.environment(tools).demonstration(source.task(0))
-
-    with pytest.raises(protocols.ConfigError, match=r"warm_start\.steps: must be 0: .* come without their fix"):
-        repairs.with_tools(work)
-
-
-def test_a_repository_that_is_none_is_refused(tmp_path):
-    (tmp_path / "noise").write_text("noise")
-    with pytest.raises(protocols.DataError, match="not readable as a tar"):
-        snapshots.Snapshot.read(tmp_path / "noise", 1000)
-    with pytest.raises(protocols.DataError, match="no such directory or tar"):
-        snapshots.Snapshot.read(tmp_path / "nothing", 1000)
-    with pytest.raises(protocols.DataError, match="takes more than 3 bytes"):
-        snapshots.Snapshot.read(tmp_path, 3)
-
-
-def test_a_reason_in_the_log_has_no_escapes_and_an_end():
-    assert resolving.loggable("a\x1b[2Jb\n\u202e" + "c" * 999) == "a\\x1b[2Jb\\n\\u202e" + "c" * 292
-
-
-def test_lines_of_a_large_file_are_counted_only(monkeypatch):
-    monkeypatch.setattr(snapshots, "LONG_BYTES", 8)
-    before, after = ({"a": snapshots.File(text)} for text in (b"1\n2\n", b"3\n4\n"))
-    assert snapshots.changed_lines(before, after) == 4
-    assert snapshots.changed_lines(before, {"a": snapshots.File(b"5\n" * 9)}) == 7
-
-
-# What a session gives back ------------------------------------------------------------------------------------------
-
-
-def test_a_session_gives_its_regular_files_back():
-    sandboxes.skip_without_bubblewrap()
-
-    async def work(sandbox, session):
-        begun = snapshots.Snapshot.of_texts({"a/b.py": "1", "c": "2"}).pack()
-        await session.begin(begun)
-        untouched = await session.save(10_000)
-        await session.shell("echo 3 >d; chmod +x d; rm c; ln -s d e; mkfifo f; mkdir g; ln d h")
-        return begun, untouched, await session.save(100_000), await session.save(9000), await session.python("6 * 7")
-
-    begun, untouched, saved, refused, after = sandboxes.with_session(work)
-    assert untouched.archive == begun
-    files = snapshots.taken_over(saved.archive, 100_000)
-    assert {path: file.content for path, file in files.items()} == {"a/b.py": b"1", "d": b"3\n", "h": b"3\n"}
-    assert (files["d"].executable, files["a/b.py"].executable) == (True, False)
-    assert (refused.status, refused.archive) == ("failure", b"")
-    assert refused.text == "error: the files take more than 9000 bytes"
-    assert after.text == "42\n"
-
-
-def test_an_examination_gets_a_sandbox_that_served_nothing_and_serves_nothing_after():
-    sandboxes.skip_without_bubblewrap()
-
-    async def body():
-        async with pool.Sandbox(sandboxes.SMALL, warm=1) as sandbox:
-            await sandbox.run("1")
-            kept = list(sandbox._idle)
-            files = snapshots.Snapshot.of_texts({"f": "x"}).pack()
-            outcome = await sandbox.examine(files, "print(open('f').read())", 2.0)
-            return outcome, kept, [live for live in sandbox._live if live not in sandbox._idle]
-
-    outcome, kept, retired = asyncio.run(body())
-    assert (outcome.status, outcome.text) == ("success", "x\n")
-    assert not any(live.alive or live in kept for live in retired)

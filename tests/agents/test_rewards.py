@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import composition, scoring, worker
+from libra_jax.agents.rewards import actors, composition, scoring
 from libra_jax.cluster import inprocess
 
 TASK = protocols.Task("t", {"prompt": "12*34", "answer": "408"})
@@ -166,8 +166,8 @@ def test_waiting_for_a_turn_counts_for_no_deadline():
 
 
 def test_an_async_function_that_blocks_costs_no_other_attempt_its_reward(monkeypatch):
-    monkeypatch.setattr(worker, "PING_SECONDS", 0.1)
-    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(actors, "PING_SECONDS", 0.1)
+    monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.2)
     notes = []
 
     async def body(scorer):
@@ -187,7 +187,7 @@ def test_an_async_function_that_blocks_costs_no_other_attempt_its_reward(monkeyp
 
 
 def test_an_actor_with_too_many_calls_that_hang_is_made_anew(monkeypatch):
-    monkeypatch.setattr(worker, "MOST_HUNG", 3)
+    monkeypatch.setattr(actors, "MOST_HUNG", 3)
     notes = []
 
     async def body(scorer):
@@ -240,7 +240,7 @@ class MortalCluster:
 
     async def spawn(self, spec):
         self.names.append(spec.name)
-        self.actors[spec.name] = worker.create(**spec.arguments)
+        self.actors[spec.name] = actors.RewardWorker(**spec.arguments)
         return protocols.DirectHandle(spec.name, Mortal(self.actors[spec.name], self.deaths))
 
     async def stop(self, name):
@@ -326,17 +326,19 @@ def test_failures_are_never_kept():
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 12), max_size=40))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_the_cache_holds_the_most_recently_used_values(entries, asked):
-    kept, recent = composition.Cache(entries), []
-    for number in asked:
-        name = str(number).encode()
-        found = kept.get(name)
-        assert (found is not None) == (number in recent)
-        assert found is None or found.value == number
-        kept.put(name, worker.Outcome(float(number)))
+    async def body(scorer):
+        return [await scorer(TASK, scoring.Transcript("e" * number)) for number in asked]
+
+    recent = []
+    function = {"vowel": of("share_of", letter="e")}
+    for number, found in zip(
+        asked, with_scorer(body, function, environment_weight=0.0, cache_entries=entries), strict=True
+    ):
+        assert found.metrics["reward_cached/vowel"] == (number in recent)
+        assert found.metrics["reward/vowel"] == found.reward == (number > 0)
         recent = [*(other for other in recent if other != number), number][-entries:]
-    assert len(kept) == len(recent)
 
 
 _content = st.tuples(
@@ -438,5 +440,5 @@ def test_factories_are_tried_apart_and_a_slow_one_is_not_waited_for(monkeypatch)
     ):
         composition.try_factories(config.RewardConfig(functions={"mine": of("ending")}))
     monkeypatch.setattr(composition, "TRY_SECONDS", 0.1)
-    monkeypatch.setattr(worker, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.1)
     composition.try_factories(config.RewardConfig(functions={"mine": of("loading")}))

@@ -18,7 +18,7 @@ from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.coordinator import dispatch, instances, stopping
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -101,7 +101,7 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
     )
     cluster = cluster_create.create(config.cluster)
     recorder = memory.MemoryRecorder()
-    ending = failure.Ending()
+    ending = stopping.Ending()
     spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {"deltas": shape.deltas})
     engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
     seconds = []

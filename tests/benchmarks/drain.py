@@ -17,7 +17,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.coordinator import dispatch, instances, stopping
 from libra_jax.engines import client
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
@@ -60,7 +60,7 @@ async def measure() -> dict[str, Any]:
     )
     shape = models_config.load_preset("libra-tiny")
     cluster = cluster_create.create(config.cluster)
-    recorder, ending = memory.MemoryRecorder(), failure.Ending()
+    recorder, ending = memory.MemoryRecorder(), stopping.Ending()
     model = models_config.to_hf(shape)
     specs = [
         workload.engine_spec(name, config, model, cpu_cores=str(core), hybrid=name == MOVED)

@@ -15,7 +15,7 @@ import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.coordinator import dispatch, instances, stopping
 from libra_jax.planning import calibration
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, world
@@ -123,7 +123,7 @@ def serving(engines: int) -> float:
     return clock.run(_serving(engines), signals=False)
 
 
-def _made(hosts: int, each: int, ending: failure.Ending) -> tuple[configuration.RunConfig, Any, instances.Instances]:
+def _made(hosts: int, each: int, ending: stopping.Ending) -> tuple[configuration.RunConfig, Any, instances.Instances]:
     rollout = configuration.RolloutConfig(max_context=coordinator.MAX_CONTEXT)
     config = configuration.RunConfig(
         rollout=rollout, trainer=configuration.TrainerConfig(row_tokens=coordinator.MAX_CONTEXT)
@@ -145,7 +145,7 @@ def _made(hosts: int, each: int, ending: failure.Ending) -> tuple[configuration.
 
 
 async def _published(hosts: int, each: int, chunks: int, rounds: int) -> float:
-    ending, recorder = failure.Ending(), memory.MemoryRecorder()
+    ending, recorder = stopping.Ending(), memory.MemoryRecorder()
     config, cluster, engines = _made(hosts, each, ending)
     specs = {host: protocols.ActorSpec(f"relay-{host}", f"{__name__}:Relay", {}, host=host) for host in range(hosts)}
     passing = relay_tree.RelayTree(config, cluster=cluster, specs=specs, recorder=recorder)
@@ -169,7 +169,7 @@ async def _published(hosts: int, each: int, chunks: int, rounds: int) -> float:
 
 
 async def _health() -> float:
-    ending = failure.Ending()
+    ending = stopping.Ending()
     config, cluster, engines = _made(32, 8, ending)
     await engines.start()
     begin = time.process_time()
@@ -180,7 +180,7 @@ async def _health() -> float:
 
 
 async def _serving(count: int) -> float:
-    ending = failure.Ending()
+    ending = stopping.Ending()
     config, cluster, engines = _made(1, count, ending)
     await engines.start()
     scheduler = registry.create(config.scheduler, degrees=(1, 2, 4))
@@ -194,6 +194,6 @@ async def _serving(count: int) -> float:
     return spent
 
 
-async def _end(ending: failure.Ending, cluster: world.Cluster) -> None:
+async def _end(ending: stopping.Ending, cluster: world.Cluster) -> None:
     await ending.cancel_background(1.0)
     await cluster.shutdown()

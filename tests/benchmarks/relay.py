@@ -14,7 +14,7 @@ from benchmarks import bridge, weight_sync, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import failure, instances
+from libra_jax.coordinator import instances, stopping
 from libra_jax.models import config as models_config
 from libra_jax.telemetry import memory
 from libra_jax.weights import relay_tree, sync
@@ -41,7 +41,7 @@ async def measure(rounds: int) -> dict[str, Any]:
     )
     spec = workload.engine_spec(weight_sync.NAME, config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
-    recorder, ending = memory.MemoryRecorder(), failure.Ending()
+    recorder, ending = memory.MemoryRecorder(), stopping.Ending()
     specs = [dataclasses.replace(spec, host=1)]
     engines = instances.Instances(config, cluster=cluster, specs=specs, recorder=recorder, ending=ending)
     hosts = relay_tree.RelayTree(

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import composition, pool, scoring
+from libra_jax.agents.rewards import actors, composition, scoring
 from libra_jax.cluster import create
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
@@ -60,7 +60,7 @@ def test_a_killed_process_is_made_anew_and_no_attempt_loses_its_score():
 
 @pytest.mark.usefixtures("ray_session")
 def test_a_function_that_never_gives_up_the_interpreters_lock_costs_its_own_attempt_alone(monkeypatch):
-    monkeypatch.setattr(pool, "LOOK_SECONDS", 2.0)
+    monkeypatch.setattr(actors, "LOOK_SECONDS", 2.0)
     notes = []
 
     async def body(scorer):

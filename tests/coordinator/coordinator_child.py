@@ -11,7 +11,7 @@ import coordinator_doubles as doubles
 from libra_jax import protocols
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import checkpoints
-from libra_jax.telemetry import recorder, resume
+from libra_jax.telemetry import recorder
 
 CONFIG = doubles.make_config(
     steps=80,
@@ -22,7 +22,7 @@ CONFIG = doubles.make_config(
 
 
 async def main(workdir: Path) -> None:
-    resume.cut_back(workdir, checkpoints.newest_step(workdir))
+    recorder.cut_back(workdir, checkpoints.newest_step(workdir))
     record = recorder.create(CONFIG, workdir, asyncio.get_running_loop().time)
     coordinator = doubles.make_coordinator(
         CONFIG,

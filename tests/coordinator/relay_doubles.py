@@ -10,7 +10,7 @@ from typing import Any
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.coordinator import failure, instances
+from libra_jax.coordinator import instances, stopping
 from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client
@@ -165,7 +165,7 @@ class Hosts:
         )
         self.client = client.TrainerClient(processes, self.config.deadlines)
         self.names = {host: [f"engine-{host}.{number}" for number in range(engines)] for host in range(count)}
-        self.ending = failure.Ending()
+        self.ending = stopping.Ending()
         specs = [self._spec(name, "Engine", host, name=name) for host, names in self.names.items() for name in names]
         self.engines = instances.Instances(
             self.config, cluster=self.cluster, specs=specs, recorder=self.recorder, ending=self.ending

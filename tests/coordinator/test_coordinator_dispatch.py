@@ -11,7 +11,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, failure, instances
+from libra_jax.coordinator import dispatch, instances, stopping
 from libra_jax.engines import fake_engine
 from libra_jax.scheduling import baselines
 from libra_jax.telemetry import memory
@@ -36,7 +36,7 @@ def with_dispatcher(
 
     async def main() -> Any:
         config = doubles.make_config(rollout=rollout, deadlines={"first_token": 50.0})
-        ending, recorder = failure.Ending(), memory.MemoryRecorder()
+        ending, recorder = stopping.Ending(), memory.MemoryRecorder()
         specs = [protocols.ActorSpec(engine.name, ":", {}) for engine in engines]
         live = instances.Instances(
             config, cluster=doubles.DirectCluster(), specs=specs, recorder=recorder, ending=ending

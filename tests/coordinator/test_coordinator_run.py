@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from libra_jax import protocols
 from libra_jax.agents import samples
 from libra_jax.coordinator import checkpoints
-from libra_jax.telemetry import files, recorder, resume, trace
+from libra_jax.telemetry import files, recorder, trace
 from libra_jax.telemetry import samples as telemetry_samples
 from libra_jax.trainer_control import handover
 
@@ -150,7 +150,7 @@ def test_a_resumed_run_writes_the_samples_of_each_step_once(tmp_path):
         config = doubles.make_config(
             steps=steps, checkpoint={"every": 1}, telemetry={"console": False, "tensorboard": False}
         )
-        resume.cut_back(tmp_path, checkpoints.newest_step(tmp_path))
+        recorder.cut_back(tmp_path, checkpoints.newest_step(tmp_path))
         files = recorder.create(config, tmp_path, lambda: 0.0)
         doubles.Bench(config, tmp_path, recorder=files, samples=samples.Samples(1, 0, doubles.TokenText())).run()
         files.close()

@@ -10,7 +10,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import failure, instances
+from libra_jax.coordinator import instances, stopping
 from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 
@@ -214,7 +214,7 @@ def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_othe
             await asyncio.Event().wait()
 
     async def main():
-        ending = failure.Ending()
+        ending = stopping.Ending()
         config = doubles.make_config(deadlines={"transition": 20.0})
         made = instances.Instances(
             config,
@@ -245,7 +245,7 @@ def test_an_engine_that_does_not_come_back_from_sleep_is_named_with_the_deadline
             cluster=None,
             specs=[protocols.ActorSpec("engine-0", "", {})],
             recorder=memory.MemoryRecorder(),
-            ending=failure.Ending(),
+            ending=stopping.Ending(),
         )
         made.engines["engine-0"].state = "lost"
         sentence = r"engine-0 did not come back .* within 20 s and 30 s .*deadlines.transition or .*engine_start"

@@ -10,8 +10,8 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import failure, hybrid, instances, reports
-from libra_jax.elastic import switching
+from libra_jax.coordinator import instances, stopping
+from libra_jax.elastic import hybrid, switching
 from libra_jax.elastic.pool import State
 from libra_jax.telemetry import memory
 
@@ -127,7 +127,7 @@ class Bench:
                 trainer=self.trainer,
                 core_devices=1,
                 recorder=self.recorder,
-                ending=failure.Ending(),
+                ending=stopping.Ending(),
                 changed=lambda: None,
             )
         self.step = 0
@@ -151,8 +151,7 @@ class Bench:
                     left[name] = loop.time() - begin
         await self.workers.finish(shares, {}, seconds)
         self.step += 1
-        times = reports.StepTimes(step=seconds, rollout=seconds, train=seconds)
-        self.workers.after(self.step, reports.StepReport(self.step - 1, (), {}, times))
+        self.workers.after(self.step, hybrid.Step(seconds, seconds, 0.0, seconds, 0.0))
         return [(name, when) for name, when in left.items() if when is not None and name not in before]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import learning
+from libra_jax.coordinator import reports
 
 
 class Idle(doubles.RecordingTrainer):
@@ -37,7 +37,7 @@ def test_a_run_that_learns_nothing_says_once_what_to_look_at(tmp_path, monkeypat
 def told(*steps, **groups):
     """What a watch says of steps that report these metrics."""
     notes: list[str] = []
-    watch = learning.Watch(doubles.make_config(**groups), notes.append)
+    watch = reports.Watch(doubles.make_config(**groups), notes.append)
     for number, metrics in enumerate(steps, start=1):
         watch.look(number, {"reward/mean": 0.5, "reward/std": 0.5, "rollout/masked": 0.0, **metrics})
     return notes

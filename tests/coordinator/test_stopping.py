@@ -12,7 +12,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints, signals
+from libra_jax.coordinator import checkpoints, stopping
 
 GRACE, STEPS, GROUPS = 20.0, 5, 3
 
@@ -158,7 +158,7 @@ def test_a_closed_terminal_saves_as_a_scheduler_does(tmp_path):
 def test_a_process_started_with_nohup_ignores_a_closed_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signals.caught_ends() == [signal.SIGTERM]
+        assert stopping.caught_ends() == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
 

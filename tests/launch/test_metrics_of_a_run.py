@@ -8,12 +8,12 @@ import damage
 import pytest
 
 from libra_jax import config
-from libra_jax.telemetry import metric_names, metrics
+from libra_jax.telemetry import metrics
 
 
 @pytest.mark.slow
 def test_every_name_of_an_embedded_run_is_registered(tmp_path, monkeypatch):
-    monkeypatch.delenv(metric_names.STRICT_VARIABLE, raising=False)  # all of its names are wanted, not the first one
+    monkeypatch.delenv(metrics.STRICT_VARIABLE, raising=False)  # all of its names are wanted, not the first one
     settings = dataclasses.replace(
         damage.settings(),
         evaluation=config.EvaluationConfig(every=1, tasks=2),
@@ -23,4 +23,4 @@ def test_every_name_of_an_embedded_run_is_registered(tmp_path, monkeypatch):
     names = set().union(*steps.values())
     assert sorted(steps) == [0, 1, 2, 3]
     assert {"loss", "evaluation/accuracy", "reward/varying", "agent/turns"} <= names
-    assert [name for name in sorted(names) if metric_names.find(name) is None] == []
+    assert [name for name in sorted(names) if metrics.find(name) is None] == []

@@ -87,7 +87,7 @@ def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, 
         cluster=config.ClusterConfig(backend="ray"),
     )
     with pytest.raises(protocols.ConfigError, match=sentence):
-        preflight._check_processes(run)
+        preflight._check_placement(run, here=False)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sent
         cluster=config.ClusterConfig(backend="ray", address="head:6379", accelerators_per_host=each),
     )
     with pytest.raises(protocols.ConfigError, match=sentence) if sentence else contextlib.nullcontext():
-        preflight._check_hosts(run)
+        preflight._check_placement(run, here=False)
         preflight._check_elastic(run)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from libra_jax import config
 from libra_jax.runs import workdirs
-from libra_jax.telemetry import redaction
+from libra_jax.telemetry import escapes
 
 KEY = "sk-" + "a1" * 16
 
@@ -14,27 +14,27 @@ KEY = "sk-" + "a1" * 16
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"headers": {"Authorization": "anything"}}, {"headers": {"Authorization": redaction.SECRET}}),
+        ({"headers": {"Authorization": "anything"}}, {"headers": {"Authorization": escapes.SECRET}}),
         (
             {"env": {"SERVICE_API_KEY": "x", "PATH": "/bin"}},
-            {"env": {"SERVICE_API_KEY": redaction.SECRET, "PATH": "/bin"}},
+            {"env": {"SERVICE_API_KEY": escapes.SECRET, "PATH": "/bin"}},
         ),
-        ({"command": ["serve", f"--key={KEY}"]}, {"command": ["serve", f"--key={redaction.SECRET}"]}),
-        ({"url": "https://me:pass@host/path"}, {"url": f"https://{redaction.SECRET}@host/path"}),
-        ({"note": f"uses {KEY}, really"}, {"note": f"uses {redaction.SECRET}, really"}),
-        ({"key": ("x-api-key", "Bearer abcdefgh123=")}, {"key": ("x-api-key", redaction.SECRET)}),
+        ({"command": ["serve", f"--key={KEY}"]}, {"command": ["serve", f"--key={escapes.SECRET}"]}),
+        ({"url": "https://me:pass@host/path"}, {"url": f"https://{escapes.SECRET}@host/path"}),
+        ({"note": f"uses {KEY}, really"}, {"note": f"uses {escapes.SECRET}, really"}),
+        ({"key": ("x-api-key", "Bearer abcdefgh123=")}, {"key": ("x-api-key", escapes.SECRET)}),
         ({"password": ""}, {"password": ""}),
         ({"password": "${MY_PASSWORD}"}, {"password": "${MY_PASSWORD}"}),
-        ({"password": "${MY_PASSWORD:-hunter2}"}, {"password": redaction.SECRET}),
+        ({"password": "${MY_PASSWORD:-hunter2}"}, {"password": escapes.SECRET}),
     ],
 )
 def test_what_looks_like_a_secret_by_its_name_or_by_itself_is_left_out(values, expected):
-    assert redaction.redacted(values) == expected
+    assert escapes.redacted(values) == expected
 
 
 def test_settings_without_a_secret_stay_as_they_are():
     settings = config.to_dict(config.RunConfig(telemetry=config.TelemetryConfig(port=-1, token_env="LIBRA_TOKEN")))
-    assert redaction.redacted(settings) == settings
+    assert escapes.redacted(settings) == settings
 
 
 def test_a_workdir_holds_no_secret_and_another_one_is_no_other_run(tmp_path, monkeypatch):

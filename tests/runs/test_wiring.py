@@ -190,7 +190,7 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
 def test_each_process_of_a_trainer_has_its_own_share_of_the_devices(platform, shares, gpus, tmp_path):
     mesh = config.TrainerConfig(platform=platform, fsdp=4, processes=2)
     run = config.RunConfig(trainer=mesh, cluster=config.ClusterConfig(backend="ray"))
-    preflight._check_processes(run)
+    preflight._check_placement(run, here=False)
     specs = [wiring.trainer_processes(run, tmp_path)(process, 2) for process in range(2)]
     assert [spec.environment for spec in specs] == shares
     assert [spec.arguments["process"] for spec in specs] == [0, 1]

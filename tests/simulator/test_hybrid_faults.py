@@ -17,8 +17,7 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import hybrid
-from libra_jax.elastic import switching
+from libra_jax.elastic import hybrid, switching
 from libra_jax.elastic.pool import State
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world

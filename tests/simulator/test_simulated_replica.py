@@ -7,7 +7,7 @@ import asyncio
 import simulator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.simulator import clock, replica, trainer
+from libra_jax.simulator import clock, trainer, training_side
 
 SHARES = (protocols.Share("r", 1, 0.5),)
 
@@ -16,9 +16,9 @@ def on_clock(work, count):
     """Runs `work(trainer, replica, batch)` with a replica that has joined and `count` trajectories to train on."""
 
     async def main():
-        channels, model = replica.Channels(), doubles.model()
+        channels, model = training_side.Channels(), doubles.model()
         core = trainer.Trainer(model, 1, trainer.TrainingLog(), channels=channels, late_seconds=100.0)
-        made = replica.Replica(
+        made = training_side.Replica(
             "r", devices=1, model=model, channels=channels, train_seconds=lambda lengths: float(len(lengths))
         )
         address = await core.listen("r", 1)

@@ -9,7 +9,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.simulator import clock, replica, trainer
+from libra_jax.simulator import clock, trainer, training_side
 
 LATE_SECONDS = 3.0
 
@@ -31,11 +31,11 @@ def step(**arrivals: float) -> tuple[dict[str, float], float, float]:
     """
 
     async def main():
-        loop, channels, log = asyncio.get_running_loop(), replica.Channels(), trainer.TrainingLog()
+        loop, channels, log = asyncio.get_running_loop(), training_side.Channels(), trainer.TrainingLog()
         model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
         made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS)
         shares = [protocols.Share(member, 1, 0.25) for member in arrivals]
-        _, parts = replica.split([10] * 4, shares)
+        _, parts = training_side.split([10] * 4, shares)
         for member, seconds in arrivals.items():
             channels.listening[member] = channels.connected[member] = 1
             loop.call_later(seconds, channels.send, member, 1, 0, parts[member])
@@ -75,10 +75,10 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
     async def main():
         model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
         log, shares = trainer.TrainingLog(), [protocols.Share("a", 1, 1 / 3)]
-        channels = replica.Channels()
+        channels = training_side.Channels()
         channels.listening["a"] = 1
         made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS, masks=masks)
-        member = replica.Replica(
+        member = training_side.Replica(
             "a",
             devices=1,
             model=types.SimpleNamespace(load_seconds=lambda _: 0.0, weight_bytes=0),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from libra_jax import config
-from libra_jax.telemetry import memory, metric_names, recorder
+from libra_jax.telemetry import memory, metrics, recorder
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("agents", "algorithms", "coordinator", "elastic", "planning", "simulator", "training", "trainer_control")
@@ -38,14 +38,14 @@ NAME = re.compile(r"[a-z_]+(/[a-z_]+)+")
     ],
 )
 def test_a_name_is_found_by_itself_or_by_its_pattern(name, registered):
-    found = metric_names.find(name)
+    found = metrics.find(name)
     assert (found and found.name) == registered
 
 
 def test_every_metric_is_registered_once_with_a_meaning():
-    names = [metric.name for metric in metric_names.METRICS]
+    names = [metric.name for metric in metrics.METRICS]
     assert len(names) == len(set(names))
-    assert all(metric.meaning and metric.source for metric in metric_names.METRICS)
+    assert all(metric.meaning and metric.source for metric in metrics.METRICS)
 
 
 def test_recorders_of_tests_refuse_a_name_that_is_not_registered(tmp_path):
@@ -53,13 +53,13 @@ def test_recorders_of_tests_refuse_a_name_that_is_not_registered(tmp_path):
         config.RunConfig(telemetry=config.TelemetryConfig(console=False, tensorboard=False)), tmp_path, lambda: 0.0
     )
     for one in (files, memory.MemoryRecorder()):
-        with pytest.raises(ValueError, match=r"'invented/number' is no metric of libra_jax\.telemetry\.metric_names"):
+        with pytest.raises(ValueError, match=r"'invented/number' is no metric of libra_jax\.telemetry\.metrics"):
             one.metrics(1, {"loss": 1.0, "invented/number": 2.0})
     files.close()
 
 
 def test_a_recorder_of_users_records_every_name(tmp_path, monkeypatch):
-    monkeypatch.delenv(metric_names.STRICT_VARIABLE)
+    monkeypatch.delenv(metrics.STRICT_VARIABLE)
     one = recorder.create(config.RunConfig(telemetry=config.TelemetryConfig(console=False)), tmp_path, lambda: 0.0)
     one.metrics(1, {"invented/number": 2.0})
     one.close()
@@ -67,7 +67,7 @@ def test_a_recorder_of_users_records_every_name(tmp_path, monkeypatch):
 
 
 def test_the_metrics_of_the_golden_step_are_registered():
-    metric_names.check(json.loads((ROOT / "tests" / "training" / "golden_step.json").read_text()))
+    metrics.check(json.loads((ROOT / "tests" / "training" / "golden_step.json").read_text()))
 
 
 def written(tree: ast.AST) -> Iterator[str]:
@@ -89,4 +89,4 @@ def test_names_that_the_source_writes_are_registered():
     names = {name for file in modules for name in written(ast.parse(file.read_text())) if NAME.fullmatch(name)}
     assert len(names) > 40
     templates = {"reward/x/x", "warm_start/x", "evaluation/x", "routing/x_seconds"}  # the runs fill them in
-    assert [name for name in sorted(names - templates) if metric_names.find(name) is None] == []
+    assert [name for name in sorted(names - templates) if metrics.find(name) is None] == []

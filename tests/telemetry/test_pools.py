@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import results
-from libra_jax.telemetry import (
-    figures,
-    files,
-    pool_report,
-    recorder,
-    report,
-    resume,
-    timeline,
-)
+from libra_jax.telemetry import files, page, pool_report, recorder, report, timeline
 
 CORE, BORROWED, MOVING, LENT, ROLLOUT = protocols.POOLS
 START = {CORE: 4, BORROWED: 0, LENT: 2, ROLLOUT: 2}
@@ -178,7 +170,7 @@ def test_a_cut_back_to_a_checkpoint_takes_later_transitions_away(tmp_path):
     for step in (1, 2, 3):
         one.transition(transition(step=step))
     one.flush()
-    resume.cut_back(tmp_path, 2)
+    recorder.cut_back(tmp_path, 2)
     one.transition(transition(step=3, worker="again"))
     one.close()
     assert [(line["step"], line["worker"]) for line in lines(tmp_path)] == [
@@ -216,7 +208,7 @@ def test_the_picture_shows_what_was_last_told_at_every_moment(sizes, moment, end
 def test_very_many_changes_are_thinned_and_the_last_one_stays():
     sizes = [timeline.PoolSizes(float(second), {CORE: second % 7 + 1}) for second in range(5000)]
     times, columns = pool_report.stacked(sizes, 6000.0)
-    assert figures.MOST_POINTS / 2 < len(times) <= figures.MOST_POINTS + 2
+    assert page.MOST_POINTS / 2 < len(times) <= page.MOST_POINTS + 2
     assert (times[-2:], columns[CORE][-1]) == ([4999.0, 6000.0], 4999 % 7 + 1)
     at_once = [timeline.PoolSizes(1.0, {CORE: number}) for number in range(5000)]
     assert pool_report.stacked(at_once, 2.0) == ([1.0, 2.0], {CORE: [4999, 4999]})
@@ -344,10 +336,10 @@ def test_a_simulated_run_is_drawn_from_what_its_recorder_keeps():
     seen = [pool_report.parse(record) for record in one.transitions]
     picture = pool_report.draw(one.pool_sizes, seen, end=40_000.0)
     assert ">hours</text>" in picture
-    drawn = xml.etree.ElementTree.fromstring(figures.standalone(picture))
+    drawn = xml.etree.ElementTree.fromstring(page.standalone(picture))
     words = {element.text for element in drawn.iter() if element.tag.endswith("text")}
     assert {CORE, BORROWED, LENT, ROLLOUT, "to training"} <= words
-    assert "var(" not in figures.standalone(picture)
+    assert "var(" not in page.standalone(picture)
 
 
 def test_the_colours_of_the_pools_do_not_depend_on_which_there_are():

@@ -18,7 +18,7 @@ import sample_records
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, live, memory, metrics, recorder, resume, timeline, trace
+from libra_jax.telemetry import console, files, memory, metrics, recorder, screen, sinks, timeline, trace
 
 STEP = {
     "reward/mean": 0.625,
@@ -83,7 +83,7 @@ def test_records_cut_back_under_an_open_recorder_are_written_once(tmp_path):
     clock = Clock()
     one = recorder.create(run_config(console=False), tmp_path, clock)
     record_run(one, clock, range(1, 6))
-    resume.cut_back(tmp_path, 2)
+    recorder.cut_back(tmp_path, 2)
     record_run(one, clock, range(3, 5))
     one.close()
     assert list(metrics.read(tmp_path / "metrics.jsonl")) == [1, 2, 3, 4]
@@ -138,7 +138,7 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     assert not any("\x1b" in line for line in lines)
 
 
-@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+@pytest.mark.parametrize("make", [console.PlainConsole, screen.LiveConsole])
 def test_escapes_in_notes_and_statuses_reach_no_console(make):
     stream = io.StringIO()
     one = make("demo", 4, stream, Clock(), lambda key, sentence: None)
@@ -191,7 +191,7 @@ def test_a_step_line_leaves_out_what_makes_it_too_long():
     assert "loss 0.0123" in console.step_line(1, console.Pace(9, 0.0), {"loss": 0.0123})
 
 
-@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+@pytest.mark.parametrize("make", [console.PlainConsole, screen.LiveConsole])
 def test_a_step_that_trains_on_what_was_there_already_shows_no_zero_speed(make):
     stream = io.StringIO()
     one = make("demo", 4, stream, Clock(), lambda key, sentence: None)
@@ -221,7 +221,7 @@ def test_a_step_line_tells_moves_where_there_were_any():
     assert console.step_line(3, pace, moved) == "step  3/12  23 moves, 91% routed right"
 
 
-@pytest.mark.parametrize("make", [console.PlainConsole, live.LiveConsole])
+@pytest.mark.parametrize("make", [console.PlainConsole, screen.LiveConsole])
 def test_a_lost_viewer_is_warned_about_once_and_leaves_the_standard_streams_alone(make):
     class Gone:
         """A terminal that hung up."""
@@ -344,7 +344,7 @@ def test_wandb_gets_the_scalars_goes_on_with_its_run_and_may_fail(tmp_path, monk
 
 def tensorboard_events(folder):
     """The events of a TensorBoard folder, file by file, their checksums verified with tensorboardX's own functions."""
-    events_lib, records = metrics._import_tensorboardx()
+    events_lib, records = sinks._import_tensorboardx()
     for path in sorted(folder.iterdir()):
         data, at = path.read_bytes(), 0
         while at < len(data):
@@ -360,7 +360,7 @@ def test_tensorboard_gets_the_same_scalars_and_forgets_redone_steps(tmp_path):
     clock = Clock()
     for steps in (range(1, 6), range(3, 5)):
         one = recorder.create(run_config(console=False), tmp_path, clock)
-        resume.cut_back(tmp_path, steps.start - 1)
+        recorder.cut_back(tmp_path, steps.start - 1)
         record_run(one, clock, steps)
         one.close()
     events = list(tensorboard_events(tmp_path / "tensorboard" / tmp_path.name))

@@ -11,16 +11,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.protocols import DataError
 from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import (
-    console,
-    figures,
-    pool_report,
-    recorder,
-    report,
-    sections,
-    timeline,
-    tool_report,
-)
+from libra_jax.telemetry import console, page, pool_report, recorder, report, sections, timeline, tool_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -206,14 +197,14 @@ def test_a_run_of_one_step_and_one_trajectory_has_a_report(tmp_path):
 
 def test_long_curves_are_thinned_without_moving_their_mean():
     curve = {step: float(step % 7) for step in range(1, 4001)}
-    steps, values = figures.thinned(curve)
-    assert len(steps) == len(values) == figures.MOST_POINTS
+    steps, values = page.thinned(curve)
+    assert len(steps) == len(values) == page.MOST_POINTS
     assert sum(values) / len(values) == pytest.approx(sum(curve.values()) / len(curve))
-    assert figures.thinned({3: 1.5}) == ([3.0], [1.5])
+    assert page.thinned({3: 1.5}) == ([3.0], [1.5])
 
 
 def test_the_mean_of_five_steps_uses_fewer_at_the_start():
-    assert figures.moving_mean({2: 1.0, 4: 3.0, 5: 5.0}, width=2) == {2: 1.0, 4: 2.0, 5: 4.0}
+    assert page.moving_mean({2: 1.0, 4: 3.0, 5: 5.0}, width=2) == {2: 1.0, 4: 2.0, 5: 4.0}
 
 
 def test_the_busy_share_counts_overlapping_spans_once():
@@ -315,18 +306,18 @@ def test_a_difference_within_the_noise_is_told_as_such(tmp_path, rewards, told):
 def drawn(monkeypatch, make):
     """The matplotlib figure of a picture, laid out."""
     found = []
-    monkeypatch.setattr(figures, "svg", lambda figure: found.append(figure) or "")
+    monkeypatch.setattr(page, "svg", lambda figure: found.append(figure) or "")
     make()
     found[0].draw_without_rendering()
     return found[0]
 
 
 CURVES = {
-    "smooth": lambda curve: figures.lines(
-        [figures.Line(curve, "a", smooth=True), figures.Line({1: 0.5}, "b", marker="D")], scale="share"
+    "smooth": lambda curve: page.lines(
+        [page.Line(curve, "a", smooth=True), page.Line({1: 0.5}, "b", marker="D")], scale="share"
     ),
-    "one": lambda curve: figures.lines([figures.Line(curve)]),
-    "several": lambda curve: figures.lines([figures.Line(curve, "a"), figures.Line(curve, "b", dashed=True)]),
+    "one": lambda curve: page.lines([page.Line(curve)]),
+    "several": lambda curve: page.lines([page.Line(curve, "a"), page.Line(curve, "b", dashed=True)]),
     "times": lambda curve: sections.step_times(dict.fromkeys(("wait", "training", "checkpoint", "other"), curve)),
     "outcomes": lambda curve: tool_report.draw_outcomes({"look": tool_report.Calls()}, list(curve)),
 }
@@ -430,4 +421,4 @@ def test_pools_that_never_changed_have_no_picture():
 @pytest.mark.parametrize(("share", "told"), [(-0.001, "none"), (-0.2, "none"), (0.001, "0%"), (0.25, "25%")])
 def test_no_share_is_told_as_less_than_nothing(share, told):
     assert tool_report.explained(share) == told
-    assert "-0" not in figures.thousands(-0.0)
+    assert "-0" not in page.thousands(-0.0)

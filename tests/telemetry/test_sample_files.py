@@ -13,7 +13,7 @@ import sample_records
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.telemetry import recorder, report, resume, samples
+from libra_jax.telemetry import recorder, report, samples
 
 
 def make(workdir: Path, clock: Any = None, guard: Any = lambda: True, **telemetry: Any) -> recorder.RunRecorder:
@@ -33,7 +33,7 @@ def recorded(workdir: Path, steps: Any = range(1, 4), **settings: Any) -> Path:
 
 def test_samples_are_cut_back_to_the_checkpoint_of_a_resumed_run(tmp_path):
     recorded(tmp_path, range(1, 5))
-    resume.cut_back(tmp_path, 2)
+    recorder.cut_back(tmp_path, 2)
     recorded(tmp_path, range(3, 5))
     assert [sample.step for sample in samples.read(tmp_path / "samples.jsonl")] == sorted([1, 2, 3, 4] * 4)
 

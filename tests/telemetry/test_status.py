@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from libra_jax import protocols
-from libra_jax.telemetry import files, heartbeat, screen, status
+from libra_jax.telemetry import files, screen, status
 
 HOUR = 3600.0
 
@@ -84,7 +84,7 @@ def test_a_silent_event_loop_and_a_wait_past_its_deadline_are_problems_and_a_que
 
 def beat_while(workdir: Path, body: Any, run: status.RunStatus, **further: Any) -> None:
     async def main() -> None:
-        beat = heartbeat.Heartbeat(workdir, run, **further)
+        beat = status.Heartbeat(workdir, run, **further)
         try:
             await body()
         finally:
@@ -95,7 +95,7 @@ def beat_while(workdir: Path, body: Any, run: status.RunStatus, **further: Any) 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(status, "BEAT_SECONDS", 0.02)
 
 
 async def until(condition: Any) -> None:
@@ -121,7 +121,7 @@ def test_the_heart_beats_while_the_event_loop_is_stuck_and_says_so(tmp_path, qui
 
 
 def test_the_line_that_holds_up_the_event_loop_is_named_once(tmp_path, quick, monkeypatch, capsys):
-    monkeypatch.setattr(heartbeat, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(status, "STUCK_SECONDS", 0.3)
     run = status.RunStatus("demo", 12, 1, time.monotonic)
 
     async def body() -> None:
@@ -168,7 +168,7 @@ def test_on_a_full_disk_the_file_is_touched_so_that_the_run_is_seen_to_live_and_
         assert alive
         monkeypatch.undo()
 
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(status, "BEAT_SECONDS", 0.02)
     beat_while(tmp_path, body, run)
     assert warnings == ["warning: status.json cannot be written (No space left on device); the run goes on without it."]
 

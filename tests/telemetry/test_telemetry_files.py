@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax.protocols import DataError, LibraError
-from libra_jax.telemetry import files, metrics, resume, trace
+from libra_jax.telemetry import files, metrics, recorder, sinks, trace
 
 
 def no_warning(key: str, sentence: str) -> None:
@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def write_metrics(workdir: Path, steps: range) -> None:
-    sink = metrics.MetricsFile(workdir, no_warning)
+    sink = sinks.MetricsFile(workdir, no_warning)
     for step in steps:
         sink.metrics(step, {"reward/mean": step / 100, "loss": math.nan if step % 3 == 0 else 1.0})
     sink.close()
@@ -78,7 +78,7 @@ def test_a_number_that_is_not_finite_is_null_and_named(tmp_path):
 
 
 def test_objects_of_one_step_are_merged_when_read(tmp_path):
-    sink = metrics.MetricsFile(tmp_path, no_warning)
+    sink = sinks.MetricsFile(tmp_path, no_warning)
     sink.metrics(2, {"loss": 1.0})
     sink.metrics(1, {"loss": 2.0})
     sink.metrics(2, {"evaluation/reward": 0.5})
@@ -98,7 +98,7 @@ def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps,
     for name in names:
         lines = [json.dumps({"n": n, "step": s} if s is not None else {"n": n}) + "\n" for n, s in enumerate(steps)]
         (folder / name).write_text("".join(lines) + '{"n": 99, "step": 0, "long": "aaaaaaaaaaaaaaaaaa'[:torn])
-    resume.cut_back(folder, step)
+    recorder.cut_back(folder, step)
     kept, keep = [], True
     for number, recorded in enumerate(steps):
         keep = keep if recorded is None else recorded <= step
@@ -107,7 +107,7 @@ def test_cut_back_keeps_what_the_checkpoint_saw_and_is_idempotent(folder, steps,
     for name in names:
         once = (folder / name).read_text()
         assert [json.loads(line)["n"] for line in once.splitlines()] == kept
-        resume.cut_back(folder, step)
+        recorder.cut_back(folder, step)
         assert (folder / name).read_text() == once
     assert not list(folder.glob("*.partial"))
 
@@ -117,17 +117,17 @@ def test_a_damaged_line_is_named_and_removed_when_a_run_goes_on(tmp_path):
     path = tmp_path / metrics.METRICS_FILE
     path.write_bytes(path.read_bytes().replace(b'"reward/mean": 0.03', b'"reward/mean": 0.07'))
     assert list(metrics.read(path)) == [1, 2, 4, 5]
-    (sentence,) = resume.cut_back(tmp_path, 4)
+    (sentence,) = recorder.cut_back(tmp_path, 4)
     assert sentence.endswith("removed: line 3 (its checksum is not the one it was written with).")
     assert list(metrics.read(path)) == [1, 2, 4]
-    assert resume.cut_back(tmp_path, 4) == []
+    assert recorder.cut_back(tmp_path, 4) == []
 
 
 def test_a_damaged_change_of_settings_is_named_and_no_other_is_cut_back(tmp_path):
     path = tmp_path / files.CONFIG_HISTORY_FILE
     lines = [files.json_line({"step": step, "changes": {"steps": [step, step + 1]}}) for step in (2, 4, 6)]
     path.write_bytes(b"".join([lines[0], lines[1].replace(b"4", b"5", 1), lines[2]]))
-    (sentence,) = resume.cut_back(tmp_path, 3)
+    (sentence,) = recorder.cut_back(tmp_path, 3)
     assert sentence.startswith(f"{path} was damaged, and these lines are removed: line 2 (")
     assert path.read_bytes() == lines[0] + lines[2]
 
@@ -148,7 +148,7 @@ def test_a_hash_at_the_end_of_another_programs_line_is_no_damage(tmp_path, name)
     line = json.dumps({"step": 1, name: "0123456789abcdef" * 2}).encode()
     assert files.damage(line) == ""
     (tmp_path / metrics.METRICS_FILE).write_bytes(line + b"\n")
-    assert resume.cut_back(tmp_path, 1) == []
+    assert recorder.cut_back(tmp_path, 1) == []
     assert (tmp_path / metrics.METRICS_FILE).read_bytes() == line + b"\n"
 
 
@@ -160,7 +160,7 @@ def test_one_edit_of_the_checksums_name_is_damage(name):
 
 def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):
     told = []
-    sink = metrics.MetricsFile(tmp_path, lambda key, sentence: told.append(sentence))
+    sink = sinks.MetricsFile(tmp_path, lambda key, sentence: told.append(sentence))
     path = tmp_path / metrics.METRICS_FILE
     for step in (1, 2, 3):
         sink.metrics(step, {"loss": 1.0})
@@ -174,14 +174,14 @@ def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):
 
 
 def test_cut_back_of_a_workdir_without_records_does_nothing(tmp_path):
-    assert resume.cut_back(tmp_path, 3) == []
+    assert recorder.cut_back(tmp_path, 3) == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_records_that_cannot_be_cut_back_are_named(tmp_path):
     (tmp_path / metrics.METRICS_FILE).mkdir()
     with pytest.raises(LibraError, match=r"metrics\.jsonl cannot be cut back to step 3 \(Is a directory\)"):
-        resume.cut_back(tmp_path, 3)
+        recorder.cut_back(tmp_path, 3)
 
 
 def test_a_kill_inside_cut_back_loses_nothing(tmp_path, monkeypatch):
@@ -191,12 +191,12 @@ def test_a_kill_inside_cut_back_loses_nothing(tmp_path, monkeypatch):
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(resume.os, "replace", killed)
+    monkeypatch.setattr(recorder.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        resume.cut_back(tmp_path, 2)
+        recorder.cut_back(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     monkeypatch.undo()
-    resume.cut_back(tmp_path, 2)
+    recorder.cut_back(tmp_path, 2)
     assert list(metrics.read(tmp_path / "metrics.jsonl")) == [1, 2]
 
 

@@ -17,11 +17,11 @@ import os
 import sys
 import types
 import unittest
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from libra_jax.agents.repair import guard, witness
+from libra_jax.agents.repair import guard
 
 _CLOSELY = 200  # the guard checks after each of the first 200 tests, and then after every 200th
 
@@ -34,13 +34,13 @@ class Result(unittest.TestResult):
 
     def __init__(self, look: guard.Guard) -> None:
         super().__init__(io.StringIO())
-        self._guard, self._outcome = look, ""
+        self._guard, self._passed = look, False
         self.root = ElementTree.Element("testsuite")
         self.changes: dict[str, None] = {}
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
-        self._outcome = "error"
+        self._passed = False  # until a success is reported, which no failed, skipped or ended test does
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
@@ -48,39 +48,27 @@ class Result(unittest.TestResult):
         for name in vars(test).keys() & vars(unittest.TestCase).keys():
             if callable(vars(test)[name]):
                 self.changes[f"{name} of a test case was replaced"] = None
-        self.add(str(getattr(test, "libra_name", "") or test.id()), self._outcome)
+        self.add(str(getattr(test, "libra_name", "") or test.id()), self._passed)
         if self.testsRun <= _CLOSELY or not self.testsRun % _CLOSELY:  # a check takes half a millisecond
             self.changes.update(dict.fromkeys(self._guard.changes()))
 
-    def add(self, name: str, outcome: str) -> None:
-        """Adds a test case. An empty outcome is a success."""
+    def add(self, name: str, passed: bool) -> None:
+        """Adds a test case to the report."""
         place, _, short = name.rpartition(".")
         case = ElementTree.SubElement(self.root, "testcase", {"classname": place, "name": short})
-        if outcome:
-            ElementTree.SubElement(case, outcome)
+        if not passed:
+            ElementTree.SubElement(case, "error")
 
     def addError(self, test: unittest.TestCase, error: Any) -> None:
         super().addError(test, error)
         if not isinstance(test, unittest.TestCase):  # the set-up or tear-down of a class or module
-            self.add(test.id(), "error")
-
-    def addFailure(self, test: unittest.TestCase, error: Any) -> None:
-        super().addFailure(test, error)
-        self._outcome = "failure"
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        super().addSkip(test, reason)
-        self._outcome = "skipped"
+            self.add(test.id(), False)
 
     def addSuccess(self, test: unittest.TestCase) -> None:
-        self._outcome = ""
+        self._passed = True
 
     def addExpectedFailure(self, test: unittest.TestCase, error: Any) -> None:
-        self._outcome = ""
-
-    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
-        super().addUnexpectedSuccess(test)
-        self._outcome = "failure"
+        self._passed = True
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -91,31 +79,19 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
       roots: Folders with the workspace's modules.
       look: Guard that watches loaded modules.
       seer: Witness that rewritten sources call.
+
+    Attributes:
+      loaded: Modules of the tests that have been imported, by name.
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, tuple[str, str]],
-        roots: Sequence[str],
-        look: guard.Guard,
-        seer: witness.Witness,
+        self, sources: Mapping[str, tuple[str, str]], roots: Sequence[str], look: guard.Guard, seer: guard.Witness
     ) -> None:
         self._roots, self._guard, self._seer = roots, look, seer
         self._sources = dict(sources)
         above = {name.rsplit(".", count)[0] for name in sources for count in range(1, name.count(".") + 1)}
         self._above = above - sources.keys()
         self.loaded: dict[str, types.ModuleType] = {}
-
-    def expect(self, tests: Iterable[str]) -> None:
-        """Imports the modules of the standard library that some tests need, and has the guard remember them."""
-        for test in tests:
-            path, text = self._sources[test]
-            with contextlib.suppress(SyntaxError, ValueError):  # the later import reports it
-                names = guard.names_of(ast.parse(text, path))
-                for name in names.imported():
-                    with contextlib.suppress(ImportError):
-                        self._guard.watch(importlib.import_module(name))
-                self._guard.expect(names)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Finds the modules of the tests and the packages above them. See `importlib`."""
@@ -134,6 +110,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             begin = os.path.join(folder, "__init__.py")
             if os.path.isfile(begin):
                 return importlib.util.spec_from_file_location(name, begin, submodule_search_locations=[folder])
+        # As Python itself would make it of folders without __init__.py.
         bare = importlib.machinery.ModuleSpec(name, None, is_package=True)
         bare.submodule_search_locations = folders
         return bare
@@ -146,10 +123,10 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__file__ = path
         self.loaded[name] = module
         names = guard.names_of(tree)
-        module.__dict__.update(self._seer.namespace())
-        code = compile(ast.fix_missing_locations(witness.Rewriter().visit(tree)), path, "exec")
+        module.__dict__.update(self._seer.namespace)
+        code = compile(ast.fix_missing_locations(guard.Rewriter().visit(tree)), path, "exec")
         exec(code, module.__dict__)
-        self._guard.watch_tests(module, names)
+        self._guard.watch(module, names)
 
 
 def play(
@@ -158,7 +135,7 @@ def play(
     roots: Sequence[str],
     workspace: str,
 ) -> dict[str, Any]:
-    """Runs the hidden tests.
+    """Runs the hidden modules' test cases, and their functions named test_ that take no arguments.
 
     Args:
       tests: Path and text of each hidden module, by dotted name.
@@ -170,11 +147,13 @@ def play(
       `junit`, the report, and `changes` and `lies`, in a few words each.
     """
     look = guard.Guard()
-    seer = witness.Witness(workspace, {path for path, _ in (*tests.values(), *helpers.values())})
+    seer = guard.Witness(workspace, {path for path, _ in (*tests.values(), *helpers.values())})
     for name in guard.WATCHED:
         look.watch(importlib.import_module(name))
     finder = Sources({**helpers, **tests}, roots, look, seer)
-    finder.expect(tests)
+    for path, text in tests.values():
+        with contextlib.suppress(SyntaxError, ValueError):  # the later import reports it
+            look.expect(guard.names_of(ast.parse(text, path)))
     # Taken before the tested code is imported, which could replace them.
     write, result = ElementTree.tostring, Result(look)
     # First, so that no file of the policy can take the place of a hidden module.
@@ -183,23 +162,18 @@ def play(
         try:
             module = importlib.import_module(name)
         except BaseException:
-            result.add(f"{name}.{IMPORT}", "error")
+            result.add(f"{name}.{IMPORT}", False)
             continue
         if module is not finder.loaded.get(name):
             result.changes[f"the test module {name} was replaced"] = None
             continue
-        _suite(module).run(result)
+        suite = unittest.TestSuite([unittest.defaultTestLoader.loadTestsFromModule(module)])
+        for short, value in list(vars(module).items()):
+            if short.startswith("test_") and isinstance(value, types.FunctionType) and not value.__code__.co_argcount:
+                test = unittest.FunctionTestCase(value)
+                test.libra_name = f"{name}.{short}"  # type: ignore[attr-defined]
+                suite.addTest(test)
+        suite.run(result)
     changes = [*result.changes, *(change for change in look.changes() if change not in result.changes)]
     report = write(result.root, encoding="unicode")
-    return {"junit": report, "changes": changes, "lies": seer.seen}
-
-
-def _suite(module: types.ModuleType) -> unittest.TestSuite:
-    """Returns a module's test cases, and its functions named test_ that take no arguments."""
-    suite = unittest.TestSuite([unittest.defaultTestLoader.loadTestsFromModule(module)])
-    for name, value in list(vars(module).items()):
-        if name.startswith("test_") and isinstance(value, types.FunctionType) and not value.__code__.co_argcount:
-            test = unittest.FunctionTestCase(value)
-            test.libra_name = f"{module.__name__}.{name}"  # type: ignore[attr-defined]
-            suite.addTest(test)
-    return suite
+    return {"junit": report, "changes": changes, "lies": [*seer.seen]}

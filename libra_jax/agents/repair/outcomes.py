@@ -40,15 +40,13 @@ def of_junit(text: str) -> dict[str, bool]:
     passed: dict[str, bool] = {}
     for case in root.iter("testcase"):
         name = dotted(".".join(filter(None, (case.get("classname"), case.get("name")))))
-        passed[name] = passed.get(name, True) and not any(_is_bad(part) for part in case)
-    return passed
-
-
-def _is_bad(part: ElementTree.Element) -> bool:
-    if part.tag == "skipped":
         # pytest reports an expected failure as skipped, with this type.
-        return part.get("type") != "pytest.xfail"
-    return part.tag in ("failure", "error")
+        bad = (
+            part.tag in ("failure", "error") or (part.tag == "skipped" and part.get("type") != "pytest.xfail")
+            for part in case
+        )
+        passed[name] = passed.get(name, True) and not any(bad)
+    return passed
 
 
 def printed(text: str) -> dict[str, bool]:

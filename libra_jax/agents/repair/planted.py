@@ -177,16 +177,12 @@ def _calls(function: _Function, rng: random.Random, broken: bool) -> list[tuple[
     return list(found.values())
 
 
-def _written(arguments: tuple[Any, ...]) -> str:
-    return ", ".join(map(repr, arguments))
-
-
 def _tests(module: str, functions: Mapping[str, Sequence[tuple[tuple[Any, ...], Any]]]) -> str:
     lines = ["import unittest", "", f"from {module} import {', '.join(functions)}", ""]
     for name, calls in functions.items():
         lines += ["", f"class Test_{name}(unittest.TestCase):"]
         for number, (arguments, value) in enumerate(calls):
-            check = f"self.assertEqual({name}({_written(arguments)}), {value!r})"
+            check = f"self.assertEqual({name}({', '.join(map(repr, arguments))}), {value!r})"
             lines += [f"    def test_{number}(self):", f"        {check}"]
     return "\n".join(lines) + "\n"
 
@@ -225,7 +221,7 @@ def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[st
     good, seen = _answer(broken.wrong, broken.name, arguments)
     seen = f"returns {seen!r}" if good else f"raises {seen}"
     issue = (
-        f"`{broken.name}({_written(arguments)})` {seen}, but it should return {value!r}. "
+        f"`{broken.name}({', '.join(map(repr, arguments))})` {seen}, but it should return {value!r}. "
         f"Please make `{broken.name}` do what its docstring says."
     )
     fix = {"path": wrong_at, "old": broken.wrong, "new": broken.right}

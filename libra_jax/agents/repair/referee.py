@@ -1,6 +1,6 @@
 """The process that runs hidden tests in a sandbox and answers the host. It never imports the tested code.
 
-A sandbox gets this file as text after `guard.py`, `witness.py` and `hidden.py`, so it imports the standard library
+A sandbox gets this file as text after `guard.py` and `hidden.py`, so it imports the standard library
 only. The tested code cannot trace this process, which alone holds the descriptor of the answer. Tests run in a child:
 either `hidden.py` in a fork, or the project's own command. A child's report counts only if the child ends properly.
 """
@@ -26,16 +26,8 @@ from typing import Any
 from libra_jax.agents.repair import hidden
 
 _PR_SET_DUMPABLE = 4
+_TOO_LONG = "the tests' report takes more than {} MiB"
 _HEADER = struct.Struct(">16sI")
-
-
-def seclude() -> int:
-    """Isolates this process from others. Returns the descriptor of the answer, which no child inherits."""
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for target in (0, 1, 2):
-        os.dup2(nothing, target)
-    return answer
 
 
 def _path(workspace: str) -> list[str]:
@@ -110,7 +102,7 @@ def forked(request: Mapping[str, Any], workspace: str, answer: int) -> dict[str,
     os.close(read)
     _, status = os.waitpid(child, 0)
     if len(text) > most:
-        return {"problem": _too_long(request)}
+        return {"problem": _TOO_LONG.format(request["most_bytes"] // 2**20)}
     if os.waitstatus_to_exitcode(status):
         return {"problem": f"the tests' process ended with status {os.waitstatus_to_exitcode(status)}"}
     if len(text) < _HEADER.size:
@@ -149,10 +141,6 @@ def _report(
         leave(1)
 
 
-def _too_long(request: Mapping[str, Any]) -> str:
-    return f"the tests' report takes more than {request['most_bytes'] // 2**20} MiB"
-
-
 def _received(source: int, child: int, most: int) -> bytes:
     """Returns what a child writes until it ends. Processes that it leaves behind may keep the pipe open.
 
@@ -169,6 +157,7 @@ def _received(source: int, child: int, most: int) -> bytes:
     over = False
     while len(pieces) <= most:
         if not over:
+            # The child has ended: only what lies in the pipe by now is its own.
             over = any(place == ended for place, _ in poll.poll())
         try:
             piece = os.read(source, 2**16)
@@ -246,14 +235,20 @@ def main(request_text: str, workspace: str) -> None:
       request_text: Request in JSON, made by `suites.py`.
       workspace: Folder of the repository and the tests.
     """
-    answer, request, limits = seclude(), json.loads(request_text), _limits()
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process may trace this one
+    # The answer gets a descriptor that no child inherits, and nobody else writes to the standard streams' places.
+    answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(nothing, target)
+    request, limits = json.loads(request_text), _limits()
     make_way(request["added"], workspace)
     found = commanded(request, workspace) if request["command"] else forked(request, workspace, answer)
     if _limits() != limits:
         found.setdefault("changes", []).append("the limits of the sandbox were changed")
     text = json.dumps({**found, "secret": request["secret"]}).encode()
     if len(text) > request["most_bytes"]:  # the sandbox would cut the middle out of a longer answer
-        text = json.dumps({"problem": _too_long(request), "secret": request["secret"]}).encode()
+        problem = _TOO_LONG.format(request["most_bytes"] // 2**20)
+        text = json.dumps({"problem": problem, "secret": request["secret"]}).encode()
     left = memoryview(text)
     while left:
         left = left[os.write(answer, left) :]

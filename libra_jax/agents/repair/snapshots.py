@@ -95,7 +95,12 @@ class Snapshot:
                 found = _members(archive, most_bytes, f"{path}")
         except (tarfile.TarError, OSError, EOFError, ValueError, RecursionError) as error:
             raise protocols.DataError(f"{path}: no directory, and not readable as a tar ({error})") from error
-        return found._without_root()
+        roots = {name.split("/", 1)[0] if "/" in name else "" for name in (*found.files, *found.links)}
+        if len(roots) != 1 or "" in roots:
+            return found
+        cut = len(roots.pop()) + 1
+        files = {name[cut:]: file for name, file in found.files.items()}
+        return cls(files, {name[cut:]: target for name, target in found.links.items()})
 
     @classmethod
     def _of_directory(cls, root: pathlib.Path, most_bytes: int) -> Snapshot:
@@ -112,14 +117,6 @@ class Snapshot:
                         raise protocols.DataError(f"{root}: takes more than {most_bytes} bytes")
                     files[short] = File(path.read_bytes(), os.access(path, os.X_OK))
         return cls(files, links)
-
-    def _without_root(self) -> Snapshot:
-        roots = {path.split("/", 1)[0] if "/" in path else "" for path in (*self.files, *self.links)}
-        if len(roots) != 1 or "" in roots:
-            return self
-        cut = len(roots.pop()) + 1
-        files = {path[cut:]: file for path, file in self.files.items()}
-        return Snapshot(files, {path[cut:]: target for path, target in self.links.items()})
 
     def pack(self) -> bytes:
         """Returns the snapshot as an archive that a sandbox unpacks."""

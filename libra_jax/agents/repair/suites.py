@@ -5,15 +5,15 @@ decide how tests run. The tests import the tested code, so both share a process.
 can be detected, but not ruled out. If one of these is detected, no test counts as passed:
 
 - wrong results of control tests, some of which must pass and some must fail, chosen at random on the host;
-- changes of Python's own functions, the tests' functions and the names of test modules, which `guard.py` watches;
-- objects that equal everything, and endless iterations, which `witness.py` detects;
+- changes of Python's own functions, the tests' functions and the names of test modules (`guard.Guard`);
+- objects that equal everything, and endless iterations (`guard.Witness`);
 - test files, settings of runners or limits of the sandbox that changed while the tests ran.
 
 If something is detected, the unchanged repository is judged as well. Behaviour that it shares is not deceit. If that
 run has no result, nothing counts as deceit, because the repository's behaviour is unknown.
 
 Without a command, Python's `unittest` runs the tests. With a command, such as `python -m pytest tests`, the project's
-own runner does, as in SWE-bench and R2E-Gym. `guard.py` and `witness.py` are not used then.
+own runner does, as in SWE-bench and R2E-Gym. `guard.py` is not used then.
 
 Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass after, and tests that pass before and after.
 """
@@ -167,7 +167,10 @@ async def run(
         found = await bench.findings(workspace)
     except _Died as death:
         try:
-            await bench.survives()
+            # Now, because earlier findings say nothing about the machine's current state.
+            unchanged = await bench.findings(snapshot.files, 0.5)
+            if unchanged.killed:
+                raise _Died(unchanged.problem)
         except _Died as error:
             raise protocols.WorkerLost(
                 f"sandboxes died under the hidden tests ({death}), and under those of the unchanged repository "
@@ -188,17 +191,14 @@ async def run(
     return Verdict(sum(found.passed.get(name, False) for name in wanted), len(wanted))
 
 
+@dataclass(frozen=True)
 class _Bench:
     """Judges files by one suite. Judges the unchanged repository at most once, and only if needed."""
 
-    def __init__(
-        self,
-        sandbox: pool.Sandbox,
-        snapshot: snapshots.Snapshot,
-        suite: Suite,
-        known: Known,
-    ) -> None:
-        self._sandbox, self._snapshot, self._suite, self._known = sandbox, snapshot, suite, known
+    sandbox: pool.Sandbox
+    snapshot: snapshots.Snapshot
+    suite: Suite
+    known: Known
 
     async def unchanged(self) -> Findings:
         """Returns the findings on the original repository. This may take half of the seconds of a run.
@@ -208,23 +208,19 @@ class _Bench:
         Raises:
           _Died: The sandboxes died.
         """
-        key = await deadlines.off_loop(digest, self._snapshot, self._snapshot.files, self._suite)
-        task = self._known.get(key)
+        key = await deadlines.off_loop(digest, self.snapshot, self.snapshot.files, self.suite)
+        task = self.known.get(key)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self.findings(self._snapshot.files, 0.5))
-            self._known[key] = task
-            task.add_done_callback(functools.partial(_forget, self._known, key))
+
+            def forget(ended: asyncio.Task[Findings]) -> None:
+                lost = ended.cancelled() or ended.exception() is not None or bool(ended.result().problem)
+                if lost and self.known.get(key) is ended:
+                    del self.known[key]
+
+            task = asyncio.get_running_loop().create_task(self.findings(self.snapshot.files, 0.5))
+            self.known[key] = task
+            task.add_done_callback(forget)
         return await asyncio.shield(task)  # one caller's deadline must not cancel the run for the others
-
-    async def survives(self) -> None:
-        """Runs the original repository now. Earlier findings say nothing about the machine's current state.
-
-        Raises:
-          _Died: The sandboxes died, or a signal ended the tests.
-        """
-        found = await self.findings(self._snapshot.files, 0.5)
-        if found.killed:
-            raise _Died(found.problem)
 
     async def findings(self, workspace: Mapping[str, snapshots.File], share: float = 1.0) -> Findings:
         """Returns the findings on some files.
@@ -241,13 +237,13 @@ class _Bench:
           WorkerLost: No sandbox started, or they were killed while files were unpacked.
         """
         found: Findings | None = None
-        most = share * self._sandbox.limits.of_call(self._suite.seconds)
+        most = share * self.sandbox.limits.of_call(self.suite.seconds)
         clock, left = asyncio.get_running_loop().time, most
         began = clock()
         for attempt in range(1, ATTEMPTS + 1):
-            examination = await deadlines.off_loop(_Examination, self._snapshot, workspace, self._suite)
+            examination = await deadlines.off_loop(_Examination, self.snapshot, workspace, self.suite)
             try:
-                outcome = await self._sandbox.examine(examination.files, examination.code, left)
+                outcome = await self.sandbox.examine(examination.files, examination.code, left)
             except pool.NotUnpacked as error:
                 death = str(error)
             except protocols.WorkerLost:
@@ -278,13 +274,6 @@ class _Bench:
             return []
         changes = [change for change in found.changes if change not in before.changes]
         return [*changes, *(lie for lie in found.lies if lie not in before.lies)]
-
-
-def _forget(known: Known, key: str, task: asyncio.Task[Findings]) -> None:
-    """Drops a run without a result."""
-    lost = task.cancelled() or task.exception() is not None or bool(task.result().problem)
-    if lost and known.get(key) is task:
-        del known[key]
 
 
 DATA = (
@@ -387,19 +376,18 @@ class _Examination:
         junit = answer.get("junit")
         if not isinstance(junit, str | None):
             return Findings(problem="the report is no text", forged=True)
+        if junit is None and "pytest" in self._suite.command:  # pytest writes a report if it runs to its end
+            return Findings(problem="pytest wrote no report", forged=True)
         try:
-            passed = outcomes.printed(self._printed(answer)) if junit is None else outcomes.of_junit(junit)
+            passed = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
         except outcomes.Unreadable as error:
             return Findings(problem=str(error), forged=True)
         return self._judged(passed, answer)
 
-    def _printed(self, answer: Mapping[str, Any]) -> str:
-        if "pytest" in self._suite.command:  # pytest writes a report if it runs to its end
-            raise outcomes.Unreadable("pytest wrote no report")
-        return str(answer.get("printed", ""))
-
     def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
-        changes, lies = (_texts(answer.get(name)) for name in ("changes", "lies"))
+        # Tested code may have made these lists.
+        told = [answer.get(name) for name in ("changes", "lies")]
+        changes, lies = ([str(text) for text in value] if isinstance(value, list) else [] for value in told)
         for name, good in self._controls.items():
             # Our own runner reports a module whose import failed, so its controls could not run. Other runners do not
             # report it.
@@ -416,13 +404,8 @@ class _Examination:
         return Findings(kept, changes=changes, lies=lies)
 
 
-def _texts(value: Any) -> list[str]:
-    """Returns the texts of a list that tested code may have made."""
-    return [str(text) for text in value] if isinstance(value, list) else []
-
-
 @functools.cache
 def programs() -> dict[str, str]:
     """Returns the programs that a sandbox gets for the tests. Each comes after the programs that it imports."""
     here = pathlib.Path(__file__).parent
-    return {name: (here / f"{name}.py").read_text() for name in ("guard", "witness", "hidden", "referee")}
+    return {name: (here / f"{name}.py").read_text() for name in ("guard", "hidden", "referee")}

@@ -18,14 +18,11 @@ import hashlib
 import json
 import math
 import multiprocessing
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from multiprocessing import connection
-from typing import Any, TypeVar
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import pool, scoring, worker
-
-T = TypeVar("T")
+from libra_jax.agents.rewards import actors, scoring
 
 TRY_SECONDS = 20.0
 """Seconds to wait for factories before the run starts. A factory that loads a model is slower, and not waited for."""
@@ -38,7 +35,7 @@ def check(reward: config.RewardConfig) -> None:
       ConfigError: A factory cannot be found, takes other arguments, or is not a factory.
     """
     for name, function in reward.parsed().items():
-        worker.check(name, function)
+        actors.check(name, function)
 
 
 def try_factories(reward: config.RewardConfig) -> None:
@@ -58,9 +55,9 @@ def try_factories(reward: config.RewardConfig) -> None:
     answer.close()  # a child that dies then ends the wait
     try:
         problem = answers.recv() if answers.poll(TRY_SECONDS) else ""
-        child.join(worker.CLOSE_SECONDS)  # a factory's own processes end with the child
+        child.join(actors.CLOSE_SECONDS)  # a factory's own processes end with the child
     except EOFError:
-        child.join(worker.CLOSE_SECONDS)
+        child.join(actors.CLOSE_SECONDS)
         problem = f"config.reward.functions: a factory ended its process (exit status {child.exitcode})"
     finally:
         child.kill()  # SIGTERM would run the handler that the command has installed, which the child inherited
@@ -75,7 +72,7 @@ def _tried(reward: config.RewardConfig, answer: connection.Connection) -> None:
     problem = ""
     try:
         for name, function in reward.parsed().items():
-            worker.make(name, function)
+            actors.make(name, function)
     except protocols.LibraError as error:
         problem = str(error)
     answer.send(problem)
@@ -104,11 +101,11 @@ async def opened(
     if not reward.functions:
         yield None
         return
-    actors = pool.Pool(reward, cluster, note, start_seconds)
+    pool = actors.Pool(reward, cluster, note, start_seconds)
     try:
-        yield ComposedReward(reward, actors, await actors.start())
+        yield ComposedReward(reward, pool, await pool.start())
     finally:
-        await actors.close()
+        await pool.close()
 
 
 class ComposedReward:
@@ -123,16 +120,17 @@ class ComposedReward:
 
     Args:
       reward: Settings with the functions and their weights.
-      actors: Started actors that hold the functions.
+      pool: Started actors that hold the functions.
       takes_transcript: Whether each function gets the transcript instead of the text, by name.
     """
 
-    def __init__(self, reward: config.RewardConfig, actors: pool.Pool, takes_transcript: Mapping[str, bool]) -> None:
+    def __init__(self, reward: config.RewardConfig, pool: actors.Pool, takes_transcript: Mapping[str, bool]) -> None:
         self._config = reward
-        self._actors = actors
+        self._pool = pool
         self._takes_transcript = takes_transcript
         self._functions = reward.parsed()
-        self._cache = Cache(reward.cache_entries) if reward.cache_entries else None
+        # The least recently used first. Failures are not kept.
+        self._cache: collections.OrderedDict[bytes, actors.Outcome] = collections.OrderedDict()
         self._turns = {name: asyncio.Semaphore(reward.concurrency) for name in self._functions}
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
@@ -149,7 +147,7 @@ class ComposedReward:
                 f"task {task.prompt_id}: the environment gave no finite reward, which counts "
                 f"{weight:g} times (config.reward.environment_weight)"
             )
-        values = await _all(self._value(name, task, transcript) for name in self._functions)
+        values = await actors.all_of(self._value(name, task, transcript) for name in self._functions)
         metrics = {key: value for _, told in values for key, value in told.items()}
         terms = [self._functions[name].weight * value for name, (value, _) in zip(self._functions, values, strict=True)]
         if own is not None:
@@ -165,28 +163,32 @@ class ComposedReward:
         self, name: str, task: protocols.Task, transcript: scoring.Transcript
     ) -> tuple[float, dict[str, float]]:
         """Returns a function's value and the metrics of the call."""
-        given = transcript if self._takes_transcript[name] else transcript.text
-        key = cache_key(self._functions[name], task, given) if self._cache is not None else b""
-        outcome = self._cache.get(key) if self._cache is not None else None
-        told = {} if self._cache is None else {f"reward_cached/{name}": float(outcome is not None)}
+        given, entries = transcript if self._takes_transcript[name] else transcript.text, self._config.cache_entries
+        key = cache_key(self._functions[name], task, given) if entries else b""
+        outcome = self._cache.get(key)
+        told = {f"reward_cached/{name}": float(outcome is not None)} if entries else {}
         if outcome is None:
             async with self._turns[name]:
                 outcome = await self._call(name, task, given)
             told[f"reward_seconds/{name}"] = outcome.seconds
-            if self._cache is not None:
-                self._cache.put(key, outcome)
+        if entries:
+            # Stored again if it was found, which makes it the most recently used.
+            self._cache[key] = outcome
+            self._cache.move_to_end(key)
+            if len(self._cache) > entries:
+                self._cache.popitem(last=False)
         further = {f"reward/{name}/{metric}": value for metric, value in outcome.metrics.items()}
         return outcome.value, {f"reward/{name}": outcome.value, **further, **told}
 
-    async def _call(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> worker.Outcome:
+    async def _call(self, name: str, task: protocols.Task, given: str | scoring.Transcript) -> actors.Outcome:
         """Calls a function until it succeeds, with at most `reward.retries` failures that are its own."""
         left, alone = self._config.retries, False
         while True:
             blamed = True
             try:
-                outcome = await self._actors.ask(name, task, given, alone=alone)
+                outcome = await self._pool.ask(name, task, given, alone=alone)
                 problem = outcome.problem
-            except pool.Lost as lost:
+            except actors.Lost as lost:
                 # Several calls may run in a lost actor, and any may be at fault. Only a call that ran alone is blamed.
                 blamed, alone, problem = alone, True, str(lost)
             if not problem:
@@ -195,18 +197,7 @@ class ComposedReward:
                 raise protocols.RewardFailed(
                     f"reward {name} ({self._functions[name].factory}), task {task.prompt_id}: it {problem}"
                 )
-            left -= blamed
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently and returns their results. The first error cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            left -= blamed  # a call that another one brought down costs no try
 
 
 def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given: str | scoring.Transcript) -> bytes:
@@ -217,28 +208,3 @@ def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given
     seen = given if isinstance(given, str) else dataclasses.asdict(given)
     content = [function.factory, dict(function.arguments), dict(task.payload), seen]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()
-
-
-class Cache:
-    """Keeps up to `entries` values of reward functions. Drops the least recently used first."""
-
-    def __init__(self, entries: int) -> None:
-        self._entries = entries
-        self._values: collections.OrderedDict[bytes, worker.Outcome] = collections.OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get(self, name: bytes) -> worker.Outcome | None:
-        """Returns the value and marks it as used. None if the cache does not have it."""
-        found = self._values.get(name)
-        if found is not None:
-            self._values.move_to_end(name)
-        return found
-
-    def put(self, name: bytes, value: worker.Outcome) -> None:
-        """Stores the value, and drops old ones if there are too many."""
-        self._values[name] = value
-        self._values.move_to_end(name)
-        while len(self._values) > self._entries:
-            self._values.popitem(last=False)

@@ -81,7 +81,11 @@ class Judge:
           ValueError: The reply holds no score in range.
         """
         own = {"response": transcript.answer, "text": transcript.text, "finish": transcript.finish}
-        fields = {**{name: _text(value) for name, value in task.payload.items()}, **own, **self.fields}
+        columns = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str)
+            for name, value in task.payload.items()
+        }
+        fields = {**columns, **own, **self.fields}
         try:
             content = self.prompt.substitute(fields)
         except KeyError as error:
@@ -90,6 +94,7 @@ class Judge:
             reply = await self.client.chat.completions.create(
                 model=self.request["model"],
                 messages=[{"role": "user", "content": content}],
+                # Unlike keywords, these may be fields that the package does not know, such as vLLM's own.
                 extra_body={name: value for name, value in self.request.items() if name != "model"},
             )
         except Exception as error:  # the package's own errors, and those of its transport
@@ -98,14 +103,7 @@ class Judge:
         said = (reply.choices[0].message.content or "") if reply.choices else ""
         usage = getattr(reply, "usage", None)
         tokens = {"tokens": float(usage.total_tokens)} if usage is not None else {}
-        return self._score(said), tokens
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self.client.close()
-
-    def _score(self, said: str) -> float:
-        """Returns the last score in a reply, scaled to 0..1."""
+        # The last score counts, because a judge that thinks first may mention others.
         found = [match.group(1) for match in self.pattern.finditer(said)]
         try:
             value = float(found[-1])
@@ -113,15 +111,15 @@ class Judge:
             raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self._safe(said))}") from None
         if not self.lowest <= value <= self.highest:
             raise ValueError(f"the judge's score {value:g} lies outside {self.lowest:g}..{self.highest:g}")
-        return (value - self.lowest) / (self.highest - self.lowest)
+        return (value - self.lowest) / (self.highest - self.lowest), tokens
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self.client.close()
 
     def _safe(self, text: str) -> str:
         """Returns the text without the key, which an endpoint's error may repeat."""
         return text.replace(self.key, "[key]") if self.key else text
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _check(condition: bool, problem: str) -> None:
@@ -199,6 +197,7 @@ def judge(
     template = string.Template(prompt)
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
     key = _key_of(api_key_env)
+    # The package refuses an empty key, also for an endpoint that needs none.
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", timeout=seconds, max_retries=retries)
     fields = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
     whole = {"temperature": 0.0, "max_tokens": 1024, **(request or {}), "model": model}

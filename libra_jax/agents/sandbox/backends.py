@@ -114,9 +114,10 @@ class Backend(abc.ABC):
           group: The caller will put the first process into a control group that limits memory.
         """
 
-    @abc.abstractmethod
     def caveats(self, *, group: bool) -> list[str]:
         """Returns what is not contained, or is limited only roughly. `group` means the same as for `launch`."""
+        del group
+        return []
 
     def _first_process(self, directory: str = "", **settings: bool) -> tuple[list[str], dict[str, str]]:
         """Returns what the first process runs, as the words after `python -c`, and its complete environment.
@@ -358,11 +359,6 @@ class Container(Backend):
         command += [self._image, "python3", "-I", "-c", *program]
         # The runtime's client needs this process's environment. The container gets only the --env words.
         return Launch(command, dict(os.environ), remove=(self._runtime, "rm", "--force", name))
-
-    def caveats(self, *, group: bool) -> list[str]:
-        """See `Backend`."""
-        del group
-        return []
 
 
 class Unconfined(Backend):

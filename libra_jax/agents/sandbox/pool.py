@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 STATE_LOST = "[a new interpreter begins: variables are lost, files are kept]"
 ALL_LOST = "[a new sandbox begins: variables are lost, files are what they were at first]"
 NO_OUTPUT = "[no output]"
+_CLOSED = "the sandbox was closed"
 
 LOAD_SECONDS = 60.0
 """Seconds that a sandbox may take to unpack or to save files."""
@@ -222,7 +223,8 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
           examining: Start a new sandbox under the limits of examinations. Warm sandboxes have a policy's limits.
           patient: Wait without a deadline for a place. The caller bounds the wait.
         """
-        self._check_open()
+        if self._closed:
+            raise protocols.WorkerLost(_CLOSED)
         if patient:
             async with self._patient:
                 await self._places.acquire()
@@ -237,7 +239,8 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
                     "raise sandbox.most, or let fewer calls run at once"
                 ) from None
         try:
-            self._check_open()  # the pool may have been closed during a long wait
+            if self._closed:  # the pool may have been closed during a long wait
+                raise protocols.WorkerLost(_CLOSED)
             while self._idle and not examining:
                 lent = self._idle.popleft()
                 if lent.alive and not lent.gone:
@@ -250,10 +253,6 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             raise
         finally:
             self._top_up()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise protocols.WorkerLost("the sandbox was closed")
 
     def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
         """Ends a loan. A sandbox that is `used` or dead is retired. Any other may serve the next call."""

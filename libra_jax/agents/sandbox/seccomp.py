@@ -13,8 +13,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-SHARED_BYTES = 2**20
-"""Bytes of the largest shared memory without a file. The supervisor counts every such piece as at least this large."""
+from libra_jax.agents.sandbox import usage
 
 _ARCHITECTURE = 0xC000003E
 _X32 = 0x40000000
@@ -118,29 +117,6 @@ def _argument(index: int, *, upper: bool = False) -> bytes:
     return _statement(_LOAD, _ARGUMENTS_AT + 8 * index + 4 * upper)
 
 
-def _small_if_shared() -> list[bytes]:
-    """Returns rules for mmap that refuse large shared memory without a file.
-
-    /proc shows how much of such memory is mapped, not how much is held: a process may unmap all but one page.
-    """
-    anonymous, kind, shared = 0x20, 0x0F, 0x01
-    return [
-        _argument(3),
-        _statement(_ANY_BIT, anonymous, 1, 0),
-        _YES,
-        _statement(_AND, kind),
-        _statement(_EQUAL, shared, 1, 0),
-        _YES,
-        _argument(1, upper=True),
-        _statement(_EQUAL, 0, 1, 0),
-        _no(errno.ENOMEM),
-        _argument(1),
-        _statement(_MORE, SHARED_BYTES, 0, 1),
-        _no(errno.ENOMEM),
-        _YES,
-    ]
-
-
 def _special() -> dict[int, list[bytes]]:
     """Returns the rules of the calls that are decided by their arguments, by call number."""
     rules: dict[int, list[bytes]] = {}
@@ -152,7 +128,24 @@ def _special() -> dict[int, list[bytes]]:
             lines += [_statement(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
             lines.append(_no(errno.EPERM))
         rules[number] = [*lines, _YES]
-    rules[_MMAP] = _small_if_shared()
+    # Refuses large shared memory without a file. /proc shows how much of such memory is mapped, not how much is held: a
+    # process may unmap all but one page.
+    anonymous, kind, shared = 0x20, 0x0F, 0x01
+    rules[_MMAP] = [
+        _argument(3),
+        _statement(_ANY_BIT, anonymous, 1, 0),
+        _YES,
+        _statement(_AND, kind),
+        _statement(_EQUAL, shared, 1, 0),
+        _YES,
+        _argument(1, upper=True),
+        _statement(_EQUAL, 0, 1, 0),
+        _no(errno.ENOMEM),
+        _argument(1),
+        _statement(_MORE, usage.SHARED_BYTES, 0, 1),
+        _no(errno.ENOMEM),
+        _YES,
+    ]
     rules[_CLONE] = [_argument(0), _statement(_ANY_BIT, _NAMESPACES, 0, 1), _no(errno.EPERM), _YES]
     rules[_PRCTL] = [_argument(0), _statement(_EQUAL, _CORE_SCHEDULING, 0, 1), _no(errno.EPERM), _YES]
     socket_level, send_buffer, receive_buffer, done = 1, 7, 8, 0

@@ -45,12 +45,12 @@ class Output:
     def __init__(self, most: int) -> None:
         self.head, self.tail = bytearray((most + 1) // 2), bytearray(most // 2)
         self.total = 0
-        self._scratch = bytearray(65536)
+        self.scratch = bytearray(65536)
 
     def read(self, source: int) -> int | None:
         """Reads what is available. Returns the number of bytes: 0 at the stream's end, None if nothing is there."""
         try:
-            piece = memoryview(self._scratch)[: os.readv(source, [self._scratch])]
+            piece = memoryview(self.scratch)[: os.readv(source, [self.scratch])]
         except BlockingIOError:
             return None
         count, room = len(piece), max(0, len(self.head) - self.total)
@@ -74,12 +74,6 @@ class Output:
         if over <= len(self.tail):
             return [head, tail[: max(0, over)]]
         return [head, tail[over % len(tail) :], tail[: over % len(tail)]]
-
-    def clear(self) -> None:
-        """Forgets the output and overwrites it in memory."""
-        for buffer in (self.head, self.tail, self._scratch):
-            buffer[:] = bytes(len(buffer))
-        self.total = 0
 
 
 class Child(NamedTuple):
@@ -312,16 +306,21 @@ class Supervisor:
         values = {**verdict._asdict(), "split": len(head), "left_out": self.output.total - kept}
         text = json.dumps(values).encode()
         os.writev(1, [HEADER.pack(len(text), kept), text, head, *tail])
-        self.output.clear()
+        # Overwrites the output in memory: the next call may be another trajectory's.
+        for buffer in (self.output.head, self.output.tail, self.output.scratch):
+            buffer[:] = bytes(len(buffer))
+        self.output.total = 0
 
     # What a call uses, and leaves ---------------------------------------------------------------------------------
 
     def _processes(self) -> dict[int, usage.Process]:
         """Returns all processes except this one: every process if this one is process 1, otherwise its descendants."""
-        found = usage.processes()
-        me = os.getpid()
+        found, me = usage.processes(), os.getpid()
         if me != 1:
-            found = usage.descendants(found, me)
+            kept = {me}
+            while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
+                kept |= more
+            found = {pid: process for pid, process in found.items() if pid in kept}
         found.pop(me, None)
         return found
 

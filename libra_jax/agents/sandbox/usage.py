@@ -17,7 +17,7 @@ from typing import NamedTuple
 SHARED_BYTES = 2**20
 """Bytes that a piece of shared memory without a file counts at least, no matter how little of it is mapped.
 
-The filter of system calls refuses larger pieces, so a process cannot hide memory by unmapping most of a piece.
+The filter of system calls (`seccomp`) refuses larger pieces, so a process cannot hide memory by unmapping most of one.
 """
 
 SOCKET_BYTES = 2**19
@@ -67,14 +67,6 @@ def _stat(path: str) -> list[bytes]:
         # The name in parentheses may itself contain spaces and parentheses: the fields begin after the last one.
         return text[text.rindex(b")") + 2 :].split()
     return []
-
-
-def descendants(found: dict[int, Process], ancestor: int) -> dict[int, Process]:
-    """Returns the processes that descend from `ancestor`."""
-    kept = {ancestor}
-    while more := {pid for pid, process in found.items() if process.parent in kept} - kept:
-        kept |= more
-    return {pid: found[pid] for pid in kept if pid in found and pid != ancestor}
 
 
 class Processor:

@@ -24,7 +24,7 @@ def make_trajectory(trajectory_id: str, prompt_id: str, start_seconds: float) ->
     return protocols.Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds)
 
 
-class Attempts:
+class Rollouts:
     """Runs rollouts, each in a fresh environment.
 
     Args:

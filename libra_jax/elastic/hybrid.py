@@ -9,23 +9,136 @@ beside its steps. If a hybrid worker misses its deadline, the core computes its 
 from __future__ import annotations
 
 import asyncio
+import collections
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypedDict
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import (
-    checkpoints,
-    failure,
-    instances,
-    measured_steps,
-    reports,
-)
 from libra_jax.elastic import pool, switching, training_sides, transitions, worker_shares
 from libra_jax.elastic.pool import State
 
 READY_MARGIN, READY_SHARE = 1.5, 0.1
 """Lead of a worker that joins the next step: READY_MARGIN times its last switch, plus READY_SHARE of a step."""
+
+
+class HybridState(TypedDict):
+    """The state of the hybrid workers that outlives the run."""
+
+    pool: pool.PoolState
+    speed: dict[str, float]
+    """Measured speed of each worker relative to the core."""
+
+
+class Engine(Protocol):
+    """One rollout instance, as far as hybrid workers look at it (`coordinator.instances.Engine`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hybrid(self) -> bool: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def info(self) -> protocols.EngineInfo | None: ...
+    @property
+    def answered(self) -> float | None: ...
+    @property
+    def devices(self) -> int: ...
+
+
+class Engines(transitions.Engines, Protocol):
+    """All rollout instances, the workers' engines included (`coordinator.Engines`)."""
+
+    @property
+    def events(self) -> protocols.Events: ...
+    @property
+    def engines(self) -> Mapping[str, Engine]: ...
+    def serving(self) -> Sequence[protocols.Instance]:
+        """Returns the instances on which requests may be placed."""
+        ...
+
+
+class Ending(protocols.Scope, Protocol):
+    """The end of the run, and the background tasks that end with it."""
+
+    @property
+    def called(self) -> bool:
+        """True once the run is to end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step took, in seconds.
+
+    Attributes:
+      total: from the end of the step before to the end of this step, without an evaluation.
+      train: of the trainer's step.
+      wait: in which the trainer waited for its batch.
+      rollout: in which at least one group ran.
+      streams: in which slots were in use, summed over the slots.
+    """
+
+    total: float
+    train: float
+    wait: float
+    rollout: float
+    streams: float
+
+
+class Taken(NamedTuple):
+    """Seconds of a step: in total, of training, of waiting for its batch, and of rollout on the present slots."""
+
+    step: float
+    train: float
+    wait: float
+    rollout: float
+
+
+class MeasuredSteps:
+    """The last steps under the present arrangement of workers.
+
+    Args:
+      staleness: the max staleness. After a change, the trainer still trains for this many steps on groups begun before
+        it, and does not wait for present rollout. Long and short steps also alternate.
+    """
+
+    def __init__(self, staleness: int) -> None:
+        self._synchronous = staleness == 0
+        self._taken: collections.deque[Taken] = collections.deque(maxlen=staleness + 1)
+
+    @property
+    def enough(self) -> bool:
+        """True if enough steps were measured: the newest trained only on groups begun under the present arrangement."""
+        return len(self._taken) == self._taken.maxlen
+
+    @property
+    def train_seconds(self) -> float | None:
+        """Training seconds of the last measured step; None if no step was measured."""
+        return self._taken[-1].train if self._taken else None
+
+    def forget(self) -> None:
+        """Drops all measurements, because the arrangement has changed."""
+        # Steps under the former arrangement would distort the mean.
+        self._taken.clear()
+
+    def add(self, step: Step, slots: int) -> None:
+        """Adds an undisturbed step, with the number of slots of all instances that served."""
+        if self._synchronous:  # training and rollout wait for each other
+            self._taken.append(Taken(step.total, step.train, step.rollout, step.rollout))
+            return
+        # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
+        busy = step.streams / slots if slots else step.rollout
+        self._taken.append(Taken(step.total, step.train, step.wait, busy))
+
+    def mean(self) -> Taken:
+        """Returns the mean of the measured steps; all zero if none was measured."""
+        if not self._taken:
+            return Taken(0.0, 0.0, 0.0, 0.0)
+        return Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))
 
 
 @dataclass
@@ -64,12 +177,12 @@ class HybridWorkers:
         self,
         config: configuration.RunConfig,
         *,
-        engines: instances.Instances,
+        engines: Engines,
         members: training_sides.TrainingSides,
         trainer: protocols.TrainerClient,
         core_devices: int,
         recorder: protocols.Recorder,
-        ending: failure.Ending,
+        ending: Ending,
         changed: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -84,7 +197,7 @@ class HybridWorkers:
         limits = transitions.limits(config.deadlines)
         self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
         engines.events.subscribe(protocols.EngineLost, self._lost)
-        self._borrowing = switching.Switching(
+        self._switching = switching.Switching(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
         self._shares = worker_shares.Shares(
@@ -106,7 +219,7 @@ class HybridWorkers:
         self._coming: _Coming | None = None
         self._disturbed = True  # the first step compiles and starts up, unlike later steps
         self._core: frozenset[str] = frozenset()  # instances of the core that served after the last step
-        self._measured = measured_steps.MeasuredSteps(config.coordinator.max_staleness)
+        self._measured = MeasuredSteps(config.coordinator.max_staleness)
 
     # Shares -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +261,7 @@ class HybridWorkers:
 
     # Decisions --------------------------------------------------------------------------------------------------
 
-    def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
+    def after(self, step: int, took: Step) -> Mapping[str, float]:
         """Decides whether workers switch after a step. Returns the step's metrics of the pool."""
         self._transitions.step = step
         self._serving()
@@ -164,7 +277,7 @@ class HybridWorkers:
         metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
         if self._ending.called or step >= self._steps:
             return metrics
-        decision = self._borrowing.look(self._sight(step, report, disturbed=disturbed))
+        decision = self._switching.look(self._sight(step, took, disturbed=disturbed))
         metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
         # One change at a time: its effect is measured before the next.
         if decision.kind == "stay" or moving:
@@ -238,7 +351,7 @@ class HybridWorkers:
         """Marks the step under way as no prediction of later steps, for instance because the trainer moves."""
         self._disturbed = True
 
-    def _sight(self, step: int, report: reports.StepReport, *, disturbed: bool) -> switching.Sight:
+    def _sight(self, step: int, took: Step, *, disturbed: bool) -> switching.Sight:
         """Returns what `switching` decides by: means of the last undisturbed steps under the present arrangement."""
         serving = self._engines.serving()
         slots = {instance.name: instance.slots for instance in serving}
@@ -258,7 +371,7 @@ class HybridWorkers:
         if disturbed:
             self._measured.forget()
         else:
-            self._measured.add(report, sum(slots.values()))
+            self._measured.add(took, sum(slots.values()))
         taken = self._measured.mean()
         return switching.Sight(
             step=step,
@@ -314,11 +427,11 @@ class HybridWorkers:
         self._shares.close()
         self._log.close()
 
-    def snapshot(self) -> checkpoints.HybridState:
+    def snapshot(self) -> HybridState:
         """Returns the state to keep across a restart."""
         return {"pool": self.pool.snapshot(), "speed": dict(self._shares.speed)}
 
-    def restore(self, snapshot: checkpoints.HybridState) -> None:
+    def restore(self, snapshot: HybridState) -> None:
         """Restores the state after a restart, with every worker in rollout."""
         self.pool.restore(snapshot["pool"])
         speed = self._shares.speed
