@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ["libra_jax/coordinator", "libra_jax/trainer_control", "launch"]
+ROOMS = ["libra_jax/coordinator", "libra_jax/trainer_control", "libra_jax/runs", "libra_jax/elastic", "launch"]
 
 ACTORS = ["libra_jax/clients.py", "libra_jax/cluster", "libra_jax/protocols", "libra_jax/weights"]
 """Where calls are handed on to other processes."""

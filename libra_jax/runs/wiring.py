@@ -314,7 +314,7 @@ async def _train(
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
     async with _surroundings(config, workdir, parts.agent, epoch, watcher) as (around, agent):
-        watcher.warn = around.recorder.note
+        watcher.recorder = around.recorder
         for sentence in damaged:
             around.recorder.note(sentence)
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)

@@ -77,7 +77,7 @@ class RunStatus(sinks.Sink):
 
     Attributes:
       endpoint: Address of the health page. Empty if there is none.
-      warn: Called on the event loop if the disk does not accept the status file.
+      recorder: Takes the warnings of the status file. None until the run has one; such warnings are logged.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RunStatus(sinks.Sink):
         self._step = step
         self._ended: dict[str, str] | None = None
         self.endpoint = ""
-        self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
+        self.recorder: protocols.Recorder | None = None
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes one training step's numbers."""
@@ -138,6 +138,13 @@ class RunStatus(sinks.Sink):
     def note(self, text: str) -> None:
         """Takes a sentence for the person who watches the run."""
         self._notes.append(text)
+
+    def warn(self, text: str) -> None:
+        """Hands a sentence to the run's recorder. Before the run has one, the sentence is logged."""
+        if self.recorder is None:
+            logging.getLogger(__name__).warning(text)
+        else:
+            self.recorder.note(text)
 
     def answered(self) -> None:
         """Notes that the event loop has answered."""

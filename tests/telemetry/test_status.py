@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from libra_jax import protocols
-from libra_jax.telemetry import files, screen, status
+from libra_jax.telemetry import files, memory, screen, status
 
 HOUR = 3600.0
 
@@ -155,22 +155,23 @@ def test_a_run_that_was_taken_over_beats_no_more(tmp_path, quick):
 def test_on_a_full_disk_the_file_is_touched_so_that_the_run_is_seen_to_live_and_one_warning_says_so(
     tmp_path, quick, monkeypatch
 ):
-    run, warnings = run_status(), []
-    run.warn = warnings.append
+    run, recorder = run_status(), memory.MemoryRecorder()
+    run.recorder = recorder
 
     def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async def body() -> None:
         monkeypatch.setattr(Path, "write_bytes", full)
-        await until(lambda: warnings)
+        await until(lambda: recorder.notes)
         alive = await asyncio.to_thread(status.changes_within, tmp_path, 10.0)
         assert alive
         monkeypatch.undo()
 
     monkeypatch.setattr(status, "BEAT_SECONDS", 0.02)
     beat_while(tmp_path, body, run)
-    assert warnings == ["warning: status.json cannot be written (No space left on device); the run goes on without it."]
+    problem = "status.json cannot be written (No space left on device)"
+    assert recorder.notes == [f"warning: {problem}; the run goes on without it."]
 
 
 @pytest.mark.parametrize("skew", [-HOUR, 0.0, HOUR])
