@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from libra_jax import protocols
 
@@ -75,6 +75,21 @@ LEGAL: Mapping[State, frozenset[State]] = {
 
 NO_EPOCH = 0
 """Membership generation of a worker that neither joins nor trains."""
+
+
+TransitionRecord = TypedDict(
+    "TransitionRecord",
+    {
+        "worker": str,
+        "from": str,
+        "to": str,
+        "reason": str,
+        "start": float,
+        "end": float,
+        "phases": dict[str, float],
+    },
+)
+"""What the pool knows of a line of `transitions.jsonl`. Times are event-loop seconds."""
 
 
 class PoolState(TypedDict):
@@ -146,7 +161,7 @@ class Worker:
         """Seconds of the transition in which its devices served neither side. A draining engine still serves."""
         return sum(seconds for state, seconds in self.phases if state is not State.DRAINING)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> TransitionRecord:
         """Returns the worker's part of a line of `transitions.jsonl`, once it is at rest. The log adds the bytes."""
         return {
             "worker": self.name,
