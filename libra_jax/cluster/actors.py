@@ -285,9 +285,10 @@ class ActorHost:
           WorkerLost: the actor was stopped, before or during the call.
           LibraError: the method raised an error.
         """
-        if self._stopped:
-            raise lost(self.spec.name, "has been stopped")
         async with self._surroundings() if method == "start" else contextlib.nullcontext():
+            # Looked at only here: the actor may be stopped while a start waits for its turn at the environment.
+            if self._stopped:
+                raise lost(self.spec.name, "has been stopped")
             function = functools.partial(getattr(self._actor, method), *args, **kwargs)
             if self.methods[method] == "sync":
                 work = self._on_thread(method, function)

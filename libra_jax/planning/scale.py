@@ -149,7 +149,7 @@ class Settings:
       link_bytes_per_second: rate from one host to another, in one direction.
       load_seconds: seconds in which an engine puts new weights in place, besides receiving them.
       engine_start_seconds: seconds of an engine's start once its process exists; all engines start at once.
-      gather_seconds: seconds for which news of an engine's process wait for further news (`cluster.ray_streams`).
+      gather_seconds: seconds for which news of an engine's process wait for further news (`cluster.ray_host`).
       status_seconds: seconds between two writes of the status.
       start_limit: seconds that a start may take (`deadlines.engine_start`).
       silent_limit: seconds for which the event loop may be silent (`telemetry.status`).

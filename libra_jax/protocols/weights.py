@@ -101,7 +101,7 @@ class WeightStager(Protocol):
         ...
 
     async def stage_weights(self, policy_version: int, index: int) -> WeightChunk:
-        """Fills one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
+        """Returns one chunk of the open snapshot; it stays readable until the next snapshot is opened."""
         ...
 
     async def close_weights(self, policy_version: int) -> None:

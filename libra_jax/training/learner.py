@@ -41,7 +41,8 @@ class Learner:
       config: the run's configuration, with this learner's mesh.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
-      accumulator: the zeroed sums on the devices, kept from step to step; None before the first step.
+      accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
+        after a failed one, and after `release`.
       programs: the compiled programs.
       give_up: event that any thread may set during a step of a single-process trainer. It aborts the step between two
         micro-batches; `update` clears it.

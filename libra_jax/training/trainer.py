@@ -438,11 +438,12 @@ class TrainerActor:
         """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""
         self.cancel_resize()
         self._channels.close()
-        running, self._running = self._running, None
-        if running is not None:
-            running.weights.shutdown()
-            running.checkpointer.close()
-            running.handover.close()
+        if self._running is not None:
+            self._running.weights.shutdown()
+            self._running.checkpointer.close()
+            self._running.handover.close()
+        # Dropped before the process leaves the others, which may take seconds: the state is most of the memory.
+        self._running = None
         self._world.leave()
 
     def _resizing(self) -> resize.Resize:

@@ -5,7 +5,7 @@ Slurm allocation, two worlds would find the same port. Process 0 keeps its free 
 that no other process takes the port. SO_REUSEPORT lets JAX share the port.
 
 A world notices a killed process in three ways. A process that shares a collective with the dead process gets an error
-at once (`is_loss`). If process 0 dies, its coordination service dies too, and JAX aborts the other processes at once.
+at once (`peer_lost`). If process 0 dies, its coordination service dies too, and JAX aborts the other processes at once.
 If another process dies, the service misses its heartbeats, and JAX aborts the rest after `HEARTBEAT_SECONDS`. JAX also
 aborts a process that waits in vain for the others to join. A world never continues with fewer processes: the world
 ends, and a new world starts.

@@ -249,7 +249,8 @@ class _Update:
                 engine.paused = True
                 await client.pause()
                 await client.start_weight_update(version)
-            elif chunk is not None:
+            elif verb == "load":
+                assert chunk is not None
                 await client.update_weights(chunk)
             else:
                 await client.finish_weight_update(version)
