@@ -223,7 +223,7 @@ class PlanFollower:
         self._followed = plan
         self._engines.trainer_holds(plan.train_devices)
         self._planner.refuse(plan)
-        self._recorder.note(f"The plan is given up: {why}")
+        self._recorder.note(f"The plan is aborted: {why}")
 
 
 def _counts(plan: protocols.Plan) -> dict[int, int]:

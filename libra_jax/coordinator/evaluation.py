@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ async def evaluate_alone(
         return await ending.race(work)
     finally:
         await ending.cancel_background(limit)
-        await crew.shut_down(limit)
+        await crew.shut_down(math.inf)  # each worker's own deadline holds; `limit` is that of one
 
 
 def _no_state() -> NoReturn:

@@ -211,7 +211,7 @@ class Groups:
         crashes = sum(crashed.values()) > self._allowed(self.scored)
         if not crashes and sum(counted.values()) <= self._allowed(self.trained):
             return
-        unscored = f" (the environment scored attempts of {self.scored} groups)" if crashes else ""
+        unscored = f" (the environment scored rollouts of {self.scored} groups)" if crashes else ""
         allowed = self._cap(self.scored, "scored") if crashes else self._cap(self.trained, "trained")
         raise protocols.LibraError(
             f"{self._first_replacement}. This was the first of too many such groups: "
@@ -310,7 +310,7 @@ class Batches:
         if spare:
             recorder.note(
                 f"config.coordinator.redundancy: {spare} groups more than the {limits.groups_per_step} of a step are "
-                "under way, and the last to finish are given up: training is biased towards short attempts."
+                "under way, and the last to finish are aborted: training is biased towards short rollouts."
             )
 
     def admit(self) -> None:

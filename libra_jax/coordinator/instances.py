@@ -120,7 +120,6 @@ class Instances:
       make_spec: makes engines that a plan adds. Without it, no plan can be followed.
       recorder: gets starts and losses.
       ending: ends the run if no engine can ever serve again.
-      events: the run's events; None makes a bus of its own.
     """
 
     def __init__(
@@ -133,9 +132,8 @@ class Instances:
         ending: stopping.Ending,
         make_spec: MakeSpec | None = None,
         hybrid: Sequence[str] = (),
-        events: protocols.Events | None = None,
     ) -> None:
-        self.events = events or protocols.Events()
+        self.events = protocols.Events()
         self._config = config
         self._cluster = cluster
         self._make_spec = make_spec

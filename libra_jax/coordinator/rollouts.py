@@ -122,7 +122,7 @@ class Rollouts:
             self._note(
                 f"Attempt {trajectory.trajectory_id} began again: stepped through its outputs again after the "
                 f"restart, {self._config.task.environment} answered otherwise than before; its tokens until then were "
-                "dropped. agent/replay_differs is the share of such attempts."
+                "dropped. agent/replay_differs is the share of such rollouts."
             )
 
     def _environment(self) -> protocols.Environment:

@@ -278,7 +278,7 @@ class Coordinator:
             metrics = await self._ending.race(self._train(batch), through_stop=True)
         except protocols.StepGivenUp:
             self._parts.groups.put_back(batch)
-            self._recorder.note(f"The step after {self._step} was given up: its {len(batch)} groups wait again.")
+            self._recorder.note(f"The step after {self._step} was aborted: its {len(batch)} groups wait again.")
             self._ending.check()
             raise
         finally:
@@ -426,7 +426,7 @@ class Coordinator:
         if self._ready:
             try:
                 ending = self._parts.elastic.close()
-                await deadlines.within(limit, ending, "The end of what was changing sides or size", "shutdown")
+                await deadlines.within(limit, ending, "The end of switches and resizes", "shutdown")
             except protocols.LibraError as error:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
         await self._ending.cancel_background(limit)

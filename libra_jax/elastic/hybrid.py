@@ -50,7 +50,7 @@ class Engine(Protocol):
 
 
 class Engines(transitions.Engines, Protocol):
-    """All rollout instances, the workers' engines included (`coordinator.Engines`)."""
+    """All rollout instances, the workers' engines included (`coordinator.instances.Instances`)."""
 
     @property
     def events(self) -> protocols.Events: ...
@@ -230,7 +230,7 @@ class HybridWorkers:
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
         """Starts the shares of a step, and the timer of workers that switch to training for the next step."""
         if self._coming is not None and self._coming.timer is None:
-            self._coming.timer = self._loop.call_later(self._in_time(), self._borrow, self._coming)
+            self._coming.timer = self._loop.call_later(self._in_time(), self._switch_to_training, self._coming)
         self._shares.begin(batch, shares)
 
     async def finish(self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float) -> None:
@@ -282,7 +282,8 @@ class HybridWorkers:
         # One change at a time: its effect is measured before the next.
         if decision.kind == "stay" or moving:
             return metrics
-        self._recorder.note(f"Hybrid workers, {decision.kind} {', '.join(decision.workers)}: {decision.why}.")
+        side = "training" if decision.kind == "to_training" else "rollout"
+        self._recorder.note(f"Hybrid workers switch to {side} ({', '.join(decision.workers)}): {decision.why}.")
         self._disturbed = True
         if decision.kind == "to_training":
             self._coming = _Coming(decision.workers, decision.why)
@@ -299,7 +300,7 @@ class HybridWorkers:
             return 0.0
         return max(0.0, step - READY_MARGIN * self._transitions.ready_seconds - READY_SHARE * step)
 
-    def _borrow(self, coming: _Coming) -> None:
+    def _switch_to_training(self, coming: _Coming) -> None:
         """Switches the chosen workers to training, unless the floor of rollout instances forbids it by now."""
         self._coming = None
         for name in coming.workers:

@@ -243,7 +243,7 @@ class Pool:
     def cancel(self, name: str, reason: str, now: float) -> Worker:
         """Turns a worker on its way to training back to rollout."""
         worker = self._found(name, "turn back before it trains", *TO_TRAINING)
-        return self._enter(worker, State.LEAVING, f"{worker.reason}; given up: {reason}", now)
+        return self._enter(worker, State.LEAVING, f"{worker.reason}; aborted: {reason}", now)
 
     def recover(self, name: str, now: float) -> Worker:
         """Restarts a failed worker into rollout."""

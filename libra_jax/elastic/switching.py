@@ -221,7 +221,7 @@ class Switching:
         if best is None:
             self._said.clear()
             why = (
-                "nobody may change sides: a worker is at rest, has not failed, changed elastic.cooldown = "
+                "no worker may switch: a worker is at rest, has not failed, changed elastic.cooldown = "
                 f"{config.cooldown} steps ago or before, and leaves elastic.floor = {config.floor} "
                 "instances that roll out"
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.agents import datasets, factories, resolving
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
@@ -180,7 +180,9 @@ def _source(tasks: Tasks, seed: int, holdout: float) -> str:
             return datasets.of_rows(rows, seed, holdout)
         return _AllTasks([protocols.Task(f"tasks-{number}", dict(row)) for number, row in enumerate(rows)])
 
-    return resolving.give(made, "task.source", name="tasks", text=json.dumps(rows, sort_keys=True, default=str))
+    # Two names, so that an evaluation beside a run on the same rows does not replace the run's tasks.
+    name = "tasks" if holdout < 1 else "evaluated"
+    return resolving.give(made, "task.source", name=name, text=json.dumps(rows, sort_keys=True, default=str))
 
 
 async def start(
@@ -302,7 +304,9 @@ async def evaluate_async(
     )
     checkpoint = None
     if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
-        found = checkpoint_store.find(Path(model))
+        # It reads and verifies whole files, which would freeze a notebook's event loop.
+        finding = deadlines.off_loop(checkpoint_store.find, Path(model))
+        found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
         if found.stored is None:
             raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
         checkpoint = str(found.stored.manifest.parent / found.stored.record["trainer"])

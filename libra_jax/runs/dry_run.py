@@ -59,7 +59,7 @@ def describe(
     lines += _elastic(config)
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
-        f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} attempts = "
+        f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} rollouts = "
         f"{batch} trajectories, staleness at most {config.coordinator.max_staleness}"
     )
     return "\n".join(lines)

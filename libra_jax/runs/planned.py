@@ -92,7 +92,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.trace is not None and self.workload is not None:
-            raise protocols.ConfigError("--workload: --trace says what attempts are like; give one of the two")
+            raise protocols.ConfigError("--workload: --trace says what rollouts are like; give one of the two")
         if self.trace is not None and self.wanted:
             raise protocols.ConfigError(
                 "--trace: has lengths of its own; leave out --generated_tokens, --turns, --payload_tokens and "
@@ -392,7 +392,7 @@ def _limited(run: settings.SimulatedRun, longest: int, given: frozenset[str]) ->
         rollout = dataclasses.replace(rollout, max_context=context, max_tokens=most)
     elif rollout.max_context <= longest:
         raise protocols.ConfigError(
-            f"--config.rollout.max_context: {rollout.max_context} is shorter than the longest attempt of the sample, "
+            f"--config.rollout.max_context: {rollout.max_context} is shorter than the longest rollout of the sample, "
             f"{longest} tokens; raise it or give shorter lengths"
         )
     if not {"trainer.row_tokens", "trainer.row_buckets"} & given:

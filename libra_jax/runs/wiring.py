@@ -313,10 +313,7 @@ async def _train(
         partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
-    async with _surroundings(config, workdir, parts.agent, epoch, watcher) as (around, agent):
-        watcher.recorder = around.recorder
-        for sentence in damaged:
-            around.recorder.note(sentence)
+    async with _surroundings(config, workdir, parts.agent, epoch, watcher, damaged) as (around, agent):
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
         summary = await run.run(at_signal)
         _add_files(config, workdir / "model")
@@ -330,10 +327,19 @@ async def _surroundings(
     agent: context.Agent,
     epoch: fencing.Epoch | None = None,
     watcher: status.RunStatus | None = None,
+    damaged: Sequence[str] = (),
 ) -> AsyncIterator[tuple[context.RunContext, context.Agent]]:
-    """Opens the recorder, the cluster and the reward. Yields the run's surroundings, and the agent with its reward."""
+    """Opens the recorder, the cluster and the reward. Yields the run's surroundings, and the agent with its reward.
+
+    `damaged` has a sentence for each damaged line that was cut from the workdir's records.
+    """
     guard = files.always if epoch is None else epoch.may_write
     recorder = telemetry.create(config, workdir, asyncio.get_running_loop().time, guard=guard, watcher=watcher)
+    if watcher is not None:
+        watcher.recorder = recorder
+    # Before the cluster starts: the lines are gone already, so a start that fails must have named them.
+    for sentence in damaged:
+        recorder.note(sentence)
     limits = config.deadlines
     actors = cluster.create(
         config.cluster,

@@ -257,7 +257,7 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
 
 
 MOST_ROWS = 16
-"""Most causal states in the quality_table; the most frequent are shown."""
+"""Most causal states in the table of prediction quality; the most frequent are shown."""
 
 
 def read_quality(path: Path) -> prediction_quality.PredictionQuality | None:

@@ -101,7 +101,7 @@ class LogNormal:
             raise protocols.ConfigError(
                 f"--generated_tokens: no log-normal that a sample shows has mean {mean:g} and P90 {p90:g}; with this "
                 f"mean the P90 lies between {math.ceil(mean):,} and {math.floor(STEEPEST * mean):,}. Give such a pair, "
-                "or recorded attempts with --trace"
+                "or recorded rollouts with --trace"
             )
         # Rounding may make the discriminant slightly negative at the steepest ratio.
         inside = max(0.0, _Z90**2 - 2.0 * math.log(p90 / mean))
@@ -158,11 +158,11 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
     calls = [turn for script in drawn for turn in script.turns[:-1]]
     if wanted.payload_tokens is not None and wanted.turns in (None, 1) and (wanted.turns or not calls):
         raise protocols.ConfigError(
-            "--payload_tokens: the attempts have one turn, and a tool returns only between two; give --turns=2 or more"
+            "--payload_tokens: the rollouts have one turn, and a tool returns only between two; give --turns=2 or more"
         )
     if (wanted.turns or 1) > 1 and wanted.payload_tokens is None and not calls:
         raise protocols.ConfigError(
-            "--turns: what a tool returns between them is not known, as no attempt calls one; give --payload_tokens"
+            "--turns: what a tool returns between them is not known, as no rollout calls one; give --payload_tokens"
         )
     shaped = list(drawn)
     if wanted.turns is not None:

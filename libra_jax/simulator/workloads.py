@@ -338,7 +338,7 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
         ("rollout.max_tokens", config.rollout.max_tokens, summary.turn_tokens_max),
     ):
         if limit < needed:
-            raise protocols.ConfigError(f"config.{field}: {limit} cuts attempts of the workload short; give {needed}")
+            raise protocols.ConfigError(f"config.{field}: {limit} cuts rollouts of the workload short; give {needed}")
     firsts = [workload.script(task, 0) for task in sampled]
     first = int(
         statistics.median(

@@ -127,9 +127,9 @@ class TrainerProcesses:
           WorkerLost: a process is gone, or no process has been made.
           LibraError: the call failed in a process. The other processes may wait for it, so no retry is possible.
         """
-        assert self.first
+        actors = (self.first, *self._actors[1:])  # `first` raises WorkerLost if there is no process
         # After an error the other processes may hang in a collective, so their calls are abandoned below.
-        calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in self._actors]
+        calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in actors]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if _errors(calls):

@@ -38,7 +38,7 @@ class Trainer(client.TrainerClient):
     """A trainer that is also asked for the bits of its state."""
 
     async def bits(self) -> dict[str, str]:
-        return await self._processes.call(doubles.Trainer.bits)
+        return await self._processes.call_all(doubles.Trainer.bits)
 
 
 class Bench:

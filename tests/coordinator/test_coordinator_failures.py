@@ -129,7 +129,7 @@ def test_an_environment_that_always_raises_ends_a_run_whose_attempts_are_mostly_
     config = doubles.make_config(steps=40)
     specs = doubles.engine_specs(config, 1, script="coordinator_doubles:rambling")
     bench = doubles.Bench(config, tmp_path, specs=specs, make_environment=NeverScoring)
-    with pytest.raises(protocols.LibraError, match=r"no display here.*\(environment 4\).*scored attempts of 0 groups"):
+    with pytest.raises(protocols.LibraError, match=r"no display here.*\(environment 4\).*scored rollouts of 0 groups"):
         bench.run()
 
 

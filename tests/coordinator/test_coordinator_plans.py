@@ -119,7 +119,7 @@ def test_a_plan_whose_instance_finds_no_place_is_given_up_before_anybody_gives_d
     check_whole(bench)
     assert bench.cluster.spawned == ["trainer", "engine-0", "engine-1"]
     assert planner.plan == BEGIN
-    assert any("The plan is given up: 2 devices are free" in note for note in bench.recorder.notes)
+    assert any("The plan is aborted: 2 devices are free" in note for note in bench.recorder.notes)
 
 
 def test_other_bounds_alone_restart_nothing(tmp_path):

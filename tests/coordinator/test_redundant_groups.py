@@ -56,7 +56,7 @@ def test_the_first_groups_to_finish_train_and_the_others_are_given_up_whole(tmp_
     assert all(scalars["tokens/replaced"] > 0 for _, scalars in bench.recorder.steps)
     assert sum(scalars["step/seconds"] for _, scalars in bench.recorder.steps) < 50.0
     assert (Racing.open, Racing.closed) == (0, 4 * 5 * 2)
-    assert "biased towards short attempts" in " ".join(bench.recorder.notes)
+    assert "biased towards short rollouts" in " ".join(bench.recorder.notes)
     traced = {record["prompt_id"] for record in bench.recorder.trajectories}
     assert traced == set(bench.trained["prompts"]), "no attempt of a group that was given up is in the trace"
 

@@ -108,7 +108,7 @@ def test_a_step_that_ends_in_time_is_taken_to_its_end(tmp_path):
 def test_a_step_that_would_not_end_in_time_is_given_up_and_its_groups_wait_in_the_checkpoint(tmp_path):
     bench, seconds = stopped(tmp_path, step_seconds=1000.0)
     assert bench.summary.sentence == "Stopped at step 2; the same command goes on from the checkpoint there."
-    assert "The step after 2 was given up: its 3 groups wait again." in bench.recorder.notes
+    assert "The step after 2 was aborted: its 3 groups wait again." in bench.recorder.notes
     assert 10.0 < seconds < 11.0
     state = checkpoints.Checkpoints(tmp_path, 1).load(2)["groups"]
     held = [checkpoints.decode_group(record).task.prompt_id for record in state["finished"]]

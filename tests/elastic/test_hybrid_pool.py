@@ -253,7 +253,7 @@ def test_a_switch_given_up_or_broken_says_why_in_its_record():
     made.cancel(NAMES[0], "rollout is slow now", 1.0)
     made.fail(made.worker(NAMES[0]).ticket, "the replica was killed", 2.0)
     record = made.worker(NAMES[0]).record()
-    assert record["reason"] == "training is slow; given up: rollout is slow now; the replica was killed"
+    assert record["reason"] == "training is slow; aborted: rollout is slow now; the replica was killed"
     assert record["to"] == "failed"
     assert record["phases"] == {"draining": 0.0, "fetching": 0.0, "warming": 1.0, "leaving": 1.0}
 

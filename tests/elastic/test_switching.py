@@ -218,7 +218,7 @@ def test_a_change_has_to_pay_within_the_horizon():
 
 def test_with_nobody_at_rest_all_stay():
     world = World(hybrids=())
-    assert "nobody may change sides" in decider(world).look(world.sight()).why
+    assert "no worker may switch" in decider(world).look(world.sight()).why
 
 
 def test_each_of_several_changes_is_waited_for_anew():

@@ -52,7 +52,7 @@ def test_flags_name_machine_model_and_lengths_of_a_real_run():
     [
         ({"accelerators": 1}, "--accelerators: 1 cannot both train and roll out"),
         ({"accelerators": 10**12}, "--accelerators: 1,000,000,000,000 are more .* at most 1,000,000"),
-        ({"trace": "a", "workload": "swe"}, "--workload: --trace says what attempts are like"),
+        ({"trace": "a", "workload": "swe"}, "--workload: --trace says what rollouts are like"),
         ({"trace": "a", "wanted": scripts.Wanted(turns=3)}, "--trace: has lengths of its own"),
     ],
 )

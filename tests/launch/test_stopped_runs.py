@@ -151,7 +151,7 @@ def test_a_step_of_jax_that_would_not_end_in_time_is_given_up_and_its_groups_are
     began = time.monotonic()
     assert first.wait(timeout=60) == os.EX_TEMPFAIL
     assert time.monotonic() - began < grace
-    assert f"The step after 1 was given up: its {groups} groups wait again." in (tmp_path / "log").read_text()
+    assert f"The step after 1 was aborted: its {groups} groups wait again." in (tmp_path / "log").read_text()
     assert start(*settings).wait(timeout=LIMIT_SECONDS) == 0
     assert [record["step"] for record in real_runs.lines(workdir / "metrics.jsonl")] == [1, 2]
     prompts = collections.Counter(record["prompt_id"] for record in real_runs.lines(workdir / "trace.jsonl"))

@@ -237,7 +237,7 @@ def test_limits_that_would_cut_attempts_short_are_named_with_the_value_they_need
         trainer=configuration.TrainerConfig(row_tokens=4_096),
     )
     workload = workloads.create(workloads.WorkloadConfig(), seed=0, tasks=64, max_context=4_096)
-    with pytest.raises(protocols.ConfigError, match=r"rollout.max_context: 4096 cuts attempts .*; give \d+"):
+    with pytest.raises(protocols.ConfigError, match=r"rollout.max_context: 4096 cuts rollouts .*; give \d+"):
         workloads.check_fits(workload, config, world.SimulationConfig())
 
 

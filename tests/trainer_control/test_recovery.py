@@ -369,7 +369,7 @@ def test_terminated_while_it_takes_steps_again_it_takes_them_to_their_end_and_gi
     summary = bench.run()
     assert fate.lives == 2
     assert summary.sentence == "Stopped at step 5; the same command goes on from the checkpoint there."
-    assert "The step after 5 was given up: its 3 groups wait again." in bench.recorder.notes
+    assert "The step after 5 was aborted: its 3 groups wait again." in bench.recorder.notes
     monkeypatch.undo()
     resumed = doubles.bench(tmp_path, doubles.Fate())
     resumed.run()
