@@ -30,7 +30,9 @@ _LONGEST_TOLD = 300
 
 _REMOVED = {
     "libra_jax.agents.environments.verifiers": "environments of verifiers cannot be run, because its release 0.4 "
-    "removed MultiTurnEnv; write an environment of your own and name it as 'package.module:factory'"
+    "removed MultiTurnEnv; write an environment of your own and name it as 'package.module:factory'",
+    "libra_jax.agents.tools.calculator": "the tool's module has moved; name it 'calculator', or "
+    "'libra_jax.agents.arithmetic:Calculator'",
 }
 """Modules that configs may still name, and why they are gone."""
 

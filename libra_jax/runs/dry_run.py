@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 
 import yaml
@@ -166,8 +166,10 @@ def _tasks(config: libra_config.RunConfig) -> str:
     # Only the environment knows what the policy sees, and a dry run starts none. These are the names of the questions
     # of environments that ship; any other payload is shown whole.
     text = next((payload[name] for name in ("prompt", "question", "expression", "issue") if name in payload), payload)
-    if isinstance(text, list):  # a prompt of several messages, of which the last one asks
+    # Of a prompt of several messages the last one asks. A payload of a user's own may have any other shape.
+    if isinstance(text, list) and text and isinstance(text[-1], Mapping) and "content" in text[-1]:
         text = text[-1]["content"]
-    shown = text if isinstance(text, str) else json.dumps(dict(text), default=str)
+    plain = dict(text) if isinstance(text, Mapping) else text
+    shown = plain if isinstance(plain, str) else json.dumps(plain, default=str)
     first = textwrap.shorten(shown, PROMPT_CHARACTERS, placeholder=" ...")
     return f"{task.source}{file}, {count}; the first: {first}"

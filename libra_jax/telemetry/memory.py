@@ -9,7 +9,7 @@ from libra_jax.telemetry import metrics, timeline
 
 
 class MemoryRecorder:
-    """A `protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metric_names`).
+    """A `protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metrics`).
 
     Attributes:
       steps: Pairs (step, scalars) of each call.

@@ -221,6 +221,21 @@ def test_an_edit_that_cannot_be_made_is_a_failure(arguments, problem):
     assert problem in answer.content
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"command": "create", "text": "\ud800"}, {"command": "replace", "old": "kept", "new": "\ud800"}],
+    ids=["create", "replace"],
+)
+def test_an_edit_whose_text_cannot_be_encoded_leaves_the_file_as_it_was(arguments):
+    returns = in_workspace(
+        ("edit", {"command": "create", "path": "f", "text": "kept"}),
+        ("edit", {"path": "f", **arguments}),
+        ("python", {"code": "open('f').read()"}),
+    )
+    assert [answer.status for answer in returns] == ["success", "failure", "success"]
+    assert returns[2].content == "'kept'\n"
+
+
 def test_an_edit_keeps_what_is_no_text_and_line_ends_as_they_are():
     returns = in_workspace(
         ("shell", {"command": r"printf 'one\r\ntwo\xff\r\n' >f"}),

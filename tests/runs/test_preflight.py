@@ -13,6 +13,7 @@ import pytest
 import scripts
 
 from libra_jax import config, machine, protocols
+from libra_jax.agents import resolving
 from libra_jax.planning import memory
 from libra_jax.runs import dry_run, preflight, wiring
 
@@ -272,6 +273,28 @@ def test_a_model_that_is_not_here_is_checked_by_a_preset_that_was_chosen_only(pr
     else:
         with pytest.raises(protocols.ConfigError, match="'character' has 128 tokens and the model's"):
             preflight.validate(run, need_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("payload", "shown"),
+    [
+        ({"prompt": 7}, "the first: 7"),
+        ({"issue": ["a", "b"]}, 'the first: ["a", "b"]'),
+        ({"prompt": []}, "the first: []"),
+        ({"prompt": [{"role": "user", "content": "sum"}]}, "the first: sum"),
+        ({"board": 3}, 'the first: {"board": 3}'),
+    ],
+)
+def test_a_dry_run_shows_the_first_task_whatever_its_payload(payload, shown):
+    class Source:
+        def task(self, index):
+            return protocols.Task("one", payload)
+
+        evaluation_task = task
+
+    run = config.RunConfig()
+    run.task.source = resolving.give(lambda seed: Source(), "task.source", name="any")
+    assert shown in dry_run.describe(run)
 
 
 def test_a_context_longer_than_the_models_positions_is_refused():

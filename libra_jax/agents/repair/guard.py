@@ -331,8 +331,8 @@ class Witness:
                 return "lies before a value and behind it"
         if "__contains__" in own and _true(operator.contains, value, strangers[0]):
             return "contains everything"
-        same_distance = _true(lambda one, far: abs(one - far) == abs(one - 3 * far), value, number)
-        if own & {"__sub__", "__rsub__"} and same_distance:
+        # Operators run only if they are the object's own: others may be slow.
+        if own & {"__sub__", "__rsub__"} and _true(_as_near, value, number):
             return "is as near to one number as to another"
         return ""
 
@@ -347,6 +347,10 @@ class Witness:
             words = f"an iteration of {type(value).__name__} offers more than {_MOST_ITEMS} values to choose from"
             self.seen[words] = None
         return items
+
+
+def _as_near(one: Any, far: int) -> bool:
+    return bool(abs(one - far) == abs(one - 3 * far))
 
 
 def _true(test: Callable[[Any, Any], Any], left: Any, right: Any) -> bool:

@@ -40,7 +40,7 @@ class Result(unittest.TestResult):
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
-        self._passed = False  # until a success is reported, which no failed, skipped or ended test does
+        self._passed = False
 
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
@@ -59,8 +59,23 @@ class Result(unittest.TestResult):
         if not passed:
             ElementTree.SubElement(case, "error")
 
+    # Each bad outcome takes back a success, which tested code may have reported through the frames of its callers.
+
+    def addFailure(self, test: unittest.TestCase, error: Any) -> None:
+        super().addFailure(test, error)
+        self._passed = False
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        super().addSkip(test, reason)
+        self._passed = False
+
+    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
+        super().addUnexpectedSuccess(test)
+        self._passed = False
+
     def addError(self, test: unittest.TestCase, error: Any) -> None:
         super().addError(test, error)
+        self._passed = False
         if not isinstance(test, unittest.TestCase):  # the set-up or tear-down of a class or module
             self.add(test.id(), False)
 

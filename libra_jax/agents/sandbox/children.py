@@ -243,9 +243,11 @@ def _edit(body: bytes, workspace: str) -> str:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         return "".join(f"{entry.name}{'/' * entry.is_dir(follow_symlinks=False)}\n" for entry in entries)
     if command == "create":
+        # Encoded before the file is emptied, because a text with a lone surrogate raises.
+        created = request["text"].encode(errors="surrogateescape")
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with _opened(path, given, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-            file.write(request["text"].encode(errors="surrogateescape"))
+            file.write(created)
         return f"wrote {given}"
     with _opened(path, given, os.O_RDONLY) as file:
         content = file.read(_LONGEST_VIEW + 1)
@@ -260,8 +262,9 @@ def _edit(body: bytes, workspace: str) -> str:
     old = request["old"]
     if not old or text.count(old) != 1:
         raise ValueError(f"old: found {text.count(old) if old else 0} times in {given}; it must be there once")
+    changed = text.replace(old, request["new"]).encode(errors="surrogateescape")
     with _opened(path, given, os.O_WRONLY | os.O_TRUNC) as file:
-        file.write(text.replace(old, request["new"]).encode(errors="surrogateescape"))
+        file.write(changed)
     return f"changed {given}"
 
 

@@ -307,7 +307,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
 
             async def bury() -> None:
                 # If it cannot be killed, it stays in `_live`, and `close` tries again and tells.
-                with contextlib.suppress(protocols.LibraError):
+                with contextlib.suppress(protocols.LibraError, OSError):
                     await dead.close()
                     self._live.discard(dead)
 

@@ -1,4 +1,4 @@
-"""Configs that name environments of the `verifiers` package."""
+"""Configs that name modules which are gone."""
 
 import pytest
 
@@ -21,3 +21,9 @@ def test_environments_of_verifiers_are_refused_with_what_to_use_instead():
         factories.task_source(task, seed=0)
     with pytest.raises(protocols.ConfigError, match=rf"config\.task\.environment: .*{why}"):
         factories.environment_factory(task)()
+
+
+def test_a_tool_whose_module_has_moved_is_refused_with_its_present_name():
+    task = config.TaskConfig(source="libra_jax.agents.tools.calculator:Calculator")
+    with pytest.raises(protocols.ConfigError, match=r"config\.task\.source: .*moved; name it 'calculator', or "):
+        factories.task_source(task, seed=0)
