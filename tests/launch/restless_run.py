@@ -95,7 +95,7 @@ class Killer:
 def main() -> None:
     workdir, steps, killer = Path(sys.argv[1]), int(sys.argv[2]), Killer(sys.argv[3:])
     switching.Switching = Restless  # type: ignore[misc, assignment]
-    in_state, rested = transitions.Transitions._in_state, transitions.Transitions._rested
+    in_state, rested = transitions.Transitions._work, transitions.Transitions._rested
 
     def watched(self: transitions.Transitions, worker: pool.Worker) -> Any:
         killer.came_into(self, worker)
@@ -106,7 +106,7 @@ def main() -> None:
         if worker.state is State.TRAINING:
             killer.came_into(self, worker)
 
-    transitions.Transitions._in_state = watched  # type: ignore[method-assign]
+    transitions.Transitions._work = watched  # type: ignore[method-assign]
     transitions.Transitions._rested = at_rest  # type: ignore[method-assign]
     run = config(steps)
     preflight.validate(run, need_weights=True)
