@@ -27,7 +27,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["libra_jax", "libra_jax.*"]),
     ext_modules=compiled(),
-    package_data={"libra_jax.models": ["presets/*.json"], "libra_jax.telemetry": ["templates/*.j2"]},
+    package_data={
+        "libra_jax.models": ["presets/*.json"],
+        "libra_jax.telemetry": ["templates/*.j2"],
+        "libra_jax.training": ["targets/*.txtpb"],
+    },
     install_requires=[
         "absl-py>=2.1",
         "flax>=0.12.8",

@@ -11,7 +11,7 @@ Expected (seed 7, alone on two cores, 2026-11-23): 4 min 45 s in all, two of the
 training at step 3, back to rollout at step 17, and to training again at step 28, in 0.1 s each. In the last phase it
 stays: the core alone would train for about 3 s, which is as long as a step takes then. The best look (step 43) finds 4%
 to gain, less than `elastic.gain` (5%). The mean reward of the four phases is 0.20, 0.29, 0.37 and 0.47.
-docs/results/elastic.md compares it with the layouts that never switch.
+docs/results/elastic.md compares an earlier version (phases of 15 steps) with the layouts that never switch.
 
 Those layouts are the other variants. `rollout`: the worker always rolls out. `training`: core 1 belongs to the trainer.
 `apart`: the trainer has core 0, and the only instance has core 1. `shared`: both may use both cores.

@@ -126,7 +126,7 @@ def main() -> None:
     _print(runs, predicted, profile)
     for stage, verdict in verdicts.items():
         print(_sentence(stage, verdict))
-    print(f"publication: {profile.sync:.2f} s, mean error {errors['sync']:.0%}; of no stage: {profile.between:.2f} s")
+    print(f"weight sync: {profile.sync:.2f} s, mean error {errors['sync']:.0%}; of no stage: {profile.between:.2f} s")
     if len({step.mesh for run in runs for step in run.steps}) > 1:
         print(_elsewhere(runs))
     picture = output.with_suffix(".svg")

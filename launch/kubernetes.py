@@ -259,7 +259,7 @@ def _apply(text: str, name: str) -> None:
     print(done.stdout, end="")
     if done.stdout.rstrip().endswith("unchanged"):
         print(
-            f"{_KIND.value} {name} is there already: to start it again, first kubectl delete {_KIND.value} {name} "
+            f"{_KIND.value} {name} exists already: to start it again, first kubectl delete {_KIND.value} {name} "
             "(its workdir stays, and the run goes on from there)",
             file=sys.stderr,
         )

@@ -49,7 +49,7 @@ def main(command: Sequence[str]) -> int:
             "no command to run on the hosts; give it after --, as in `launch/local.py --hosts=4 -- launch/train.py`"
         )
     if not (Path(command[0]).is_file() if command[0].endswith(".py") else shutil.which(command[0])):
-        raise protocols.ConfigError(f"{command[0]}, the command after --, is no script and no program that is there")
+        raise protocols.ConfigError(f"{command[0]}, the command after --, is neither a script nor a program")
     if _KILL.value is not None and not 0 <= _KILL.value < _HOSTS.value:
         raise protocols.ConfigError(f"--kill_host={_KILL.value}: the hosts are 0 to {_HOSTS.value - 1} (--hosts)")
     train, roles = _TRAIN.value, dict[int, layouts.Role]()

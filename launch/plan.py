@@ -4,9 +4,9 @@ How many of 16 H100s should train Qwen3-8B for search agents of about 4k tokens?
 
   python launch/plan.py --hardware=h100 --model=Qwen3-8B --accelerators=16 --workload=search --generated_tokens=4000
 
---generated_tokens=4000,7000 gives mean and P90 (a log-normal). --turns, --payload_tokens and --prompt_tokens set the
-other lengths; lengths without a flag are the workload's (swe, search, math). The lengths may also come from a trace or
-a config's own workload:
+--generated_tokens=4000,7000 gives mean,P90 of a log-normal. A mean alone keeps the wide spread of the workload.
+--turns, --payload_tokens and --prompt_tokens set the other lengths; lengths without a flag are the workload's (swe,
+search, math). The lengths may also come from a trace or a config's own workload:
 
   python launch/plan.py --config=configs/simulate.py --output=runs/plan.json
   python launch/plan.py --config=configs/simulate.py --trace=runs/mine/trace.jsonl --accelerators=64
@@ -52,12 +52,15 @@ _HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hard
 _MODEL = flags.DEFINE_string("model", None, f"Model's shape: {', '.join(model_config.preset_names())}.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _WORKLOAD = flags.DEFINE_enum(
-    "workload", None, list(workloads.SHAPES), "What attempts are like; see --generated_tokens."
+    "workload", None, list(workloads.SHAPES), "What rollouts are like; see --generated_tokens."
 )
 _GENERATED = flags.DEFINE_list(
-    "generated_tokens", None, "Generated tokens of an attempt: mean,P90, or the mean to which the workload is scaled."
+    "generated_tokens",
+    None,
+    "Generated tokens of a rollout: mean,P90 of a log-normal, like 4000,7000. The mean alone scales the workload, and "
+    "keeps the workload's spread, which the output names.",
 )
-_TURNS = flags.DEFINE_integer("turns", None, "Model outputs of an attempt; default: as the workload has.")
+_TURNS = flags.DEFINE_integer("turns", None, "Model outputs of a rollout; default: as the workload has.")
 _PAYLOAD = flags.DEFINE_integer("payload_tokens", None, "Tokens that a tool returns; default: as the workload has.")
 _PROMPT = flags.DEFINE_integer("prompt_tokens", None, "Tokens of a prompt; default: as the workload has.")
 _TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) whose lengths to plan for.")
@@ -181,13 +184,14 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
         f"For {case.work.count} trajectories a step, by a sample of {len(case.work.turns):,} ({case.work.source}): "
         f"{case.lengths}. An instance serves at once: {slots}."
     )
+    _print_spread(case)
     positions = case.model.shape.max_position_embeddings
     if case.lengths.context_max > positions:
         print(f"{case.name} was made for {positions:,} tokens: longer contexts need its rotary embedding stretched.")
     if case.calibrated:
         print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}).")
         print(
-            f"Of that, {case.besides:.1f} s are publication and what belongs to no stage. On steps that were not "
+            f"Of that, {case.besides:.1f} s are weight sync and what belongs to no stage. On steps that were not "
             f"fitted to, training was {unsure.train:.0%} off, rollout {unsure.rollout:.0%}, a step {unsure.step:.0%}."
         )
         return
@@ -195,6 +199,18 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     print(
         f"Were each coefficient off by {forecast.MOVE:.0%}: training {unsure.train:.0%}, rollout "
         f"{unsure.rollout:.0%}, a step {unsure.step:.0%} more or less."
+    )
+
+
+def _print_spread(case: planned.Case) -> None:
+    """Says which spread of lengths was assumed where --generated_tokens gives only the mean."""
+    if _GENERATED.value is None or len(_GENERATED.value) != 1:
+        return
+    workload, mean, p90 = case.work.source.partition(",")[0], case.lengths.generated_mean, case.lengths.generated_p90
+    example = f"{mean:.0f},{1.75 * mean:.0f}"
+    print(
+        f"--generated_tokens gives the mean alone, so the spread of the workload {workload} is assumed: P90 {p90:,}, "
+        f"{p90 / mean:.1f} times the mean. Give mean,P90 for another, like --generated_tokens={example}."
     )
 
 
@@ -223,6 +239,7 @@ def _print_sweep(case: planned.Case) -> None:
         )
     subject = f"{case.name} on {case.devices:,} accelerators" if _SWEEP.value == "hardware" else case.subject()
     print(f"{subject}; {case.work.source}: {case.lengths}.")
+    _print_spread(case)
     console.Console().print(rows)
     if _SWEEP.value == "accelerators":
         print(

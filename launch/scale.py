@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from support import cli
+from support import cli, overrides
 
 from absl import flags
 from ml_collections import config_flags
@@ -27,9 +27,13 @@ from rich import console, table
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.planning import forecast, scale, search
+from libra_jax.runs import planned
 from libra_jax.simulator import comparison, settings
 
 KEPT = Path(__file__).parent / "benchmarks" / "costs.json"
+
+READ = (*(name for name in planned.OF_SIMULATION if name != "scheduler"), "deadlines.engine_start", "rollout.chunk_mib")
+"""Fields and groups of the config that count here: those of a plan, and those of start-up and weight sync."""
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A simulated run's config file.", lock_config=True)
 _ACCELERATORS = flags.DEFINE_list("accelerators", ["48", "1024", "10240"], "Sizes of clusters, separated by commas.")
@@ -91,18 +95,25 @@ def main() -> None:
         cli.check_output(output)
     if not isinstance(_CONFIG.value, settings.SimulatedRun):
         raise protocols.ConfigError("--config: is no simulated run (it has no config.simulation), whose work is known")
-    work, around = _of_run(comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"]))
+    chosen = overrides.fields(flags.FLAGS["config"])
+    if "rollout.stream_interval" in chosen:  # a simulation's own is far from a real run's
+        raise protocols.ConfigError("--config.rollout.stream_interval: launch/scale.py takes --stream_interval instead")
+    overrides.refuse_unread(chosen, script="scale.py", read=READ, instead=settings.COUNTS)
+    run = comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"])
+    work, around = _of_run(run)
     record = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
     costs = _costs(record["costs"])
     found = [scale.loads(costs, work, around, size) for size in sizes]
+    print(f"{run.simulation.model} on {run.simulation.hardware}, {run.name}.")
     _print(record, costs, work, around, found)
     if output is not None:
         loads = [
             {**dataclasses.asdict(one), "bottleneck": one.bottleneck, "remedies": _remedies(costs, work, around, one)}
             for one in found
         ]
+        about = {"model": run.simulation.model, "hardware": run.simulation.hardware, "run": run.name}
         inputs = {"work": dataclasses.asdict(work), "settings": dataclasses.asdict(around)}
-        output.write_text(json.dumps({**record, **inputs, "loads": loads}, indent=2) + "\n")
+        output.write_text(json.dumps({**record, **about, **inputs, "loads": loads}, indent=2) + "\n")
         print(f"wrote {output}")
 
 
@@ -194,7 +205,7 @@ def _print(
         f"Costs of {record['date']}. Each {work.accelerators} accelerators, a step: {work.trajectories} trajectories, "
         f"{work.turns:.1f} turns, {work.generated_tokens:,.0f} generated and {work.trained_tokens:,.0f} trained tokens "
         f"each, {work.step_seconds:.0f} s; {work.engines} engines on {work.rollout_accelerators}; "
-        f"{work.weight_bytes / 1e9:.1f} GB published. A delta every {around.stream_interval} tokens, buckets of "
+        f"{work.weight_bytes / 1e9:.1f} GB of weights. A delta every {around.stream_interval} tokens, chunks of "
         f"{around.chunk_mib} MiB, staleness {around.staleness}."
     )
     rows = table.Table("accelerators", *(f"{one.accelerators:,}" for one in found))
@@ -203,8 +214,8 @@ def _print(
         rows.add_row(name if name == "engines" else f"{name} a second", *(f"{value:,.1f}" for value in values))
     for name in found[0].coordinator:
         rows.add_row(f"coordinator: {name}, cores", *(f"{one.coordinator[name]:.4f}" for one in found))
-    for name in found[0].publication:
-        rows.add_row(f"publication: {name}, s", *(f"{one.publication[name]:.2f}" for one in found))
+    for name in found[0].weight_sync:
+        rows.add_row(f"weight sync: {name}, s", *(f"{one.weight_sync[name]:.2f}" for one in found))
     rows.add_section()
     for name, part in found[0].parts.items():
         cells = (f"{one.parts[name].value:,.3g}" + (" !" if one.parts[name].ratio >= 1.0 else "") for one in found)

@@ -39,7 +39,10 @@ from libra_jax.protocols import LibraError
 
 FIRST_PORT, JOBS = 20_000, 1_000
 """First port, and number of port ranges. Jobs whose numbers differ by less than JOBS have other ports, from 20000 to
-29999: below those that Linux chooses from (32768 on)."""
+29999: below those that Linux chooses from (32768 on).
+
+Ray's own default ports would not do: many clusters share hosts between jobs, and the hosts of a second job would join
+the Ray of the first one."""
 
 PORTS = (
     "port",
@@ -66,6 +69,9 @@ AWAIT_HOSTS = Path(__file__).parent / "templates" / "await_hosts.py"
 ENDED, STOP, LOG = "ended", "stop", "train.log"
 """Files of an attempt: how it ended, the request to stop, and the driver's output, which exists from the driver's
 start on."""
+
+RAY_FOLDER = "r"
+"""Ray's folder in the host's own folder; short, because the kernel allows 107 characters for the name of a socket."""
 
 UNREACHABLE = "192.0.2.1"
 """Address of TEST-NET-1 (RFC 5737). A datagram socket that is connected to it sends nothing, and knows this host's
@@ -136,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if _how(attempt) in ("finished", "stopped") else status or 1
     finally:
         if _how(attempt) not in ("finished", "stopped"):
-            for logs in directory.glob("session_2*/logs"):  # they show why a run did not finish
+            for logs in directory.glob(f"{RAY_FOLDER}/session_2*/logs"):  # they show why a run did not finish
                 with contextlib.suppress(OSError, shutil.Error):
                     ignored = shutil.ignore_patterns("*.sock")
                     shutil.copytree(logs, attempt / f"ray-{name}", dirs_exist_ok=True, ignore=ignored)
@@ -206,7 +212,8 @@ def _ray(arguments: argparse.Namespace, name: str, directory: Path, *options: st
         del mine["ray-client-server-port"]
     command = [
         *("ray", "start", *options),
-        f"--temp-dir={directory}",
+        # Ray opens this folder to every user (0777); the one above it is for this user only.
+        f"--temp-dir={directory / RAY_FOLDER}",
         f"--node-name={name}",
         *_labels(name, arguments.training),
         f"--num-cpus={CPUS}",

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from support import cli, overrides, sweeps
+from support import cli, overrides, real_results, sweeps
 
 from absl import flags
 from rich import console, table
@@ -300,6 +300,7 @@ def _print(results: Mapping[str, Sequence[report.Entry]]) -> None:
             str(sum(entry["lost_trajectories"] for entry in entries)),
         )
     console.Console(width=None if sys.stdout.isatty() else 120).print(rows)
+    print(real_results.SPREAD)
 
 
 def _draw(path: Path, results: Mapping[str, Sequence[report.Entry]], machines: Sequence[str]) -> None:

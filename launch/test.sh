@@ -3,12 +3,18 @@
 # LIBRA_JAX_REQUIRE_SANDBOX=1 makes that a failure. Further arguments go to pytest:
 #   bash launch/test.sh -m "not slow"
 #   bash launch/test.sh --drills        # the longer whole runs, too, of which something is killed or cut off
+#   bash launch/test.sh --accelerators  # also compiles for H100 and TPU, after installing the compilers (1.1 GB)
+#   bash launch/test.sh --accelerators=h100  # also compiles one case for H100 (0.4 GB)
 #   bash launch/test.sh --hypothesis-profile=explore   # property tests draw other examples each time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # An engine's processes import thousands of modules each: compiled once, they start in a fraction of the time.
 export PYTHONDONTWRITEBYTECODE=
-bash launch/setup.sh --dev --quiet
+accelerators=()
+for argument in "$@"; do
+  case $argument in --accelerators*) accelerators=("$argument") ;; esac
+done
+bash launch/setup.sh --dev --quiet "${accelerators[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 echo "== ruff"
 ruff check .  # a line of its own: inside && a failure would not end the script

@@ -24,7 +24,7 @@ from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents.rewards import composition
+from libra_jax.agents.rewards import trial
 from libra_jax.coordinator import stopping
 from libra_jax.models import hub
 from libra_jax.runs import api, changes, dry_run, observing, preflight, wiring
@@ -63,7 +63,7 @@ def main() -> int:
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
     preflight.validate(found.config, need_weights=True)
-    composition.try_factories(found.config.reward)
+    trial.functions(found.config.reward)
     preflight.warn(found.config)
     run = api.start(
         config,
@@ -80,21 +80,28 @@ def main() -> int:
 
 
 def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
-    """Prints what the run would be.
+    """Prints what the run would be: every setting, unless it cannot start, and what follows from them.
 
     Raises:
-      DataError: it cannot run here, because weights, a tokenizer or tasks are missing.
+      DataError: it cannot run here, because weights, a tokenizer or tasks are missing, or a reward function fails.
     """
     preflight.validate(found.config, need_weights=False)
-    composition.try_factories(found.config.reward)
-    said = dry_run.describe(found.config, found.notes, named)
+    scored = trial.functions(found.config.reward, dry_run.example(found.config))
+    failing, doubtful = dry_run.failures(found.config, scored)
+    missing = [*found.problems, *preflight.missing(found.config, found.fields), *failing]
+    said = dry_run.describe(found.config, found.notes, scored)
+    if not missing:  # several screens, which would hide what is missing
+        said = f"{dry_run.settings(named)}\n{said}"
     print(escapes.visible(said, lines=True), flush=True)  # it quotes a task, which may be anybody's
     preflight.warn(found.config)  # last, because the config above fills several screens
-    missing = [*found.problems, *preflight.missing(found.config, found.fields)]
+    for sentence in doubtful:
+        print(f"warning: {escapes.visible(sentence)}.", file=sys.stderr)
     if missing:
         known = wiring.known_shape(found.config) is not None
         checked = "All else" if known else "What does not depend on the model's shape"
-        raise protocols.DataError(f"this run cannot start here: {'; '.join(missing)}. {checked} was checked")
+        problems = "; ".join(missing)
+        stop = "" if problems.endswith(("?", ".")) else "."
+        raise protocols.DataError(f"this run cannot start here: {problems}{stop} {checked} was checked")
 
 
 def _leave(last_resort: observing.LastResort, number: int, _: types.FrameType | None) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from libra_jax.runs import api
     from libra_jax.simulator import comparison, settings
 
-__all__ = ["evaluate", "evaluate_async", "plan", "simulate", "train", "train_async"]
+__all__ = ["evaluate", "evaluate_async", "plan", "simulate", "simulate_async", "train", "train_async"]
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
       config: the run's configuration. Objects below replace what its names stand for.
       environment: class or function that makes a fresh environment (`protocols.Environment`). Without it, given tasks
         are questions with an `answer`, scored by exact match.
-      reward: function of (task, text) or (task, transcript) that scores an attempt in place of the environment.
+      reward: function of (task, text) or (task, transcript) that scores a rollout in place of the environment.
       tasks: mappings with a `prompt`, 5% of which are held out, or a `protocols.TaskSource`.
       workdir: the run's directory; None: `runs/<name>-<hash of config>`.
       allow_changes: settings in which the run may go on otherwise than it began, such as "optimizer.learning_rate".
@@ -156,6 +156,15 @@ def simulate(
     return api.simulate(config, policies=policies, seeds=seeds, jobs=jobs)
 
 
+async def simulate_async(
+    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
+) -> comparison.Comparison:
+    """Simulates while the caller's event loop goes on; otherwise as `simulate`. A cancelled call is not interrupted."""
+    from libra_jax.runs import api
+
+    return await api.simulate_async(config, policies=policies, seeds=seeds, jobs=jobs)
+
+
 def plan(
     *,
     hardware: str,
@@ -175,8 +184,8 @@ def plan(
       model: name of a preset, such as "Qwen3-8B".
       accelerators: number to split.
       workload: "swe", "search" or "math".
-      generated_tokens: mean of an attempt, or its mean and P90; None: as the workload has.
-      turns: model outputs of an attempt.
+      generated_tokens: mean of a rollout, or its mean and P90; None: as the workload has.
+      turns: model outputs of a rollout.
       payload_tokens: tokens that a tool returns.
       prompt_tokens: tokens of a prompt.
       config: batches and limits; None: 32 prompts of 16 rollouts a step, one version ahead, contexts of any length.

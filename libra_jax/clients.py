@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+import functools
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Asks(Protocol):
+    """A client that can ask its actors for something."""
+
+    async def _ask(
+        self,
+        limit: deadlines.Limit,
+        what: str,
+        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Calls a method of the actor's protocol within `config.deadlines.<limit>`."""
+        ...
+
+
+class Call(Generic[P, T]):
+    """A method of a client that passes a call on to its actor: arguments and result are those of the actor's method.
+
+    Args:
+      limit: Name of the deadline under `config.deadlines`.
+      what: What the actor is asked to do, for errors: completes "asked to".
+      method: Method of the actor's protocol.
+    """
+
+    def __init__(self, limit: deadlines.Limit, what: str, method: Callable[Concatenate[Any, P], Awaitable[T]]) -> None:
+        self._limit: deadlines.Limit = limit
+        self._what = what
+        self._method = method
+
+    def __get__(self, client: Asks, owner: type) -> Callable[P, Coroutine[Any, Any, T]]:
+        return functools.partial(client._ask, self._limit, self._what, self._method)
 
 
 class ActorClient:

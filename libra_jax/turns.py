@@ -1,14 +1,15 @@
 """Waits for a turn. If work queues behind other work, its deadline counts from the beginning of its own turn.
 
 The code that sets the deadline makes the task inside a `watched` block. The work waits inside a `queued` block, at any
-depth below. This works inside one process only; work in another process is not watched.
+depth below. Work that needs its turn only for its first part can end the turn early (`ending`). This works inside one
+process only; work in another process is not watched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
@@ -43,3 +44,28 @@ def queued() -> Iterator[None]:
         yield
     finally:
         turn.queued = False
+
+
+def _nothing() -> None:
+    pass
+
+
+_end: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("end_turn", default=_nothing)
+
+
+@contextlib.contextmanager
+def ended_by(end: Callable[[], None]) -> Iterator[None]:
+    """Offers `end` to the work in this block. Any thread may call it, any number of times, also after the block."""
+    token = _end.set(end)
+    try:
+        yield
+    finally:
+        _end.reset(token)
+
+
+def ending() -> Callable[[], None]:
+    """Returns a function that ends the turn of the present work, so that the next work's turn begins.
+
+    Any thread may call it. It does nothing if the work has no turn, or if the turn has ended.
+    """
+    return _end.get()

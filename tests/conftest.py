@@ -41,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--drills", action="store_true", help="Also the longer runs, most of them hit: some ten minutes on two cores."
     )
+    parser.addoption(
+        "--accelerators",
+        nargs="?",
+        const="all",
+        choices=("all", "h100"),
+        help="Also the gates of programs compiled for H100 and TPU; =h100 for one of them, which takes a minute.",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
@@ -50,6 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("drill")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    chosen = config.getoption("--accelerators")
+    gates = {item: mark.args for item in items if (mark := item.get_closest_marker("accelerators"))}
+    left_out = [item for item, args in gates.items() if chosen is None or (chosen != "all" and "quick" not in args)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         group = item.path.stem
         if item.path.parent.name in ENGINES and any(map(item.get_closest_marker, HEAVY)):

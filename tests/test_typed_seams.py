@@ -59,7 +59,7 @@ def trainer_calls(of: str) -> tuple[Sequence[str], Sequence[tuple[str, str]]]:
         (f"await {of}.train_step([batch])", "has incompatible type"),
         (f"await {of}.open_weights('3')", "has incompatible type"),
         (f"(await {of}.restore('path')).step", "has no attribute"),
-        (f"await {of}.stage_weights(3)", "Missing positional argument"),
+        (f"await {of}.stage_weights(3)", "argument"),
         (f"await {of}.lock.aquire()", "has no attribute"),
     ]
     return right, wrong
@@ -115,7 +115,7 @@ SEAMS = [
             [
                 "await replica.contribute(batch, [])",
                 "await replica.join(1, {'port': 80})",
-                "await replica.join(epoch=1, address={})",
+                "await replica.join(generation=1, address={})",
             ],
             [
                 ("await replica.contribut(batch, [])", "has no attribute"),
@@ -157,7 +157,7 @@ SEAMS = [
             [
                 "await relay.send(chunk, 'relay-1')",
                 "(await relay.receive(chunk)).index + 1",
-                "await relay.connect(child='relay-1', epoch=2, address={})",
+                "await relay.connect(child='relay-1', generation=2, address={})",
             ],
             [
                 ("await relay.sends(chunk, 'relay-1')", "has no attribute"),
@@ -222,7 +222,7 @@ SEAMS = [
 
 DOUBLES = [
     ("libra_jax.simulator.trainer", "Trainer", "protocols.Trainer"),
-    ("libra_jax.simulator.training_side", "Replica", "protocols.Replica"),
+    ("libra_jax.simulator.training_side", "TrainingSide", "protocols.TrainingSide"),
     ("libra_jax.simulator.engine", "Engine", "protocols.RolloutEngine"),
     ("libra_jax.engines.fake_engine", "FakeEngine", "protocols.RolloutEngine"),
     ("libra_jax.engines.client", "EngineClient", "protocols.EngineClient"),

@@ -42,6 +42,7 @@ UNITS = (
     (r"_bytes$", "bytes"),
     (r"_characters$", "characters"),
     (r"_per_second$", "tokens per second"),
+    (r"_flops$", "FLOP/s"),
     (r"_tokens$|max_context$|stream_interval$|quanta$|row_buckets$|attention_chunk$|logits_chunk$", "tokens"),
     (r"(^|[._])steps$|\.every$|planner\.(period|window|horizon)$|\.cooldown$", "training steps"),
     (r"_fraction$|_share$|scheduler\.reserve$|least_gain$|\.gain$", "fraction"),

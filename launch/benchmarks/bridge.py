@@ -39,8 +39,8 @@ def measure(rounds: int) -> workload.Figures:
     The engine's process maps each chunk and sums every tensor's first and last element, as proof of reading.
     """
     params = jax.block_until_ready(transformer.init_params(SHAPE, jax.random.key(0), "float32"))
-    publisher = snapshot.HostSnapshot(SHAPE, "float32", 256 * 2**20, checksum=False)
-    source = np.ones(publisher.nbytes // 4, np.float32)
+    snapshots = snapshot.HostSnapshot(SHAPE, "float32", 256 * 2**20, checksum=False)
+    source = np.ones(snapshots.nbytes // 4, np.float32)
     target = np.empty_like(source)
     # Spawned: a fork of a process with JAX's threads may deadlock.
     context = multiprocessing.get_context("spawn")
@@ -52,12 +52,12 @@ def measure(rounds: int) -> workload.Figures:
     def bridge() -> None:
         nonlocal version
         version += 1
-        for index in range(publisher.open(version, params)):
-            ours.send(publisher.stage(version, index))
+        for index in range(snapshots.open(version, params)):
+            ours.send(snapshots.stage(version, index))
             if not ours.poll(DEADLINE_SECONDS):
                 raise protocols.DeadlineMissed(f"the reading process {reader.pid} did not answer")
             ours.recv()
-        publisher.close(version)
+        snapshots.close(version)
 
     try:
         bridge_seconds, copy_seconds = workload.alternate(rounds, bridge, lambda: np.copyto(target, source))
@@ -66,11 +66,11 @@ def measure(rounds: int) -> workload.Figures:
         reader.join(DEADLINE_SECONDS)
         if reader.is_alive():
             reader.kill()
-        publisher.shutdown()
+        snapshots.shutdown()
     return {
-        "megabytes": publisher.nbytes / 1e6,
-        "bridge_gigabytes_per_second": publisher.nbytes / 1e9 / statistics.median(bridge_seconds),
-        "memcpy_gigabytes_per_second": publisher.nbytes / 1e9 / statistics.median(copy_seconds),
+        "megabytes": snapshots.nbytes / 1e6,
+        "bridge_gigabytes_per_second": snapshots.nbytes / 1e9 / statistics.median(bridge_seconds),
+        "memcpy_gigabytes_per_second": snapshots.nbytes / 1e9 / statistics.median(copy_seconds),
         "ratio_over_memcpy": workload.median_ratio(copy_seconds, bridge_seconds),
         "rounds": rounds,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import statistics
 import uuid
 
@@ -17,7 +18,7 @@ from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, instances, stopping
+from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import vllm_launch
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
@@ -41,31 +42,24 @@ async def measure(rounds: int) -> workload.Figures:
     launch = vllm_launch.Launch("bare", model, config.rollout, 1, seed=0, cpu_cores="auto", log_path="")
     loop = asyncio.get_running_loop()
     cluster = cluster_create.create(config.cluster)
-    recorder = memory.MemoryRecorder()
-    ending = stopping.Ending()
-    engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
+    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    engines = instances.Instances(run, [spec])
     try:
         await engines.start()
         bare_engine = await loop.run_in_executor(vllm_launch.STARTER, launch.start)
         engines.engines[NAME].state = "serving"  # random weights will do, so the engine serves without a weight sync
-        dispatcher = dispatch.Dispatcher(
-            config,
-            scheduler=registry.create(config.scheduler),
-            engines=engines,
-            recorder=recorder,
-            ending=ending,
-        )
-        engines.events.announce(protocols.EnginesChanged(engines.serving()))
+        dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
+        run.events.announce(protocols.EnginesChanged(engines.serving()))
 
         async def ours() -> None:
-            await ending.race(_through_coordinator(dispatcher, config))
+            await run.scope.race(_through_coordinator(dispatcher, config))
 
         async def bare() -> None:
             await _bare(bare_engine, config)
 
         ours_seconds, bare_seconds = await workload.alternate_async(rounds, ours, bare)
     finally:
-        await ending.cancel_background(config.deadlines.shutdown)
+        await run.scope.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
         await loop.run_in_executor(None, launch.stop)
     tokens = REQUESTS * TOKENS
@@ -87,12 +81,12 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
         max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=config.rollout.temperature
     )
 
-    async def attempt(index: int) -> None:
+    async def rollout(index: int) -> None:
         name = uuid.uuid4().hex
         trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
         dispatcher.open(name, group_id=index, dispatch_version=0)
         try:
-            await agent_loop.run_attempt(
+            await agent_loop.run_rollout(
                 trajectory=trajectory,
                 task=protocols.Task(name, {"prompt": _prompt(index)}),
                 environment=workload.single_turn(),
@@ -105,7 +99,7 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
         if trajectory.generated_tokens != TOKENS:
             raise protocols.LibraError(f"{trajectory.generated_tokens} tokens came instead of {TOKENS}")
 
-    await asyncio.gather(*(attempt(index) for index in range(REQUESTS)))
+    await asyncio.gather(*(rollout(index) for index in range(REQUESTS)))
 
 
 async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> None:

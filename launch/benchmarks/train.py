@@ -92,14 +92,14 @@ def _batch(step: int) -> protocols.TrainBatch:
     rng = np.random.default_rng(step)
     groups = []
     for group in range(ROWS // 8):
-        attempts = []
+        trajectories = []
         for sample in range(8):
-            attempt = protocols.Trajectory(f"{group}/{sample}", str(group), reward=float(rng.integers(2)))
-            attempt.append_text(rng.integers(2, 128, PROMPT).tolist(), protocols.TokenSource.PROMPT)
+            trajectory = protocols.Trajectory(f"{group}/{sample}", str(group), reward=float(rng.integers(2)))
+            trajectory.append_text(rng.integers(2, 128, PROMPT).tolist(), protocols.TokenSource.PROMPT)
             sampled = tuple(rng.integers(2, 128, COMPLETION).tolist())
-            attempt.append_sampled(protocols.TokenDelta(sampled, (-5.0,) * COMPLETION, (step,) * COMPLETION))
-            attempts.append(attempt)
-        groups.append(protocols.Group(group, protocols.Task(str(group), {}), step, attempts))
+            trajectory.append_sampled(protocols.TokenDelta(sampled, (-5.0,) * COMPLETION, (step,) * COMPLETION))
+            trajectories.append(trajectory)
+        groups.append(protocols.Group(group, protocols.Task(str(group), {}), step, trajectories))
     return protocols.TrainBatch(step, tuple(groups))
 
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import textwrap
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -23,7 +24,6 @@ from typing import Any, cast, get_type_hints
 from support import config_files
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
@@ -46,7 +46,16 @@ class _MappingParser(flags.ArgumentParser):
         return value
 
 
-config_flags.register_flag_parser_for_type(Mapping[str, Any], _MappingParser())
+def _flags_of_configs() -> types.ModuleType:
+    """Returns `ml_collections.config_flags`, which scripts without a config run without.
+
+    It reads a field that is a mapping, too.
+    """
+    from ml_collections import config_flags
+
+    config_flags.register_flag_parser_for_type(Mapping[str, Any], _MappingParser())
+    return config_flags
+
 
 GARBAGE_THRESHOLDS = (20_000, 50, 20)
 """Of `gc.set_threshold`: a coordinator keeps many small objects for long, hardly any of them in cycles, and Python's
@@ -94,6 +103,7 @@ def run(
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     sys.path.append(os.getcwd())  # where a user's own "module:factory" lives; last, so that it shadows nothing
     if "config" in flags.FLAGS:
+        _flags_of_configs()
         flags.DEFINE_string(
             HELP_FLAG,
             None,
@@ -163,7 +173,7 @@ def read_config(config_type: type[Any], file: str, settings: Sequence[str]) -> l
       ConfigError: the file or a flag cannot be read; the message says which.
     """
     argv, own, path = ["config", f"--config={file}", *settings], flags.FlagValues(), file.partition(":")[0]
-    config_flags.DEFINE_config_file("config", None, flag_values=own, lock_config=True, sys_argv=argv)
+    _flags_of_configs().DEFINE_config_file("config", None, flag_values=own, lock_config=True, sys_argv=argv)
     try:
         with config_files.watched(path):
             own(argv)
@@ -352,10 +362,12 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
         return "--config: " + " ".join(str(error).split("Attempted")[-1].split())
     if isinstance(error, AttributeError) and "'get_config'" in str(error):
         return f"--config={file}: defines no function get_config; it has to return a libra_jax.config.RunConfig"
-    if number := _NO_NUMBER.search(str(error)):
-        flag, value = number["flag"].removesuffix(f"={number['value']}"), number["value"]
-        wanted = "a whole number" if "int" in number["kind"] else "a number"
-        return f"--{flag}: {value!r} is not {wanted}"
+    if wrong := _NO_VALUE.search(str(error)):
+        flag, value = wrong["flag"].removesuffix(f"={wrong['value']}"), wrong["value"]
+        wanted = (
+            "a number" if "float" in wrong["kind"] else "a whole number" if "int" in wrong["kind"] else "True or False"
+        )
+        return f"--{flag}: {value!r} is not {wanted}{_such(config_type, flag)}"
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
@@ -366,11 +378,17 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
     return first
 
 
-_NO_NUMBER = re.compile(
-    r"flag --(?P<flag>.*): (?P<kind>invalid literal for int\(\) with base \d+|could not convert string to float): "
-    r"['\"](?P<value>.*)['\"]"
+_NO_VALUE = re.compile(
+    r"flag --(?P<flag>.*): \(?['\"]?(?P<kind>invalid literal for int\(\) with base \d+: |"
+    r"could not convert string to float: |Non-boolean argument to boolean flag', )['\"](?P<value>.*)['\"]"
 )
-"""absl's refusal of a number flag: Python's own words for what `int` and `float` cannot read."""
+"""absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
+
+
+def _such(config_type: type[Any], flag: str) -> str:
+    """Returns an example of a setting's value, its default; empty for a flag that is no setting."""
+    found = [item for item in listing.settings(config_type) if flag == f"config.{item.name}"]
+    return f"; for example --{flag}={found[0].default}" if found else ""
 
 
 def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:

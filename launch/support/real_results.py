@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from rich import console, markup, table
+from rich import console, table, text
 
 from libra_jax import protocols
 from libra_jax.simulator import report
-from libra_jax.telemetry import metrics, status
+from libra_jax.telemetry import escapes, metrics, status
 
 if TYPE_CHECKING:
     from support import sweeps
@@ -26,6 +26,8 @@ LAST = 10
 
 MOST_CURVES = 6
 """Most settings whose rewards are drawn step by step; more could not be told apart."""
+
+SPREAD = "+- is the sample standard deviation over the seeds that are done; it is empty with one seed."
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 
@@ -112,15 +114,21 @@ def show(outcomes: Sequence[Outcome]) -> None:
         steps = f"{max(one.rewards, default=0)} of {one.run.config.steps}"
         reward = "" if one.reward is None else f"{one.reward:.3f}"
         seed = str(one.run.config.seed)
-        runs.add_row(markup.escape(one.run.name), seed, one.state, steps, reward, markup.escape(one.sentence))
+        runs.add_row(_plain(one.run.name), seed, _plain(one.state), steps, reward, _plain(one.sentence))
     means = table.Table("config", "seeds done", f"reward, last {LAST}", "+-", "accuracy", "+-")
     for name, mine in by_setting(outcomes).items():
         done = [one for one in mine if one.state == "done"]
         cells = [*_cells([one.reward for one in done]), *_cells([one.accuracy for one in done])]
-        means.add_row(markup.escape(name), f"{len(done)} of {len(mine)}", *cells)
+        means.add_row(_plain(name), f"{len(done)} of {len(mine)}", *cells)
     shown = console.Console(width=None if sys.stdout.isatty() else 160)
     shown.print(runs)
     shown.print(means)
+    shown.print(SPREAD)
+
+
+def _plain(shown: str) -> text.Text:
+    """Returns text of a run or a launcher as a cell: without styles, and without escapes for the terminal."""
+    return text.Text(escapes.visible(shown))
 
 
 def by_setting(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

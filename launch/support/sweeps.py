@@ -27,7 +27,7 @@ from support import real_results
 
 from libra_jax import config as libra_config
 from libra_jax import parent_death, protocols
-from libra_jax.telemetry import files, metrics
+from libra_jax.telemetry import escapes, files, metrics
 
 LAUNCHERS = {"here": "train.py", "slurm": "slurm.py", "kubernetes": "kubernetes.py"}
 """Script of each launcher."""
@@ -350,5 +350,5 @@ def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children
 
 
 def say(line: str) -> None:
-    """Prints a line about a sweep's progress on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line about a sweep's progress on standard error; it may quote a run's log or a launcher's answer."""
+    print(escapes.visible(line), file=sys.stderr, flush=True)

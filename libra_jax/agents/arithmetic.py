@@ -110,6 +110,7 @@ def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
         return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and is_number(node.operand))
 
     expression = expression.strip()
+    # First, because an expression without a value must fail before any part of it is returned.
     value = evaluate(expression, max_characters)
     operations = [node for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.BinOp)]
     inner = [node for node in operations if is_number(node.left) and is_number(node.right)]

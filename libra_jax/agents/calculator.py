@@ -179,6 +179,7 @@ class CalculatorEnvironment:
                 protocols.Message("assistant", f"<tool_call>{call}</tool_call>"),
                 protocols.Message("tool", left.ljust(self.return_width)),
             ]
+            # The simplifier returns what is left to do, and the calculator itself the value.
             if answer.tool == arithmetic.TOOL:
                 return [*messages, protocols.Message("assistant", task.payload["answer"])]
 

@@ -34,6 +34,7 @@ class FileTasks:
         self._path = path
         self._name = pathlib.Path(path).stem
         self._seed = seed
+        # As JSON, because a prompt may be a list of messages, which a set cannot hold.
         keys = [json.dumps(payload[prompt], sort_keys=True) for _, payload in rows]
         prompts = set(keys)
         evaluated: set[str] = set()
@@ -141,6 +142,7 @@ def read(
     given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
     for name, column in given.items():
         config.check(isinstance(column, str) and bool(column), field, f"{name!r} names no column, but {column!r}")
+    # The given columns come last, so that they may name those of prompt and answer, too.
     mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **given}
     config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
     found = []
@@ -152,7 +154,10 @@ def read(
         _check_plain(payload, row.where)
         found.append((row.number, payload))
     if not found:
-        raise protocols.DataError(f"{path}: holds no tasks; a JSONL file of them has one JSON object a line")
+        raise protocols.DataError(
+            f'{path}: holds no tasks; a JSONL file has one a line, such as {{"prompt": "12+30", "answer": "42"}} '
+            "(config.task.path)"
+        )
     return found
 
 

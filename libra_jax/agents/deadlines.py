@@ -35,6 +35,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
         await _settled(task, seconds)
         late = loop.time() - due
         if not task.done() and late > STALL_SECONDS:
+            # Once and no more, or on a loop that always stalls no deadline would ever pass.
             await asyncio.wait({task}, timeout=min(late, seconds))
         if task.done():
             return task.result()
@@ -73,6 +74,7 @@ async def call(function: Callable[..., Any], *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     result = await off_loop(function, *arguments)
+    # A plain function may return a coroutine, as a lambda around an async function does.
     return await result if inspect.isawaitable(result) else result
 
 
@@ -82,6 +84,7 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
+        # The waiter was cancelled meanwhile, and nobody wants the result any more.
         if future.done():
             return
         if error is not None:

@@ -41,6 +41,7 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
             f"{task.path!r} would be ignored, because {task.source} has no parameter 'path'; clear task.path, or set "
             "task.source to one that reads a file, such as libra_jax.agents.datasets:task_source",
         )
+        # A source that reads no file need not take a path.
         del reserved["path"]
     arguments = {**reserved, **task.arguments}
     return cast(protocols.TaskSource, resolving.call(factory, task.source, arguments, field))
@@ -100,6 +101,7 @@ def environment_factory(
             "'tools'); take one of libra_jax.agents.environments, or clear tools.use",
         )
     resolving.check_arguments(factory, task.environment, arguments, field)
+    # A class shows its methods without being called; what a function makes is looked at by `demonstrator`.
     if inspect.isclass(factory):
         _check_methods(task, factory, factory)
     make = functools.partial(resolving.call, factory, task.environment, arguments, field)
@@ -162,7 +164,7 @@ def limits(run: config.RunConfig, temperature: float | None = None) -> loop.Limi
         temperature=run.rollout.temperature if temperature is None else temperature,
         wait_seconds=run.task.wait_seconds,
         reset_seconds=run.task.reset_seconds,
-        attempt_tokens=run.task.max_tokens,
-        attempt_seconds=run.task.max_seconds,
+        rollout_tokens=run.task.max_tokens,
+        rollout_seconds=run.task.max_seconds,
         answer_tokens=run.task.answer_tokens if run.task.context_policy == "cut" else 0,
     )

@@ -53,6 +53,7 @@ class Environment:
     def optional(self, verb: str) -> Callable[..., Any] | None:
         """Returns an optional method of the environment. None if it has no such method."""
         method = getattr(self._environment, verb, None)
+        # A user's attribute of the same name that cannot be called is not the optional method.
         return method if callable(method) else None
 
     async def reset(self) -> Sequence[protocols.Message]:
@@ -72,6 +73,7 @@ class Environment:
             return None
         state = await self._call("snapshot", self._reset_seconds)
         try:
+            # Checked now: a checkpoint would fail much later, and could not name the environment.
             json.dumps(state)
         except (TypeError, ValueError) as error:
             raise self.crash("snapshot", f"gave a state that is not JSON ({error})") from error
@@ -84,7 +86,7 @@ class Environment:
         except deadlines.Overdue:
             raise self.crash(
                 "ready",
-                f"waited more than {self._wait_seconds:g} s (config.task.wait_seconds) for what other attempts "
+                f"waited more than {self._wait_seconds:g} s (config.task.wait_seconds) for what other rollouts "
                 "hold; raise that, or give them more to share, such as config.sandbox.most",
             ) from None
 
@@ -138,6 +140,8 @@ class Environment:
         try:
             return await deadlines.within(seconds, deadlines.call(getattr(self._environment, verb), *arguments))
         except deadlines.Overdue as overdue:
+            # A late step or wait has a meaning to the caller if it ended. One that goes on could still touch the
+            # environment.
             if verb in _FIELDS and overdue.reaped:
                 raise
             deaf = "" if overdue.reaped else " and did not end when it was cancelled"
@@ -157,6 +161,7 @@ def messages_problem(messages: object) -> str:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return f"{type(messages).__name__} {wanted}"
     for message in messages:
+        # By attributes and not by class, so that an environment's own kind of message will do.
         if not (hasattr(message, "role") and hasattr(message, "content")):
             return f"a list of {type(message).__name__} {wanted}"
         if not isinstance(message.role, str):

@@ -31,8 +31,8 @@ class Limits:
       temperature: Sampling temperature. 0 is greedy.
       reset_seconds: Deadline in seconds of the environment's `reset`, `close`, `snapshot` and `restore`.
       wait_seconds: Deadline in seconds of the environment's `ready`.
-      attempt_tokens: Largest number of generated tokens over all outputs. 0 means no limit.
-      attempt_seconds: Seconds of the rollout from its first token on. 0 means no limit. An output is cut off at the
+      rollout_tokens: Largest number of generated tokens over all outputs. 0 means no limit.
+      rollout_seconds: Seconds of the rollout from its first token on. 0 means no limit. An output is cut off at the
         limit, but a step that has begun may end within its own deadline.
       answer_tokens: Tokens of room to leave for the next output. Tool returns that leave less are cut in the middle. 0:
         returns are not cut, and the rollout ends if they leave no room at all.
@@ -45,8 +45,8 @@ class Limits:
     temperature: float
     reset_seconds: float = 120.0
     wait_seconds: float = 600.0
-    attempt_tokens: int = 0
-    attempt_seconds: float = 0.0
+    rollout_tokens: int = 0
+    rollout_seconds: float = 0.0
     answer_tokens: int = 0
 
 
@@ -54,7 +54,7 @@ _FROM_BEST = ("success", "failure", "timeout")
 """Outcomes of tools. Of several in one turn, the worst counts."""
 
 
-async def run_attempt(
+async def run_rollout(
     *,
     trajectory: protocols.Trajectory,
     task: protocols.Task,
@@ -99,23 +99,25 @@ async def run_attempt(
         step_seconds=limits.tool_seconds,
         wait_seconds=limits.wait_seconds,
     )
+    # A resumed rollout that had ended before: only its fresh environment is left to close.
     if trajectory.finish is not None and trajectory.reward is not None:
         await world.close(trajectory.metrics)
         return trajectory
-    attempt = _Attempt(trajectory, task, world, tokenizer, sampler, limits, reward, status or (lambda _: None))
+    rollout = _Rollout(trajectory, task, world, tokenizer, sampler, limits, reward, status or (lambda _: None))
     try:
         try:
-            await attempt.run()
+            await rollout.run()
         except progress.ReplayDiffers:
+            # The retained tokens belong to another dialogue than the one that this environment holds.
             trajectory.clear()
-            await attempt.run(replay_differs=True)
+            await rollout.run(replay_differs=True)
     finally:
         await world.close(trajectory.metrics)
     return trajectory
 
 
 @dataclass
-class _Attempt:
+class _Rollout:
     """One rollout, continued from the current state of its trajectory."""
 
     trajectory: protocols.Trajectory
@@ -135,7 +137,7 @@ class _Attempt:
         """
         self.out_of_time = False
         self.walk = progress.Walk(self.trajectory)
-        self.watch = progress.Stopwatch(self.trajectory, self.limits.attempt_seconds)
+        self.watch = progress.Stopwatch(self.trajectory, self.limits.rollout_seconds)
         self.metrics = {"replay_differs": float(replay_differs)}
         if self.limits.answer_tokens:
             self.metrics["returns_cut"] = 0.0
@@ -146,7 +148,13 @@ class _Attempt:
             if output is None:
                 if sampled:  # scoring and closing may take long and need no place in the engine
                     await self.sampler.tool_called(self.trajectory)
-                return await self._finish(self._cut_off(), 0.0)
+                # The output has no stop token, so it met a limit. If it met several, the last of these counts.
+                finish = "max_seconds" if self.out_of_time else "length"
+                if len(self.trajectory.token_ids) >= self.limits.max_context:
+                    finish = "max_context"
+                if 0 < self.limits.rollout_tokens <= self.walk.generated:
+                    finish = "max_tokens"
+                return await self._finish(finish, 0.0)
             result = await self._step(output, sampled)
             if result.done:
                 return await self._finish("answered", result.reward)
@@ -154,11 +162,13 @@ class _Attempt:
             if shown is None:
                 return await self._finish("max_context", 0.0)
             self.walk.turn += 1
+            # A snapshot of a replayed turn would lie behind the retained tokens, and after the last output none is
+            # needed.
             if self.walk.at_end and self._spent() is None:
                 state = await self.environment.snapshot()
                 if state is not None:
                     kept = (self.walk.position, self.walk.turn, dict(self.metrics), tuple(self.messages))
-                    self.trajectory.snapshot = protocols.AttemptSnapshot(state, *kept)
+                    self.trajectory.snapshot = protocols.RolloutSnapshot(state, *kept)
                 if sampled:
                     await self.sampler.tool_returned(self.trajectory, shown)
         return await self._finish(spent, 0.0)
@@ -170,17 +180,9 @@ class _Attempt:
         """
         if self.walk.turn >= self.limits.max_turns:
             return "max_turns"
-        if 0 < self.limits.attempt_tokens <= self.walk.generated:
+        if 0 < self.limits.rollout_tokens <= self.walk.generated:
             return "max_tokens"
         return "max_seconds" if self.walk.at_end and self.watch.over() else None
-
-    def _cut_off(self) -> str:
-        """Returns the limit that an output without a stop token has met."""
-        if 0 < self.limits.attempt_tokens <= self.walk.generated:
-            return "max_tokens"
-        if len(self.trajectory.token_ids) >= self.limits.max_context:
-            return "max_context"
-        return "max_seconds" if self.out_of_time else "length"
 
     async def _open(self) -> None:
         """Restores the environment to its latest snapshot. If there is none, resets it and takes its prompt."""
@@ -211,8 +213,8 @@ class _Attempt:
         kept = self.walk.retained_output(limits.max_tokens, self.tokenizer.stop_token_ids)
         stopped = kept > 0 and trajectory.token_ids[start + kept - 1] in self.tokenizer.stop_token_ids
         room = min(limits.max_tokens - kept, limits.max_context - start - kept)
-        if limits.attempt_tokens:
-            room = min(room, limits.attempt_tokens - self.walk.generated - kept)
+        if limits.rollout_tokens:
+            room = min(room, limits.rollout_tokens - self.walk.generated - kept)
         sampled = not stopped and room > 0
         began = asyncio.get_running_loop().time()
         # A retained output without a stop token must be the last one; tokens after it cannot come from this replay.
@@ -238,23 +240,7 @@ class _Attempt:
         trajectory, stop_ids = self.trajectory, tuple(self.tokenizer.stop_token_ids)
         sampling = protocols.SamplingParams(self.limits.temperature, room, stop_ids)
         hear = self.environment.optional("hear")
-        if self.limits.attempt_seconds or hear is not None:
-            listener = None if hear is None else progress.Hearing(hear, self.tokenizer, trajectory, start)
-            reason = await self._sample_watched(sampling, listener)
-        else:
-            reason = await self.sampler.sample(trajectory, sampling)
-        stopped = len(trajectory.token_ids) > start and trajectory.token_ids[-1] in stop_ids
-        if reason == "stop" and not stopped:
-            raise protocols.LibraError(
-                f"the engine ended {trajectory.trajectory_id} at token {trajectory.token_ids[-1]}, which is no "
-                f"stop token of the tokenizer ({stop_ids}): model and tokenizer do not match"
-            )
-        return stopped
-
-    async def _sample_watched(
-        self, sampling: protocols.SamplingParams, listener: progress.Hearing | None
-    ) -> protocols.FinishReason:
-        """Samples while the time is measured and the environment listens. Returns "length" if the time is up."""
+        listener = None if hear is None else progress.Hearing(hear, self.tokenizer, trajectory, start)
 
         def heard() -> None:
             self.watch.tokens_came(timer)
@@ -267,16 +253,23 @@ class _Attempt:
                 self.watch.arm(timer)
                 if listener is not None:
                     listener.heard()  # the retained beginning of an output that was cut off
-                reason = await self.sampler.sample(self.trajectory, sampling, heard)
+                # A call for each piece of tokens costs time, so it is made only if something listens or measures.
+                told = (heard,) if self.limits.rollout_seconds or listener is not None else ()
+                reason = await self.sampler.sample(trajectory, sampling, *told)
         except TimeoutError:
             self.out_of_time = timer.expired()
             # A TimeoutError of the sampler itself is not this timer's.
             if not self.out_of_time:
                 raise
         if listener is not None and listener.error is not None:
-            error = listener.error
-            raise self.environment.crash("hear", resolving.raised(error)) from error
-        return reason
+            raise self.environment.crash("hear", resolving.raised(listener.error)) from listener.error
+        stopped = len(trajectory.token_ids) > start and trajectory.token_ids[-1] in stop_ids
+        if reason == "stop" and not stopped:
+            raise protocols.LibraError(
+                f"the engine ended {trajectory.trajectory_id} at token {trajectory.token_ids[-1]}, which is no "
+                f"stop token of the tokenizer ({stop_ids}): model and tokenizer do not match"
+            )
+        return stopped
 
     # The environment --------------------------------------------------------------------------------------------
 
@@ -339,6 +332,7 @@ class _Attempt:
     # The end ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, finish: str, reward: float | None) -> None:
+        # Taken before a scorer replaces it: the environment's own reward is recorded, too.
         own = float(reward) if guarded.is_finite(reward) else None
         if self.reward is not None:
             self.status("scoring")
@@ -347,6 +341,7 @@ class _Attempt:
             raise self.environment.crash("step", f"gave the reward {reward!r}, which is not a finite number")
         assert reward is not None
         trajectory = self.trajectory
+        # Retained turns that this walk did not reach are no part of the rollout.
         del trajectory.turns[self.walk.turn + 1 :]
         calls = [turn for turn in trajectory.turns if turn.tool is not None]
         after_tool = reward > 0 and finish == "answered" and any(turn.status == "success" for turn in calls)
@@ -375,6 +370,7 @@ class _Attempt:
                 for turn in turns
                 if turn.tool is not None and turn.status is not None
             ),
+            # A scorer does not see whether the rollout was interrupted, so that an interruption changes no reward.
             metrics={name: value for name, value in self.metrics.items() if name != "replay_differs"},
             environment_reward=float(own) if guarded.is_finite(own) else None,
         )

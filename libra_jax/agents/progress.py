@@ -53,6 +53,7 @@ class Walk:
         sources = self._trajectory.sources[self.position : end]
         if retained != list(tokens[: len(retained)]) or any(item != source for item in sources):
             raise ReplayDiffers
+        # The rollout may have been cut off in the middle of this text.
         self._trajectory.append_text(tokens[len(retained) :], source)
         self.position = end
 

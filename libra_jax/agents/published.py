@@ -197,6 +197,7 @@ def _names(listed: list[str], tests: list[dict[str, str]]) -> list[str]:
     found = []
     for name in filter(None, short):
         plain, bracket, rest = name.partition("[")
+        # With a single file there is no doubt, even if the test is made at run time and so not found in the text.
         paths = [path for path, names in inside.items() if plain in names or len(tests) == 1]
         if len(paths) != 1:
             raise Dropped("a test that is in several files or in none")

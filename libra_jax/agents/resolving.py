@@ -28,6 +28,9 @@ MOST_TOLD = 10
 
 _LONGEST_TOLD = 300
 
+CLEARED_BY_FLAG = ("task.arguments", "task.environment_arguments")
+"""Fields with arguments of a factory that a flag can set as a whole. Others lie within such a field."""
+
 _REMOVED = {
     "libra_jax.agents.environments.verifiers": "environments of verifiers cannot be run, because its release 0.4 "
     "removed MultiTurnEnv; write an environment of your own and name it as 'package.module:factory'",
@@ -54,6 +57,7 @@ def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
     """
     config.check(callable(found), field, f"{found!r} is not callable")
     module, own = getattr(found, "__module__", ""), getattr(found, "__qualname__", type(found).__name__)
+    # Only if the name leads back to this very object: a local one, or one that was replaced, has no name to import.
     if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), own, None) is found:
         return f"{module}:{own}"
     try:  # a workdir is named after the config, so an edited definition has to start another run
@@ -158,8 +162,11 @@ def check_arguments(factory: Callable[..., Any], name: str, arguments: Mapping[s
     except TypeError as error:
         unknown = [key for key in arguments if key not in signature.parameters]
         hint = _nearest(unknown[0], signature.parameters) if unknown else ""
-        if unknown and not signature.parameters:
-            hint = "; it takes none: clear them with --config." + field + "={}"
+        if unknown and not hint:
+            hint = f"; it takes {', '.join(signature.parameters) or 'none'}"
+            # Often left over from the config's own environment or source, where the command line names another.
+            if field in CLEARED_BY_FLAG:
+                hint += f". Clear those of the config file with --config.{field}={{}}"
         raise protocols.ConfigError(f"config.{field}: {name} cannot be called with these ({error}){hint}") from error
     except ValueError:  # a callable written in C may have no readable signature
         pass

@@ -67,9 +67,16 @@ class Samples:
         pieces: list[tuple[int, str]] = []  # the texts of consecutive tokens of one source, in order
         start = 0
         for source, run in itertools.groupby(trajectory.sources):
-            end = start + len(list(run))
-            pieces.append((source, self._text(trajectory.token_ids[start:end])))
-            start = end
+            tokens = trajectory.token_ids[start : start + len(list(run))]
+            start += len(tokens)
+            if len(tokens) <= MOST_TOKENS:
+                text = self.tokenizer.decode(tokens)
+            else:
+                # Cut in tokens before decoding, because decoding a huge output would hold up the event loop.
+                half = MOST_TOKENS // 2
+                begin, end = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
+                text = f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
+            pieces.append((source, text))
         turns = []
         known = iter(trajectory.turns)
         for place, (source, text) in enumerate(pieces):
@@ -88,6 +95,7 @@ class Samples:
                     "returned": pieces[place + 1][1] if answered else "",
                 }
             )
+        # Tokens of prompts and tools have no version.
         versions = [version for version in trajectory.policy_versions if version != protocols.NO_VERSION]
         parts = {key: value for key, value in trajectory.metrics.items() if key.startswith("reward/")}
         return {
@@ -100,13 +108,6 @@ class Samples:
             "prompt": "".join(text for source, text in pieces if source == protocols.TokenSource.PROMPT),
             "turns": turns,
         }
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        if len(tokens) <= MOST_TOKENS:
-            return self.tokenizer.decode(tokens)
-        half = MOST_TOKENS // 2
-        begin, end = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
-        return f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
 
 
 def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> list[tuple[int, protocols.Trajectory]]:

@@ -78,6 +78,7 @@ def value(row: Row, column: str, hint: str = "") -> Any:
     Raises:
       DataError: The row has no such column. The message suggests the nearest name.
     """
+    # First, because a column may have dots in its own name.
     if column in row.values:
         return row.values[column]
     here: Any = row.values
@@ -123,6 +124,7 @@ def _files(path: Path, split: str, of: str) -> list[Path]:
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
     """Returns the files of a split: of a dataset that `save_to_disk` wrote, or of files named by split."""
     if (folder / "dataset_dict.json").is_file():
+        # A DatasetDict keeps each split in a folder of that name.
         _check_split(folder, split, _listed(folder / "dataset_dict.json", "splits"))
         folder = folder / split
     if (state := folder / "state.json").is_file():
@@ -181,6 +183,7 @@ def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
 def _lines(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            # Skipped but counted, so that the number in a message is the one that an editor shows.
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
@@ -230,6 +233,7 @@ def _dataset_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
         schema = pyarrow.schema([(name, pyarrow.string()) for name in layout.inspect(str(file), local).names])
     table = dataset.dataset(str(file), schema=schema, format=layout, filesystem=local)
     columns = _needed(table.schema.names, wanted)
+    # Little is read ahead, because a file may be larger than the memory.
     yield from table.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1)
 
 

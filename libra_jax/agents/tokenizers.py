@@ -126,9 +126,22 @@ class HuggingFaceTokenizer:
                 f"(it goes on with {after[:20]!r}), so a turn cannot end on a stop token id"
             )
         self._turn_end = str(tokenizer.convert_ids_to_tokens(tokens[0]))
-        self._check_incremental()
+        # A user message has to be rendered the same after two different dialogues, and with its content.
+        increment = (("user", "LIBRA-7f3a-NEXT"),)
+        longer: Sequence[tuple[str, str]] = _LONGER_PREFIX
+        try:
+            self._apply(longer[:2], True)
+        except protocols.DataError:  # some templates refuse a system message
+            longer = longer[1:]
+        alone, later = self._increment(_PREFIX, increment, True), self._increment(longer, increment, True)
+        if alone != later or "LIBRA-7f3a-NEXT" not in alone:
+            raise protocols.DataError(
+                f"{name}: the chat template is not incremental: the same user message is rendered as {alone!r} "
+                f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
+            )
         end_id = tokenizer.convert_tokens_to_ids(self._turn_end)
         eos_id = tokenizer.eos_token_id
+        # Some models end their last turn with the token that ends a text.
         self.stop_token_ids: tuple[int, ...] = (end_id,) if eos_id in (None, end_id) else (end_id, eos_id)
         self.pad_token_id: int = end_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
@@ -187,21 +200,6 @@ class HuggingFaceTokenizer:
                 f"{after[:20]!r} here and with {self._turn_end!r} elsewhere"
             )
         return after[len(self._turn_end) :]
-
-    def _check_incremental(self) -> None:
-        """Checks that a user message is rendered the same after two different dialogues, and with its content."""
-        increment = (("user", "LIBRA-7f3a-NEXT"),)
-        longer: Sequence[tuple[str, str]] = _LONGER_PREFIX
-        try:
-            self._apply(longer[:2], True)
-        except protocols.DataError:  # some templates refuse a system message
-            longer = longer[1:]
-        alone, later = self._increment(_PREFIX, increment, True), self._increment(longer, increment, True)
-        if alone != later or "LIBRA-7f3a-NEXT" not in alone:
-            raise protocols.DataError(
-                f"{self._name}: the chat template is not incremental: the same user message is rendered as {alone!r} "
-                f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
-            )
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -268,6 +266,7 @@ def demonstration_trajectory(
     pending: list[protocols.Message] = []
     for message in messages:
         if message.role != "assistant":
+            # All messages between two outputs are rendered as one increment, as the live loop does.
             pending.append(message)
             continue
         first = not trajectory.token_ids
@@ -275,6 +274,7 @@ def demonstration_trajectory(
         trajectory.append_text(tokenizer.render(pending, first=first, generation_prompt=True), source)
         pending = []
         output = (*tokenizer.encode(message.content), tokenizer.stop_token_ids[0])
+        # No policy sampled these tokens, so they have neither a version nor log-probabilities.
         unsampled = (protocols.NO_VERSION,) * len(output)
         trajectory.append_sampled(protocols.TokenDelta(output, (0.0,) * len(output), unsampled, "stop"))
         trajectory.turns.append(protocols.Turn(generated_tokens=len(output)))

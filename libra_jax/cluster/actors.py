@@ -17,6 +17,7 @@ import collections
 import collections.abc
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import importlib
 import inspect
@@ -54,6 +55,7 @@ def resolve(spec: ActorSpec) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(f"{where}: module {module_name!r} cannot be imported ({summary(error)})") from error
+    # A dot names an attribute of a class, such as an alternative constructor.
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{where}: module {module_name!r} has no {attribute!r}")
@@ -135,6 +137,7 @@ class ActorThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             what, function, future = job
+            # Cancelled while it was queued.
             if not future.set_running_or_notify_cancel():
                 continue
             self.running = what
@@ -146,9 +149,11 @@ class ActorThread:
             del job, function, future  # frees their arrays and batches now, not at the next call
 
     def submit(self, what: str, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Queues the function. The future belongs to the running event loop."""
+        """Queues the function, which runs in the caller's context. The future belongs to the running event loop."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._jobs.put((what, function, future))
+        # A context variable of the caller, as its place in a queue (`turns`), holds in the function, too.
+        context = contextvars.copy_context()
+        self._jobs.put((what, functools.partial(context.run, function), future))
         return asyncio.wrap_future(future)
 
     def drop_waiting(self) -> None:
@@ -182,6 +187,7 @@ class Pump:
                     self._room.clear()
                     await self._room.wait()
         finally:
+            # Closed here, in the task that read it, because its context managers belong to this task.
             if isinstance(self._iterator, AsyncGenerator):
                 await self._iterator.aclose()
 
@@ -195,6 +201,7 @@ class Pump:
             await self._changed.wait()
         items = list(self._items)
         self._items.clear()
+        # All items were taken at once, so there is room for READ_AHEAD again.
         self._room.set()
         return items
 

@@ -87,6 +87,7 @@ class EmulatedHosts:
         # Socket names of Ray are long, and the kernel allows 107 characters, so a deep TMPDIR does not work.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
         token = self._folder / "token"
+        # The mode before the content, so that no other user can read the token in between.
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -152,6 +153,7 @@ class EmulatedHosts:
         for host in self._hosts.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 host.wait(_END_SECONDS)
+        # The head last, because its guard removes the folder of all.
         for number in sorted(self._guards, reverse=True):
             self._guards[number].fire(_END_SECONDS)
         for host in self._hosts.values():

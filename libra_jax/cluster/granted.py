@@ -150,6 +150,7 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
 def short(layout: hosts.Layout, resource: str, free: Mapping[str, float]) -> str:
     """Compares the run's total with what other programs leave free: of accelerators, or of CPUs if only they lack."""
     taken = sum(host.accelerators for host in layout.hosts)
+    # Bundles take one CPU for each accelerator, so CPUs may be what lacks.
     kind = "CPU" if free.get(resource, 0) >= taken > free.get("CPU", 0) else resource
     return f"it takes {taken} {kind}s, and other programs leave {free.get(kind, 0):g}"
 

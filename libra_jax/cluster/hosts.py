@@ -87,6 +87,7 @@ class Layout:
         by_host: dict[int, list[int]] = {}
         for device in free:
             by_host.setdefault(self._numbered[device][0], []).append(device)
+        # The last host first: hosts that roll out follow those that train.
         return next((found for _, found in sorted(by_host.items(), reverse=True) if len(found) >= degree), [])
 
     @functools.cached_property

@@ -23,7 +23,10 @@ _environment_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio
 
 @contextlib.asynccontextmanager
 async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
-    """Sets environment variables for the block. One block at a time: all actors share the process's variables."""
+    """Sets environment variables for the block, or until the work inside ends its turn (`turns.ending`).
+
+    One block at a time: all actors share the process's variables.
+    """
     if not variables:
         yield
         return
@@ -32,24 +35,40 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
     with turns.queued():
         await lock.acquire()
     before = {name: os.environ.get(name) for name in variables}
+    turn = contextlib.ExitStack()
+    # Callbacks run in reverse: the variables are restored before the lock is released.
+    turn.callback(lock.release)
+    turn.callback(_restore, before)
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        # The variables and the lock belong to the event loop's thread. A closed loop has restored the variables.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(turn.close)
+
     try:
         os.environ.update(variables)
-        yield
+        with turns.ended_by(end):
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        lock.release()
+        turn.close()
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 class InProcessCluster:
     """`protocols.Cluster` within this process.
 
     An actor's environment variables are set while it is made and while its `start` runs, so that the processes it
-    starts inherit them. Meanwhile, other actors with variables wait for their turn; deadlines do not count that wait.
-    An actor without variables does not wait, and sees the variables.
+    starts inherit them. A `start` that has read them ends its turn early (`turns.ending`). Meanwhile, other actors with
+    variables wait for their turn; deadlines do not count that wait. An actor without variables does not wait, and sees
+    the variables.
     """
 
     def __init__(self, *, shutdown_seconds: float = 60.0) -> None:

@@ -70,6 +70,7 @@ def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool]
     note(found.sentence())
     if not guard():
         return
+    # Renamed when it is complete, so that a reader never sees half a file.
     partial = workdir / f"{HOSTS_FILE}.partial"
     try:
         partial.write_text(json.dumps(found.record(), indent=1) + "\n")

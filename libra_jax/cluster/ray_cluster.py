@@ -58,6 +58,7 @@ class _Actor:
         }
         if spec.environment:
             options["runtime_env"] = {"env_vars": dict(spec.environment)}
+        # Absolute, because the process may start in another folder.
         self.handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
         self.death: asyncio.Future[Any] = asyncio.ensure_future(self.handle.until_death.remote())
         # Retrieved here, so that asyncio does not report the error of a call that nobody awaits.
@@ -153,6 +154,7 @@ class _Actor:
                     reader.ended = True
                 return
             for number, outcomes in news.items():
+                # The stream may have been closed here while its last news were on the way.
                 if number in self._readers:
                     for outcome in outcomes:
                         self._readers[number].came.put_nowait(outcome)

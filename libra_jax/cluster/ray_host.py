@@ -161,6 +161,7 @@ class RayHost:
         await self._told.wait()
         await asyncio.sleep(GATHER_SECONDS)
         self._told.clear()
+        # Emptied in one step, because streams go on telling while the answer travels.
         news, self._news = self._news, collections.defaultdict(list)
         return dict(news)
 

@@ -87,7 +87,21 @@ class Placement:
             return spec, await self._elsewhere(spec)
         if not 0 <= spec.host < len(self._bundles):
             raise LibraError(f"actor {spec.name!r} is for host {spec.host}, and the run has {len(self._bundles)} hosts")
-        node = await self._node(spec.host)
+        assert self._granted is not None
+        async with self._locks[spec.host]:
+            # A doubted host must answer first, and may have moved to another node.
+            if spec.host in self._doubted:
+                before, found = self._granted.nodes[spec.host], await self._ask(spec.host)
+                if found.node_id != before.node_id:
+                    if differs := granted.differences(await self._here(), [found]):
+                        raise WorkerLost(
+                            f"{found.name} has taken the place of the run's host {before.name}, but {differs}"
+                        )
+                    nodes = list(self._granted.nodes)
+                    nodes[spec.host] = found
+                    self._tell(nodes)
+                self._doubted.discard(spec.host)
+            node = self._granted.nodes[spec.host]
         environment = dict(spec.environment)
         if node.accelerators and environment.get(_VISIBLE):
             environment[_VISIBLE] = granted.own(node, environment[_VISIBLE])
@@ -162,23 +176,6 @@ class Placement:
         finally:
             ready.cancel()
 
-    async def _node(self, host: int) -> granted.Node:
-        """Returns the host's node. A doubted host must answer first, and may have moved to another node."""
-        assert self._granted is not None
-        async with self._locks[host]:
-            before = self._granted.nodes[host]
-            if host not in self._doubted:
-                return before
-            node = await self._ask(host)
-            if node.node_id != before.node_id:
-                if found := granted.differences(await self._here(), [node]):
-                    raise WorkerLost(f"{node.name} has taken the place of the run's host {before.name}, but {found}")
-                nodes = list(self._granted.nodes)
-                nodes[host] = node
-                self._tell(nodes)
-            self._doubted.discard(host)
-            return self._granted.nodes[host]
-
     async def _ask(self, host: int) -> granted.Node:
         """Asks the host for its description. If the host is gone, the new node of its bundle answers.
 
@@ -227,6 +224,7 @@ class Placement:
         options = {} if others and self._resource != "CPU" else {"num_cpus": 0.0, "memory": _LITTLE_MEMORY}
         if not others:
             return {**options, "scheduling_strategy": "SPREAD"}
+        # Soft: the actor still starts if such a node fills up meanwhile.
         apart = {_NODE_LABEL: strategies.NotIn(*sorted(taken))}
         return {**options, "scheduling_strategy": strategies.NodeLabelSchedulingStrategy(hard={}, soft=apart)}
 

@@ -74,6 +74,7 @@ class RayRuntime:
         """
         async with self._lock:
             if self._thread is None:
+                # Started by the program that uses this package, which also ends it.
                 if ray.is_initialized():
                     return
                 self._thread = actors.ActorThread("ray")

@@ -30,7 +30,8 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
     found, algorithm, defaults = [], config.algorithm, AlgorithmConfig()
     if config.rollout.engine == "fake":
         found.append(
-            "config.rollout.engine: fake is a test double without a model, so its tokens are noise and the policy "
+            "config.rollout.engine: fake is a test double without a model, so its tokens are noise, its "
+            "log-probabilities made up (the mismatch with the trainer's, KL and ratios mean nothing), and the policy "
             "learns nothing from them; use vllm"
         )
     if config.coordinator.group_size == 1 and algorithm.advantage in GROUP_ADVANTAGES:

@@ -88,6 +88,8 @@ class PlannerConfig:
     # Accelerator whose hardware sheet gives the first costs; cpu: this machine, measured at the start.
     hardware: str = "cpu"
     profile: str = ""  # file of launch/calibrate.py, whose measured costs replace those of the hardware sheet
+    # File of launch/compile.py --json. Memory and communication of its meshes replace those of the planner's formulas.
+    compiled: str = ""
     # Tensor-parallel degrees of a plan. Degrees that do not divide the model are skipped.
     degrees: tuple[int, ...] = (1, 2, 4, 8)
     window: int = 2  # training steps whose trajectories predict the demand of the next

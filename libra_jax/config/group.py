@@ -59,7 +59,8 @@ def group(cls: type[T]) -> type[T]:
             raise ConfigError(f"{cls.__name__} has no field {name!r}; {now(former[0]) if former else hint}")
         if self.__dict__.get(_FROZEN):
             raise dataclasses.FrozenInstanceError(f"{cls.__name__}.{name}: settings are frozen once they are read")
-        object.__setattr__(self, name, coerced(value, hints[name], f"{cls.__name__}.{name}"))
+        default = getattr(cls, name, None)
+        object.__setattr__(self, name, coerced(value, hints[name], f"{cls.__name__}.{name}", default))
 
     cls.__setattr__ = set_field  # type: ignore[method-assign]
     return cls
@@ -92,34 +93,49 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def coerced(value: Any, kind: Any, name: str) -> Any:
+def example(kind: Any, default: Any = None) -> str:
+    """Returns a value of a field's type as Python writes it: the default, unless that is empty."""
+    if default or (default is not None and kind in (bool, int, float)):
+        return repr(default)
+    if dataclasses.is_dataclass(kind):
+        return f"{cast(type, kind).__name__}()"
+    if "tuple" in str(kind):
+        return "('first', 'second')" if "str" in str(kind) else "(1, 2)"
+    return {bool: "True", int: "1", float: "0.5", str: "'text'"}.get(kind, "{'name': 1}")
+
+
+def coerced(value: Any, kind: Any, name: str, default: Any = None) -> Any:
     """Returns a field's value in the field's type: an integer becomes a float if the field is one, a list a tuple.
 
     Args:
       value: what a config file, a flag or a program gives.
       kind: the field's type.
       name: the field's name in the error.
+      default: the field's default, for the example in the error.
 
     Raises:
-      ConfigError: the value is of another type.
+      ConfigError: the value is of another type; the message has an example of a right one.
     """
+
+    def need(right: bool, problem: str) -> None:
+        if not right:  # the example takes time, and settings are set by the thousand
+            require(False, name, f"{problem}, not {value!r}; for example {example(kind, default)}")
+
     if dataclasses.is_dataclass(kind):
-        require(
-            isinstance(value, cast(type, kind)), name, f"must be of type {cast(type, kind).__name__}, not {value!r}"
-        )
+        need(isinstance(value, cast(type, kind)), f"must be of type {cast(type, kind).__name__}")
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind in (bool, int, float, str):
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        require(right, name, f"must be of type {kind.__name__}, not {value!r}")
+        need(right, f"must be of type {kind.__name__}")
         return value
     if "tuple" in str(kind):
-        require(isinstance(value, list | tuple), name, f"must be a tuple, not {value!r}")
+        need(isinstance(value, list | tuple), "must be a tuple")
         holds, called = (str, "strings") if "str" in str(kind) else (int, "integers")
-        require(all(isinstance(item, holds) for item in value), name, f"must hold {called}, not {value!r}")
+        need(all(isinstance(item, holds) for item in value), f"must hold {called}")
         return tuple(value)
-    require(isinstance(value, Mapping), name, f"must be a mapping, not {value!r}")
+    need(isinstance(value, Mapping), "must be a mapping")
     return value  # the caller's own, which a config file may go on to fill
 
 

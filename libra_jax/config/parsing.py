@@ -52,6 +52,6 @@ def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
             check(isinstance(value, Mapping), f"{prefix}{name}", "must be a group of fields")
             arguments[name] = parse(kind, value, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
-            value = coerced(value, kind, f"config.{prefix}{name}")
+            value = coerced(value, kind, f"config.{prefix}{name}", getattr(cls, name, None))
             arguments[name] = dict(value) if isinstance(value, Mapping) else value  # a frozen config shares nothing
     return freeze(cls(**arguments))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from libra_jax.config.checks import check, check_choice, check_temperature
+from libra_jax.config.engine_arguments import FIELD, check_engine_arguments
 from libra_jax.config.group import group
 
 
@@ -31,11 +33,16 @@ class RolloutConfig:
     gpu_memory_fraction: float = 0.85  # share of a device's memory for the engine (CUDA)
     stream_interval: int = 16  # tokens between two deltas of a request
     enforce_eager: bool = True  # start without compiled graphs, which is faster; set False on GPU
-    # Transport of weights: memfd (any device; a weight relay on every other host), ipc (same GPU), nccl (one other GPU
-    # group).
+    # Further arguments of vLLM's AsyncEngineArgs, e.g. {"max_num_batched_tokens": 8192}; docs/guides/engine_options.md.
+    # Arguments that break the log-prob contract, or that other settings give, are refused by name.
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    # Transport of weights: memfd (any device; a weight relay on every other host), ipc (GPUs of the trainer's
+    # only process), nccl (other GPUs; any number of instances and of the trainer's processes).
     transport: str = "memfd"
     chunk_mib: int = 256  # MiB of a chunk of weights
-    checksum: bool = False  # digest of each chunk on both sides; always computed for weight relays and hybrid workers
+    # Engines compare the xxh3 checksum of each chunk, on one host, too. Weight relays between hosts and hybrid workers
+    # compare it in any case.
+    checksum: bool = False
     kv_transfer: str = "none"  # KV of a moved request: none (prefills again), nixl (vLLM's connector brings it; GPU)
     generation_retries: int = 8  # times a request may be resumed after its engine failed
     restarts: int = 3  # times that a dead engine is restarted
@@ -43,6 +50,18 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_choice(self.engine, ("vllm", "fake"), "rollout.engine")
+        check_engine_arguments(self.engine_arguments)
+        check(
+            not self.engine_arguments or self.engine == "vllm",
+            FIELD,
+            f"are vLLM's, and rollout.engine={self.engine} takes none; leave them out",
+        )
+        check(
+            self.kv_transfer == "none" or self.engine_arguments.get("kv_offloading_size") is None,
+            FIELD,
+            f"kv_offloading_size and rollout.kv_transfer={self.kv_transfer} each need vLLM's only connector; leave one "
+            "out",
+        )
         check(len(self.tensor_parallel) > 0, "rollout.tensor_parallel", "needs at least one instance")
         for degree in self.tensor_parallel:
             check(degree in (1, 2, 4, 8), "rollout.tensor_parallel", f"{degree} is not one of 1, 2, 4, 8")
@@ -72,12 +91,6 @@ class RolloutConfig:
         check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
         check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
         check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
-        check(
-            self.transport == "memfd" or len(self.tensor_parallel) == 1,
-            "rollout.transport",
-            f"{self.transport} serves one rollout instance, and tensor_parallel asks for {len(self.tensor_parallel)}; "
-            "use memfd",
-        )
 
     @property
     def instance_slots(self) -> tuple[int, ...]:

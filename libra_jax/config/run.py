@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra_jax.config import engine_arguments
 from libra_jax.config.checks import check
 from libra_jax.config.coordination import (
     CheckpointConfig,
@@ -36,6 +37,9 @@ MAY_CHANGE = (
     "rollout.restarts",
     "rollout.health_seconds",
     "trainer.restarts",
+    "trainer.memory_fraction",
+    "trainer.compilation_cache",
+    "trainer.peak_flops",
     "reward.restarts",
     "elastic.restarts",
     "cluster.address",
@@ -92,6 +96,7 @@ class RunConfig:
         )
         self._check_decoupled()
         self._check_unread()
+        self._check_quantised()
         self._check_sandbox()
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -131,6 +136,15 @@ class RunConfig:
                 f"{value:g} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
                 f"{default:g}, or set algorithm.{partner}={instead}",
             )
+
+    def _check_quantised(self) -> None:
+        name = engine_arguments.quantised(self.rollout.engine_arguments)
+        check(
+            not name or self.algorithm.correction != "none",
+            engine_arguments.FIELD,
+            f"{name} makes the engine sample from another policy than the trainer's, and algorithm.correction=none "
+            "ignores the difference; set algorithm.correction=truncated or masked",
+        )
 
     def _check_sandbox(self) -> None:
         for name in ("python", "shell", "edit"):
@@ -176,18 +190,19 @@ class RunConfig:
         check(
             self.rollout.transport == "memfd",
             "elastic.hybrid",
-            f"replicas read parameters from host memory: rollout.transport must be memfd, not {self.rollout.transport}",
+            "training sides read parameters from host memory: rollout.transport must be memfd, not "
+            f"{self.rollout.transport}",
         )
         check(
             self.rollout.dtype in (self.model.param_dtype, self.model.compute_dtype),
             "elastic.hybrid",
-            f"replicas train on the published parameters: rollout.dtype = {self.rollout.dtype} must be that of "
-            f"model.param_dtype ({self.model.param_dtype}) or model.compute_dtype ({self.model.compute_dtype})",
+            f"training sides train on the parameters that engines get: rollout.dtype = {self.rollout.dtype} must be "
+            f"that of model.param_dtype ({self.model.param_dtype}) or model.compute_dtype ({self.model.compute_dtype})",
         )
         check(
             self.algorithm.kl_coefficient == 0,
             "elastic.hybrid",
-            "replicas hold no reference model: algorithm.kl_coefficient must be 0",
+            "training sides hold no reference model: algorithm.kl_coefficient must be 0",
         )
 
 

@@ -23,9 +23,12 @@ class ModelConfig:
     compute_dtype: str = "float32"
     param_dtype: str = "float32"  # dtype of master weights and optimizer moments; only float32
     remat: str = "none"  # activations that the backward pass recomputes: none, dots (all but matmul outputs), full
-    attention: str = "auto"  # kernel: auto, chunked, splash (TPU), cudnn (GPU)
+    # Kernel: chunked (any device), splash (TPU), cudnn (NVIDIA GPU, bfloat16; packed rows from Hopper on), or auto: the
+    # device's own kernel where it can compute the rows, else chunked.
+    attention: str = "auto"
     attention_chunk: int = 512  # queries and keys of a block of the chunked online softmax
-    logits_chunk: int = 1024  # tokens whose vocabulary logits are in memory at once
+    # Tokens whose vocabulary logits are in memory at once, on each device. Each device loops over its own rows.
+    logits_chunk: int = 1024
 
     def __post_init__(self) -> None:
         check_choice(self.compute_dtype, ("float32", "bfloat16"), "model.compute_dtype")
@@ -142,10 +145,23 @@ class TrainerConfig:
     tensor: int = 1  # number of shards of a layer's matrices
     context: int = 1  # reserved size of a context axis; only 1
     row_tokens: int = 512  # tokens of a packed row; a longer trajectory gets a longer row from row_buckets
-    row_buckets: tuple[int, ...] = ()  # further row lengths in tokens, ascending, all above row_tokens
+    # Further row lengths in tokens, ascending, all above row_tokens. Their programs compile in the background from the
+    # trainer's start on.
+    row_buckets: tuple[int, ...] = ()
     rows_per_micro_batch: int = 8  # rows in a micro-batch, over all data and fsdp shards
     pack: bool = True  # several trajectories in a row, separated by segment ids
     cores: tuple[int, ...] = ()  # CPU cores to which the trainer's threads are pinned; empty: not pinned
+    # Share of each GPU's memory that JAX reserves at its start (CUDA). The rest is for CUDA's context, NCCL and the
+    # buffers of weight sync. Lower it if another program uses the trainer's GPUs. XLA_CLIENT_MEM_FRACTION in the
+    # environment wins. Hybrid workers reserve nothing, because an engine shares their GPUs.
+    memory_fraction: float = 0.9
+    # Directory in which JAX keeps compiled programs for the next start, at most 16 GiB: auto (libra_jax/programs in
+    # XDG_CACHE_HOME or ~/.cache on GPUs and TPUs, off on CPU), off, or a path. JAX_COMPILATION_CACHE_DIR wins. Its
+    # files are code: nobody else may write there.
+    compilation_cache: str = "auto"
+    # Peak FLOP/s of a device, for train/mfu. 0: that of its hardware sheet (libra_jax/planning/hardware.py). A device
+    # without a sheet, such as a CPU, then has no train/mfu.
+    peak_flops: float = 0.0
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
     # Times that a lost trainer is restarted from the last checkpoint. Groups trained since that checkpoint stay in
     # memory (about 0.1 kB a token) and are trained again. With 0, or checkpoint.every=0, its loss ends the run. So it
@@ -162,6 +178,11 @@ class TrainerConfig:
             f"the mesh's {self.devices} devices do not divide over {self.processes} processes",
         )
         check(self.restarts >= 0, "trainer.restarts", f"must not be negative, not {self.restarts}")
+        fraction = self.memory_fraction
+        check(0 < fraction <= 1, "trainer.memory_fraction", f"must lie in (0, 1], not {fraction}")
+        check(bool(self.compilation_cache), "trainer.compilation_cache", "must be auto, off or a path")
+        check_finite(self.peak_flops, "trainer.peak_flops")
+        check(self.peak_flops >= 0, "trainer.peak_flops", f"must not be negative, not {self.peak_flops}")
         check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")

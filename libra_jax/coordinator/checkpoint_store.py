@@ -10,6 +10,7 @@ This module reads and removes only file names that this program writes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
@@ -23,7 +24,7 @@ from libra_jax import checksums, protocols
 from libra_jax.coordinator import fencing
 
 FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest", "coordinator.json", "trainer"
-FORMAT = 5
+FORMAT = 6
 
 UNFINISHED = "unfinished"
 """A file in the folder of a checkpoint that is being written or removed: without it, a missing manifest is damage."""
@@ -43,7 +44,7 @@ class Stored:
 
     Attributes:
       step: training step of the run.
-      epoch: fencing token of the start that wrote it; 0 if that start had none.
+      fencing_token: fencing token of the start that wrote it; 0 if that start had none.
       manifest: path of its manifest, even if that file is missing.
       record: content of the manifest; empty if it cannot be used.
       problem: reason why the manifest cannot be used; empty if it can.
@@ -51,7 +52,7 @@ class Stored:
     """
 
     step: int
-    epoch: int
+    fencing_token: int
     manifest: Path
     record: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -109,7 +110,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
     """
     skipped: list[str] = []
     # The newest step first; within a step, the latest token.
-    for stored in sorted(_read(workdir), key=lambda item: (item.step, item.epoch), reverse=True):
+    for stored in sorted(_read(workdir), key=lambda item: (item.step, item.fencing_token), reverse=True):
         why, seconds, nbytes = _verify(stored, trainer)
         # A void checkpoint is no damage: a successor resumed from before it, so it is passed over without a sentence.
         if not why and not stored.void:
@@ -154,7 +155,7 @@ def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]
       without: manifests to ignore.
     """
     found: dict[int, Stored] = {}
-    for stored in sorted(_read(workdir), key=lambda item: item.epoch):
+    for stored in sorted(_read(workdir), key=lambda item: item.fencing_token):
         if not stored.void and not stored.problem and stored.manifest not in without:
             found[stored.step] = stored
     return found
@@ -169,19 +170,19 @@ def _verify(stored: Stored, trainer: bool) -> tuple[str, float, int]:
     if not trainer:
         files = {stored.record["coordinator"]: files[stored.record["coordinator"]]}
     nbytes = sum(item.size for item in files.values())
-    key = (str(stored.manifest), json.dumps(stored.record), *(_signature(folder / name) for name in files))
+    signatures: list[tuple[int, int, int]] = []
+    for name in files:
+        try:
+            found = (folder / name).stat()
+            signatures.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        except OSError:
+            signatures.append((0, 0, 0))
+    # A file that changed has another signature, and is read again.
+    key = (str(stored.manifest), json.dumps(stored.record), *signatures)
     if key not in _verified:
         problem = checksums.problem(folder, files)
         _verified[key] = problem, time.monotonic() - began
     return *_verified[key], nbytes
-
-
-def _signature(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read(workdir: Path) -> list[Stored]:
@@ -199,14 +200,15 @@ def _read(workdir: Path) -> list[Stored]:
     # A token's file may be damaged. Its run resumed from no later than the earliest step that it wrote.
     for stored in found:
         if not stored.problem:
-            limits[stored.epoch] = min(limits.get(stored.epoch, stored.step), stored.step)
-    return [_with_void(stored, limits) for stored in found]
-
-
-def _with_void(stored: Stored, limits: Mapping[int, int]) -> Stored:
-    # A later start that resumed from an earlier step has left this checkpoint behind.
-    void = any(later > stored.epoch and stored.step > went_on_at for later, went_on_at in limits.items())
-    return Stored(stored.step, stored.epoch, stored.manifest, stored.record, stored.problem, void)
+            limits[stored.fencing_token] = min(limits.get(stored.fencing_token, stored.step), stored.step)
+    # A later start that resumed from an earlier step has left a checkpoint behind.
+    return [
+        dataclasses.replace(
+            stored,
+            void=any(later > stored.fencing_token and stored.step > resumed for later, resumed in limits.items()),
+        )
+        for stored in found
+    ]
 
 
 def _read_folder(folder: Path, step: int) -> list[Stored]:
@@ -220,7 +222,7 @@ def _read_folder(folder: Path, step: int) -> list[Stored]:
     return [_read_manifest(folder / found[0], step, int(found[1] or 1)) for found in manifests]
 
 
-def _read_manifest(path: Path, step: int, epoch: int) -> Stored:
+def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
     """Reads a manifest and checks its version and step.
 
     Raises:
@@ -228,40 +230,31 @@ def _read_manifest(path: Path, step: int, epoch: int) -> Stored:
     """
     try:
         text = path.read_bytes()
-        if not checksums.is_whole(text):
-            _check_version(path, text)
+        number = FORMAT
+        if checksums.is_whole(text):
+            number = checksums.unsealed(text)["format"]
+        elif not checksums.carries(text):
+            # An intact manifest of format 4, which had no checksums yet, is no damage.
+            with contextlib.suppress(ValueError, AttributeError):
+                record = json.loads(text)
+                if {"format", "step", "coordinator", "trainer"} <= record.keys() <= {*_FIRST_FIELDS}:
+                    number = 4 if record["format"] == 4 else number
+        if number != FORMAT:
+            raise protocols.DataError(
+                f"{path} has format {number}, this program reads {FORMAT}: go on with the version that wrote it, or "
+                "choose another --workdir."
+            )
+        # Refuses a damaged manifest.
         record = checksums.unsealed(text)
-        if record["format"] != FORMAT:
-            raise _another_version(path, record["format"])
         if record["step"] != step:
             raise ValueError(f"it is of step {record['step']}")
     except (OSError, ValueError) as error:
-        return Stored(step, epoch, path, problem=f"{path.name} cannot be used ({error})")
-    return Stored(step, int(record.get("epoch", 0)), path, record)
-
-
-def _check_version(path: Path, text: bytes) -> None:
-    """Raises DataError if the manifest is an intact one of format 4, which had no checksums yet.
-
-    A damaged manifest of the present format passes, and its caller reports it.
-    """
-    if checksums.carries(text):
-        return
-    with contextlib.suppress(ValueError, AttributeError):
-        record = json.loads(text)
-        if {"format", "step", "coordinator", "trainer"} <= record.keys() <= {*_FIRST_FIELDS} and record["format"] == 4:
-            raise _another_version(path, record["format"])
+        return Stored(step, fencing_token, path, problem=f"{path.name} cannot be used ({error})")
+    return Stored(step, int(record.get("fencing_token", 0)), path, record)
 
 
 _FIRST_FIELDS = ("format", "step", "coordinator", "trainer", "epoch")
 """Fields of a manifest of format 4."""
-
-
-def _another_version(path: Path, number: Any) -> protocols.DataError:
-    return protocols.DataError(
-        f"{path} has format {number}, this program reads {FORMAT}: go on with the version that wrote it, or choose "
-        "another --workdir."
-    )
 
 
 def remove(folder: Path) -> None:

@@ -26,7 +26,6 @@ from typing import Any, NotRequired, TypedDict
 
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
-from libra_jax.coordinator import fencing
 from libra_jax.elastic import hybrid
 
 EXPORT = "config.json"
@@ -110,7 +109,8 @@ def is_exported(workdir: Path, step: int, model: Path) -> bool:
     If a file differs from what was written, the export does not count, and the run writes it again.
     """
     # An export older than the manifest is from before the run continued.
-    manifest, exported = _manifest(workdir, step), model / EXPORT
+    found, exported = store.counting(workdir).get(step), model / EXPORT
+    manifest = store.directory(workdir, step) / f"{store.MANIFEST}.json" if found is None else found.manifest
     if not exported.exists() or exported.stat().st_mtime_ns < manifest.stat().st_mtime_ns:
         return False
     try:
@@ -157,26 +157,24 @@ class Checkpoints:
     Args:
       workdir: the run's folder.
       keep: number of newest checkpoints to keep.
-      epoch: the run's fencing token, checked before each write. None disables fencing.
+      fencing: the run's fencing token, checked before each write. None disables fencing.
     """
 
-    def __init__(self, workdir: Path, keep: int, epoch: fencing.Epoch | None = None) -> None:
+    def __init__(self, workdir: Path, keep: int, fencing: protocols.FencingToken | None = None) -> None:
         self._workdir = workdir
         self._folder = workdir / store.FOLDER
         self._keep = keep
-        self._epoch = epoch
-        self._parts: dict[str, str] = {}  # names of the parts of the checkpoint that is being written
-        self._sums: dict[str, checksums.Sum] = {}  # checksum of its coordinator's part
+        self._fencing = fencing
+        # Names of the parts of the checkpoint that is being written, and the checksum of its coordinator's part.
+        self._parts: dict[str, str] = {}
+        self._sums: dict[str, checksums.Sum] = {}
         self._disowned = 0
-        self._skipped: set[Path] = set()  # manifests beyond the checkpoint that the run resumed from
+        # Manifests beyond the checkpoint that the run resumed from: they do not count any more.
+        self._skipped: set[Path] = set()
 
     def newest(self) -> int:
         """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
         return max(self._counting(), default=-1)
-
-    def find(self) -> store.Found:
-        """Returns the newest checkpoint that verifies (`checkpoint_store.find`)."""
-        return store.find(self._workdir)
 
     def go_on_from(self, stored: store.Stored) -> None:
         """Resumes from `stored`. Skipped checkpoints beyond it no longer count."""
@@ -205,11 +203,12 @@ class Checkpoints:
         """
         directory = store.directory(self._workdir, step)
         with _writing(directory):
-            self._check_epoch()
+            self._check_fencing()
             if (counting := self._counting().get(step)) is not None:
                 _remove_strangers(counting)
             else:
-                store.remove(directory)  # remains of a killed run, or a damaged checkpoint
+                # Remains of a killed run, or a damaged checkpoint.
+                store.remove(directory)
                 directory.mkdir(parents=True, exist_ok=True)
                 (directory / store.UNFINISHED).touch()
             # Part names never repeat within a step: a superseded run, a lost trainer or the committed checkpoint may
@@ -231,7 +230,7 @@ class Checkpoints:
           CheckpointFailed: the disk refused a write; the message names its directory.
           Superseded: the workdir has been taken over.
         """
-        epoch = {} if self._epoch is None else {"epoch": self._epoch.number}
+        fencing_token = {} if self._fencing is None else {"fencing_token": self._fencing.number}
         directory = store.directory(self._workdir, step)
         path = directory / f"{store.MANIFEST}{self._suffix()}.json"
         with _writing(directory):
@@ -240,19 +239,20 @@ class Checkpoints:
                 "format": store.FORMAT,
                 "step": step,
                 **self._parts,
-                **epoch,
+                **fencing_token,
                 "files": checksums.to_json(sums),
             }
             text = checksums.sealed(json.dumps(manifest).encode()).decode()
-            _write_durably(path, text, check=self._check_epoch)
-            self._check_epoch()  # again before any removal: the write may have taken long
+            _write_durably(path, text, check=self._check_fencing)
+            # Again before any removal: the write may have taken long.
+            self._check_fencing()
             # The new manifest has replaced a skipped one of the same name.
             self._skipped.discard(path)
             store.remove_strangers(directory, (path.name, *self._parts.values()))
             kept = {store.directory(self._workdir, item) for item in sorted(self._counting())[-self._keep :]}
             for other in store.folders(self._workdir):
                 if other not in kept:
-                    self._check_epoch()
+                    self._check_fencing()
                     store.remove(other)
 
     def disown(self) -> None:
@@ -261,7 +261,7 @@ class Checkpoints:
 
     def discard(self, step: int) -> None:
         """Removes the parts of an aborted checkpoint. A committed checkpoint of the same step stays."""
-        if self._epoch is not None and not self._epoch.may_write():
+        if self._fencing is not None and not self._fencing.may_write():
             return
         with contextlib.suppress(OSError, ValueError):
             if (counting := self._counting().get(step)) is not None:
@@ -274,11 +274,11 @@ class Checkpoints:
 
     def _suffix(self) -> str:
         """Returns the suffix of the file names that this run writes; empty at a workdir's first start."""
-        return f"-{self._epoch.number}" if self._epoch is not None and self._epoch.number > 1 else ""
+        return f"-{self._fencing.number}" if self._fencing is not None and self._fencing.number > 1 else ""
 
-    def _check_epoch(self) -> None:
-        if self._epoch is not None:
-            self._epoch.check()
+    def _check_fencing(self) -> None:
+        if self._fencing is not None:
+            self._fencing.check()
 
     def load(self, chosen: int | store.Stored) -> CoordinatorState:
         """Verifies and returns the coordinator's part of a checkpoint.
@@ -338,12 +338,6 @@ def _writing(directory: Path) -> Iterator[None]:
             f"The checkpoint {directory} cannot be written ({error.strerror or error}): see to the disk, and the same "
             "command goes on from the checkpoint before it."
         ) from error
-
-
-def _manifest(workdir: Path, step: int) -> Path:
-    """Returns the manifest of a step's checkpoint, or the path that a first start would write if none exists."""
-    found = store.counting(workdir).get(step)
-    return found.manifest if found is not None else store.directory(workdir, step) / f"{store.MANIFEST}.json"
 
 
 def _remove_strangers(counting: store.Stored) -> None:
@@ -426,20 +420,19 @@ def _encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
     }
 
 
-def _decode_move(record: Mapping[str, Any]) -> protocols.Move:
-    return protocols.Move(**{**record, "reason": protocols.MoveReason(record["reason"])})
-
-
 def _decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
-    fields: dict[str, Any] = dict(record)  # fields that an earlier version did not write keep their defaults
+    # Fields that an earlier version did not write keep their defaults.
+    fields: dict[str, Any] = dict(record)
     for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
         fields[name] = _unpack(code, fields[name])
     fields["loss_mask"] = [bool(value) for value in _unpack("b", record["loss_mask"])]
-    fields["turns"] = [
-        protocols.Turn(**{**turn, "moves": tuple(_decode_move(move) for move in turn.get("moves", ()))})
-        for turn in record["turns"]
-    ]
+    fields["turns"] = []
+    for turn in record["turns"]:
+        moves = tuple(
+            protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])}) for move in turn.get("moves", ())
+        )
+        fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
     if (snapshot := fields.get("snapshot")) is not None:
         messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
-        fields["snapshot"] = protocols.AttemptSnapshot(**{**snapshot, "messages": messages})
+        fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
     return protocols.Trajectory(**fields)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import instances, routing, stopping
+from libra_jax.coordinator import instances, routing
 
 WATCHES = 8
 """Number of checks of each stream within its deadline. Waiting requests are checked equally often."""
@@ -46,11 +45,10 @@ class Dispatcher:
     """The run's `protocols.Sampler`. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`rollout.generation_retries`, `deadlines.first_token`, `deadlines.placement`).
+      run: what the parts of the run share (`rollout.generation_retries`, `deadlines.first_token`,
+        `deadlines.placement`). The recorder gets a span for each stream and each tool call.
       scheduler: decides which instance serves a request.
       engines: the rollout instances.
-      recorder: gets a span for each stream and each tool call.
-      ending: runs the background watch, and cancels it at the run's end.
 
     Attributes:
       counts: counts since `take_counts`.
@@ -58,14 +56,9 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        config: configuration.RunConfig,
-        *,
-        scheduler: protocols.Scheduler,
-        engines: instances.Instances,
-        recorder: protocols.Recorder,
-        ending: stopping.Ending,
+        self, run: protocols.RunContext, *, scheduler: protocols.Scheduler, engines: instances.Instances
     ) -> None:
+        config = run.config
         self._retries = config.rollout.generation_retries
         self._deadline = config.deadlines.first_token
         self._patience = config.scheduler.ageing_seconds + config.deadlines.placement
@@ -73,17 +66,19 @@ class Dispatcher:
         self._transfers = config.rollout.kv_transfer != "none"
         self._scheduler = scheduler
         self._engines = engines
-        self._recorder = recorder
+        self._recorder = run.recorder
+        self._clock = run.clock
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, routing.Request] = {}
-        self._groups: dict[str, tuple[int, int]] = {}  # trajectory id -> its group and its dispatch version
+        # The group and the dispatch version of each trajectory, by its id.
+        self._groups: dict[str, tuple[int, int]] = {}
         self._streams = 0
         self.counts = Counts()
-        self._counted_from = self._loop.time()
+        self._counted_from = self._clock()
         self.routing = routing.Routing(config)
-        engines.events.subscribe(protocols.EnginesChanged, lambda event: self._instances_changed(event.serving))
-        engines.events.subscribe(protocols.EnginesReplanned, lambda event: self.replan(event.rollout))
-        ending.start(self._watch(), "stream deadlines")
+        run.events.subscribe(protocols.EnginesChanged, lambda event: self._instances_changed(event.serving))
+        run.events.subscribe(protocols.EnginesReplanned, lambda event: self.replan(event.rollout))
+        run.scope.start(self._watch(), "stream deadlines")
 
     def open(self, trajectory_id: str, group_id: int, dispatch_version: int) -> None:
         """Registers a rollout of the group. `finish` undoes this."""
@@ -94,20 +89,21 @@ class Dispatcher:
         self._groups.pop(trajectory_id, None)
         request = self._requests.pop(trajectory_id, None)
         if request is not None:
-            now = self._loop.time()
+            now = self._clock()
             request.displace()
             completed = request.trajectory.finish is not None
             if completed and request.group_id != protocols.EVALUATION_GROUP:
                 self.routing.finished(request.route, request.generated)
                 request.trajectory.metrics["moves"] = float(len(request.route.moves))
                 for turn, move in request.route.moves:
-                    if turn < len(request.trajectory.turns):  # a turn that brought no token has no entry
+                    # A turn that brought no token has no entry.
+                    if turn < len(request.trajectory.turns):
                         request.trajectory.turns[turn].moves += (move,)
             self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now, completed=completed), now)
 
     def take_counts(self) -> Counts:
         """Returns the counts since the last call, and starts new ones."""
-        now = self._loop.time()
+        now = self._clock()
         for request in self._requests.values():
             if request.waits:
                 self._count_wait(request)
@@ -118,7 +114,7 @@ class Dispatcher:
         return counts
 
     def _count_wait(self, request: routing.Request) -> None:
-        now = self._loop.time()
+        now = self._clock()
         if request.group_id != protocols.EVALUATION_GROUP:
             self.counts.waited_seconds += now - request.waits_since
         request.waits_since = now
@@ -141,27 +137,27 @@ class Dispatcher:
             if finish := _finish_of(trajectory.token_ids, start, sampling):
                 return finish
             if not request.instance:
-                await self._placed(request)
+                request.waits, request.waits_since = True, self._clock()
+                try:
+                    # The request may lose its place again before it wakes.
+                    while not request.instance:
+                        await request.placed.wait()
+                finally:
+                    # A cancelled request waits no more, so the watch must not count it as passed over.
+                    self._count_wait(request)
+                    request.waits = False
             # Tokens of a broken stream count towards the turn's budget.
             left = sampling.max_tokens - (len(trajectory.token_ids) - start)
             finish = await self._stream(request, replace(sampling, max_tokens=left))
             if finish is not None:
                 return finish
 
-    async def _placed(self, request: routing.Request) -> None:
-        request.waits, request.waits_since = True, self._loop.time()
-        try:
-            while not request.instance:  # the request may lose its place again before it wakes
-                await request.placed.wait()
-        finally:  # a cancelled request waits no more, so the watch must not count it as passed over
-            self._count_wait(request)
-            request.waits = False
-
     async def tool_called(self, trajectory: protocols.Trajectory) -> None:
         """Frees the request's slot during a tool call (`protocols.Sampler.tool_called`)."""
         request = self._requests.get(trajectory.trajectory_id)
-        if request is not None:  # None: a rollout that replays its past after a restart has no request yet
-            now = request.away_since = self._loop.time()
+        # A rollout that replays its past after a restart has no request yet.
+        if request is not None:
+            now = request.away_since = self._clock()
             request.displace()
             self._apply(self._scheduler.on_tool_call(request.name, request.generated, now), now)
 
@@ -169,14 +165,14 @@ class Dispatcher:
         """Queues the request for its next turn (`protocols.Sampler.tool_returned`)."""
         request = self._requests.get(trajectory.trajectory_id)
         if request is not None:
-            now = self._loop.time()
+            now = self._clock()
             self._recorder.span("tools", causal_state.tool, request.away_since, now, {"request": request.name})
             context = len(trajectory.token_ids)
             self.routing.returned(request.route, request.generated)
             self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
 
     def _arrive(self, trajectory: protocols.Trajectory) -> routing.Request:
-        now = self._loop.time()
+        now = self._clock()
         group_id, version = self._groups[trajectory.trajectory_id]
         request = routing.Request(trajectory, group_id, trajectory.generated_tokens)
         self._requests[request.name] = request
@@ -206,21 +202,21 @@ class Dispatcher:
             request.passed_over_since = None
             request.placed.set()
             self.routing.decided(request.route, placement)
-        self.counts.seconds += self._loop.time() - since
+        self.counts.seconds += self._clock() - since
 
     def _instances_changed(self, serving: Sequence[protocols.Instance]) -> None:
         names = {instance.name for instance in serving}
         for request in self._requests.values():
             if request.instance and request.instance not in names:
                 request.displace()
-        now = self._loop.time()
+        now = self._clock()
         self.routing.instances(serving)
         self._apply(self._scheduler.on_instance_change(serving, now), now)
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Switches to a plan's buckets. Requests of instances that ended by the same plan wait for a new placement."""
         self._instances_changed(self._engines.serving())
-        now = self._loop.time()
+        now = self._clock()
         self.routing.replan(rollout)
         self._apply(self._scheduler.on_plan(rollout, now), now)
 
@@ -228,22 +224,23 @@ class Dispatcher:
         self, request: routing.Request, sampling: protocols.SamplingParams
     ) -> protocols.FinishReason | None:
         """Streams tokens from the request's instance. Returns the finish reason, or None to resume elsewhere."""
-        engine, begin = self._engines.engines[request.instance], self._loop.time()
+        engine, begin = self._engines.engines[request.instance], self._clock()
         stream = routing.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
         self.routing.served(request.route, len(request.trajectory.turns), len(request.trajectory.token_ids))
         pump = self._loop.create_task(self._pump(request, stream, sampling))
-        pump.add_done_callback(stream.pumped)
+        # Once the pump is done, every token has arrived.
+        pump.add_done_callback(lambda _: stream.end())
         try:
             await stream.broken
         finally:
             # A hung engine may never answer the cancellation, so the stream is closed and the pump is left behind.
             stream.closed, request.stream = True, None
             deadlines.abandon(pump)
-            self.counts.stream_seconds += self._loop.time() - max(begin, self._counted_from)
+            self.counts.stream_seconds += self._clock() - max(begin, self._counted_from)
             arguments = {"request": request.name, "tokens": request.generated - before}
-            self._recorder.span(engine.name, "generate", begin, self._loop.time(), arguments)
+            self._recorder.span(engine.name, "generate", begin, self._clock(), arguments)
         error = pump.exception() if pump.done() else stream.broken.result()
         if error is not None:
             self._failed(request, stream, error)
@@ -283,7 +280,8 @@ class Dispatcher:
         except protocols.WorkerLost as error:
             self._engines.lost(source, life, error)
             return None
-        except protocols.LibraError:  # not an error of the run: routing/transferred stays below routing/moves
+        # Not an error of the run: the new instance computes them, and routing/transferred stays below routing/moves.
+        except protocols.LibraError:
             return None
         # A weight sync came between: the cache is of older weights.
         if not version == source.policy_version == stream.engine.policy_version:
@@ -292,7 +290,7 @@ class Dispatcher:
         return kept
 
     def _take(self, request: routing.Request, stream: routing.Stream, delta: protocols.TokenDelta) -> None:
-        now = self._loop.time()
+        now = self._clock()
         stream.last_delta = now
         if not stream.answered:
             stream.answered = True
@@ -316,7 +314,8 @@ class Dispatcher:
     def _failed(self, request: routing.Request, stream: routing.Stream, error: BaseException) -> None:
         if isinstance(error, protocols.WorkerLost):
             self._engines.lost(stream.engine, stream.life, error)
-        elif isinstance(error, protocols.ConfigError):  # a wrong config fails on every engine, so a retry is useless
+        # A wrong config fails on every engine, so a retry is useless.
+        elif isinstance(error, protocols.ConfigError):
             raise error
         request.failures += 1
         self.counts.resumed += 1
@@ -330,11 +329,12 @@ class Dispatcher:
         """Watches for streams without tokens, and for requests passed over, beyond their deadlines."""
         interval = self._deadline / WATCHES
         while True:
-            before = self._loop.time()
+            before = self._clock()
             await asyncio.sleep(interval)
-            now = self._loop.time()
+            now = self._clock()
             streams = [(item, item.stream) for item in self._requests.values() if item.stream is not None]
-            if now - before >= 2 * interval:  # this process stalled, not the engines: shift all deadlines by the stall
+            # This process stalled, not the engines: shift all deadlines by the stall.
+            if now - before >= 2 * interval:
                 for _, stream in streams:
                     stream.last_delta += now - before
                 for request in self._requests.values():
@@ -347,7 +347,15 @@ class Dispatcher:
                 if stream.engine.paused:
                     stream.last_delta = now
                 elif now - stream.last_delta >= self._deadline:
-                    self._overdue(request, stream, [other for _, other in streams], now)
+                    error = protocols.DeadlineMissed(
+                        f"Engine {stream.engine.name} sent no token of {request.name} for {self._deadline:g} s "
+                        "(config.deadlines.first_token)."
+                    )
+                    # If every stream of the engine stands still, the engine hangs; otherwise only this stream does.
+                    peers = [other for _, other in streams if other.engine is stream.engine]
+                    if all(now - other.last_delta >= self._deadline for other in peers):
+                        self._engines.lost(stream.engine, stream.life, error)
+                    stream.end(error)
 
     def _check_waiting(self, now: float) -> None:
         """Ends the run if a request waits beyond its deadline although some instance always had a free slot."""
@@ -375,19 +383,6 @@ class Dispatcher:
         """Returns the names of the instances with a free slot."""
         taken = collections.Counter(request.instance for request in self._requests.values())
         return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
-
-    def _overdue(
-        self, request: routing.Request, stream: routing.Stream, streams: Sequence[routing.Stream], now: float
-    ) -> None:
-        error = protocols.DeadlineMissed(
-            f"Engine {stream.engine.name} sent no token of {request.name} for {self._deadline:g} s "
-            "(config.deadlines.first_token)."
-        )
-        # If every stream of the engine stands still, the engine hangs; otherwise only this stream does.
-        peers = [other for other in streams if other.engine is stream.engine]
-        if all(now - other.last_delta >= self._deadline for other in peers):
-            self._engines.lost(stream.engine, stream.life, error)
-        stream.end(error)
 
 
 def _finish_of(

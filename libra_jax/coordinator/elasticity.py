@@ -12,9 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, instances, reports, stopping
+from libra_jax.coordinator import dispatch, instances, reports
 from libra_jax.elastic import hybrid, training_sides
 from libra_jax.planning import planner as planner_lib
 from libra_jax.trainer_control import resize
@@ -56,39 +55,49 @@ class Planner(Protocol):
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
 
 
+class Workers(Protocol):
+    """The workers that elastic changes concern (`coordinator.parts.Workers`)."""
+
+    @property
+    def trainer(self) -> protocols.TrainerClient: ...
+    @property
+    def engines(self) -> instances.Instances: ...
+    @property
+    def sides(self) -> training_sides.TrainingSides | None:
+        """Training sides of the hybrid workers; None if the run has no hybrid workers."""
+        ...
+
+
 class PlanFollower:
     """Asks the planner and carries out its decisions. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`deadlines`).
+      run: what the parts of the run share. The recorder gets each decision, and a span for each move.
       planner: decides on plans.
       engines: the rollout instances.
       dispatcher: dispatches requests to the instances.
       resizing: changes the trainer's mesh.
-      recorder: gets each decision, and a span for each move.
-      ending: runs a move in the background, and cancels it at the run's end.
     """
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
         *,
         planner: Planner,
         engines: instances.Instances,
         dispatcher: dispatch.Dispatcher,
         resizing: resize.Resizing,
-        recorder: protocols.Recorder,
-        ending: stopping.Ending,
     ) -> None:
-        self._shadow = config.planner.shadow
-        self._synchronous = config.coordinator.max_staleness == 0
-        self._steps = config.steps
+        self._shadow = run.config.planner.shadow
+        self._synchronous = run.config.coordinator.max_staleness == 0
+        self._steps = run.config.steps
+        self._recorder = run.recorder
+        self._scope = run.scope
+        self._clock = run.clock
         self._planner = planner
         self._engines = engines
         self._dispatcher = dispatcher
         self._resizing = resizing
-        self._recorder = recorder
-        self._ending = ending
         self._followed = planner.plan
         self._move: asyncio.Task[None] | None = None
         self._losses = 0
@@ -100,8 +109,15 @@ class PlanFollower:
         plan = self._planner.plan
         self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
         self._engines.trainer_holds(plan.train_devices)
+
+        async def take_up() -> None:
+            try:
+                await self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint").done
+            except protocols.LibraError as error:
+                self._stay(self._with_present_mesh(plan), str(error))
+
         if _mesh(plan) != self._resizing.sizes:
-            self._move = self._ending.start(self._take_up(plan), "going on with a plan's mesh")
+            self._move = self._scope.start(take_up(), "going on with a plan's mesh")
 
     def disturb(self) -> None:
         """Marks the step under way as no prediction of later steps."""
@@ -113,12 +129,13 @@ class PlanFollower:
         Nothing is decided during a move or in a run that is to end. If the planner cannot make a plan, its reason is
         noted once and the layout stays.
         """
-        if self._ending.called or step >= self._steps:
+        if self._scope.called or step >= self._steps:
             return {}
-        moving = self._moving()
+        moving = (self._move is not None and not self._move.done()) or not self._engines.settled
         times = report.times
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
-        lost = self._engines.losses - self._losses  # reported until the planner may act on the loss
+        # Reported until the planner may act on the loss.
+        lost = self._engines.losses - self._losses
         measured = planner_lib.Measured(
             step=step_seconds,
             train=times.train,
@@ -133,7 +150,8 @@ class PlanFollower:
         )
         if not moving:
             self._losses = self._engines.losses
-        self._disturbed = moving  # a move that ends later touches the step after this one too
+        # A move that ends later touches the step after this one too.
+        self._disturbed = moving
         trained = [trajectory for group in report.groups for trajectory in group.trajectories]
         try:
             decision, metrics = self._planner.after(step, measured, trained, may_move=not moving)
@@ -154,23 +172,21 @@ class PlanFollower:
             self._follow(self._planner.plan)
         return metrics
 
-    def _moving(self) -> bool:
-        return (self._move is not None and not self._move.done()) or not self._engines.settled
-
     def _follow(self, plan: protocols.Plan) -> None:
+        """Begins to move to a plan in the background. A plan that only has other buckets applies at once."""
         before, self._followed = self._followed, plan
         if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not self._engines.dead:
             self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
             return
         self._disturbed = True
-        self._move = self._ending.start(self._carry_out(before, plan), "moving to a new plan")
+        self._move = self._scope.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
         """Moves from one plan to another. Devices are freed before they are taken.
 
         A growing trainer compiles its programs before engines free their devices.
         """
-        begin = asyncio.get_running_loop().time()
+        begin = self._clock()
         grows = plan.train_devices > before.train_devices
         handle = None
         try:
@@ -201,18 +217,13 @@ class PlanFollower:
             self._stay(self._with_present_mesh(before), str(error))
             return
         except protocols.LibraError as error:
+            # An error of the engines, not of the resize, ends the run.
             if handle is None or not handle.done.done() or handle.done.exception() is not error:
-                raise  # an error of the engines, not of the resize
+                raise
             self._stay(before, "as far as the trainer's mesh goes")
             return
-        end = asyncio.get_running_loop().time()
+        end = self._clock()
         self._recorder.span("coordinator", "move to a new plan", begin, end, dataclasses.asdict(plan))
-
-    async def _take_up(self, plan: protocols.Plan) -> None:
-        try:
-            await self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint").done
-        except protocols.LibraError as error:
-            self._stay(self._with_present_mesh(plan), str(error))
 
     def _with_present_mesh(self, plan: protocols.Plan) -> protocols.Plan:
         present = self._resizing.sizes
@@ -238,64 +249,47 @@ class Elasticity:
     """Applies elastic changes to a run. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration.
-      trainer: trains, alone or with hybrid workers.
-      resizing: changes the trainer's mesh.
-      engines: the rollout instances.
-      publisher: syncs weights from the trainer to engines and hybrid workers.
-      members: training sides of the hybrid workers; None if the run has no hybrid workers.
+      run: what the parts of the run share. The recorder gets each change.
+      workers: the trainer, the rollout instances and the training sides of hybrid workers.
       dispatcher: serves requests.
+      resizing: changes the trainer's mesh.
+      weight_sync: syncs weights from the trainer to engines and hybrid workers.
       planner: decides on plans. None keeps the layout.
-      recorder: gets each change.
-      events: source of TrainerResized and TrainerReplaced.
-      ending: runs changes in the background, and cancels them at the run's end.
     """
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
+        workers: Workers,
         *,
-        trainer: protocols.TrainerClient,
-        resizing: resize.Resizing,
-        engines: instances.Instances,
-        publisher: sync.WeightSync,
-        members: training_sides.TrainingSides | None,
         dispatcher: dispatch.Dispatcher,
+        resizing: resize.Resizing,
+        weight_sync: sync.WeightSync,
         planner: Planner | None,
-        recorder: protocols.Recorder,
-        events: protocols.Events,
-        ending: stopping.Ending,
     ) -> None:
-        self._trainer = trainer
+        self._recorder = run.recorder
+        self._clock = run.clock
+        self._trainer: protocols.TrainerClient = workers.trainer
+        self._engines = workers.engines
         self._resizing = resizing
-        self._engines = engines
-        self._publisher = publisher
-        self._recorder = recorder
+        self._weight_sync = weight_sync
         self._hybrid: hybrid.HybridWorkers | None = None
-        if members is not None:
+        if workers.sides is not None:
             self._hybrid = hybrid.HybridWorkers(
-                config,
-                engines=engines,
-                members=members,
-                trainer=trainer,
+                run,
+                engines=workers.engines,
+                sides=workers.sides,
+                trainer=workers.trainer,
                 core_devices=resizing.sizes.devices,
-                recorder=recorder,
-                ending=ending,
-                changed=self._show_pools,
             )
         self._follower: PlanFollower | None = None
         if planner is not None:
             self._follower = PlanFollower(
-                config,
-                planner=planner,
-                engines=engines,
-                dispatcher=dispatcher,
-                resizing=resizing,
-                recorder=recorder,
-                ending=ending,
+                run, planner=planner, engines=workers.engines, dispatcher=dispatcher, resizing=resizing
             )
-        events.subscribe(protocols.TrainerResized, self._trainer_resized)
-        events.subscribe(protocols.TrainerReplaced, self._trainer_replaced)
+        run.events.subscribe(protocols.TrainerResized, self._trainer_resized)
+        run.events.subscribe(protocols.TrainerReplaced, self._trainer_replaced)
+        run.events.subscribe(protocols.PoolsChanged, lambda _: self._show_pools())
         self._show_pools()
 
     def take_up_plan(self) -> None:
@@ -312,9 +306,7 @@ class Elasticity:
         self._resizing.trains(batch)
         if self._hybrid is None:
             return ()
-        shares = self._hybrid.shares(batch.policy_version)
-        self._hybrid.begin(batch, shares)
-        return shares
+        return self._hybrid.begin(batch)
 
     async def end_step(
         self, shares: Sequence[protocols.Share], metrics: Mapping[str, float] | None, seconds: float
@@ -328,8 +320,9 @@ class Elasticity:
         """
         if self._hybrid is None:
             return
-        if metrics is None:  # as if all shares were late, so that their workers switch back to rollout
-            metrics, seconds = {f"shares/late/{share.member}": 1.0 for share in shares}, 0.0
+        # As if all shares were late, so that their workers switch back to rollout.
+        if metrics is None:
+            metrics, seconds = {f"shares/late/{share.worker}": 1.0 for share in shares}, 0.0
         await self._hybrid.finish(shares, metrics, seconds)
 
     def after(self, step: int, report: reports.StepReport) -> dict[str, float]:
@@ -347,7 +340,8 @@ class Elasticity:
     async def close(self) -> None:
         """Stops all changes at the end of the run."""
         if self._hybrid is not None:
-            self._hybrid.close()  # first, because it does not wait, and a resize's processes may not end in time
+            # First, because it does not wait, and a resize's processes may not end in time.
+            self._hybrid.close()
         await self._resizing.close()
 
     def snapshot(self) -> hybrid.HybridState | None:
@@ -363,7 +357,7 @@ class Elasticity:
         # A loss touches the step under way. A planned move is marked by the plan follower itself.
         if event.lost and self._follower is not None:
             self._follower.disturb()
-        await self._publisher.release()
+        await self._weight_sync.release()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
 
@@ -377,5 +371,5 @@ class Elasticity:
         moving = {} if self._hybrid is None else self._hybrid.devices()
         core = sum(item.devices for item in self._engines.engines.values() if not item.hybrid)
         counts = {"core training": self._resizing.sizes.devices, **moving, "core rollout": core}
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         self._recorder.pools(now, {name: counts.get(name, 0) for name in protocols.POOLS})

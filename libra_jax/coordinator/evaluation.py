@@ -1,18 +1,88 @@
-"""Evaluates the policy: one rollout for each held-out task, at the served version, within a run or without one."""
+"""Warm start and evaluation: supervised steps before reinforcement learning, and rollouts of the held-out tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import resolving
-from libra_jax.coordinator import context, parts, reports, rollouts, stopping
+from libra_jax.agents import factories, resolving, tokenizers
+from libra_jax.coordinator import parts, reports, rollouts, stopping
+
+FIRST_TASK = 1_000_000_000
+"""Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""
+
+
+class WarmStart:
+    """Takes supervised steps on demonstrations.
+
+    Args:
+      config: the run's configuration (`warm_start`).
+      agent: its demonstrator solves the tasks; it may be missing only if the config asks for no steps.
+
+    Attributes:
+      taken: number of steps taken, including steps that the target loss made unnecessary.
+    """
+
+    def __init__(self, config: configuration.RunConfig, agent: rollouts.Agent) -> None:
+        configuration.check(
+            agent.demonstrator is not None or config.warm_start.steps == 0,
+            "warm_start.steps",
+            f"must be 0, because the environment {config.task.environment} offers no demonstrations",
+        )
+        self._limits = config.warm_start
+        self._names = config.task
+        self._tasks = factories.demonstrated_tasks(config, agent.tasks)
+        self._agent = agent
+        self.taken = 0
+
+    async def run(
+        self,
+        step: Callable[[list[protocols.Trajectory]], Coroutine[Any, Any, Mapping[str, float]]],
+        ending: stopping.Ending,
+        status: Callable[[str], None],
+    ) -> dict[str, float]:
+        """Takes the remaining steps. Stops between two steps if the run is to end.
+
+        Args:
+          step: takes one step on the trainer.
+          ending: the run's end.
+          status: takes a line about the progress.
+
+        Returns:
+          The last step's metrics under `warm_start/`; empty if no step was left.
+        """
+        metrics: Mapping[str, float] = {}
+        if self.taken < self._limits.steps:
+            status(f"warm start {self.taken}/{self._limits.steps}, compiling its programs first")
+        while self.taken < self._limits.steps:
+            first = FIRST_TASK + self.taken * self._limits.batch_size
+            batch = [self._demonstration(index) for index in range(first, first + self._limits.batch_size)]
+            metrics = await ending.race(step(batch), through_stop=True)
+            self.taken += 1
+            loss = metrics.get("loss", math.inf)
+            status(f"warm start {self.taken}/{self._limits.steps}, loss {loss:.4f}")
+            if loss <= self._limits.target_loss:
+                status(f"warm start ended after {self.taken} steps: loss {loss:.4f} reached its target")
+                # Counts the remaining steps as taken, so that a resumed run does not take them.
+                self.taken = self._limits.steps
+            ending.check()
+        return {f"warm_start/{name}": value for name, value in metrics.items()}
+
+    def _demonstration(self, index: int) -> protocols.Trajectory:
+        assert self._agent.demonstrator is not None
+        with resolving.named(self._names.source, "task.source", f"task({index})"):
+            task = self._tasks.task(index)
+        with resolving.named(self._names.environment, "task.environment", f"the demonstration of {task.prompt_id}"):
+            return tokenizers.demonstration_trajectory(task, self._agent.demonstrator, self._agent.tokenizer)
+
+
+# Evaluation -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,32 +118,34 @@ async def evaluate(
     Raises:
       EnvironmentCrashed: no task could be scored.
     """
-    pairs = []
+    work, begun = [], []
     for index in range(config.evaluation.tasks):
         with resolving.named(config.task.source, "task.source", f"evaluation_task({index})"):
             task = tasks.evaluation_task(index)
-        pairs.append((task, runner.begin(f"{task.prompt_id}/evaluation-{version}", task)))
-    work = [
-        asyncio.ensure_future(
-            runner.run(
-                trajectory,
-                task,
-                group_id=protocols.EVALUATION_GROUP,
-                dispatch_version=version,
-                temperature=config.evaluation.temperature,
-            )
+        begun.append((task, runner.begin(f"{task.prompt_id}/evaluation-{version}", task)))
+    # All begin together, once every task could be read.
+    for task, trajectory in begun:
+        running = runner.run(
+            trajectory,
+            task,
+            group_id=protocols.EVALUATION_GROUP,
+            dispatch_version=version,
+            temperature=config.evaluation.temperature,
         )
-        for task, trajectory in pairs
-    ]
+        work.append(asyncio.ensure_future(running))
+    scored, crashes = [], []
     try:
-        # One crash must not end the evaluation; any other error does.
-        outcomes = [await _crash_of(attempt) for attempt in work]
+        for (_, trajectory), rollout in zip(begun, work, strict=True):
+            # One crash must not end the evaluation; any other error does.
+            try:
+                await rollout
+                scored.append(trajectory)
+            except protocols.EnvironmentCrashed as crash:
+                crashes.append(crash)
     finally:
-        for attempt in work:
-            attempt.cancel()
+        for rollout in work:
+            rollout.cancel()
         await asyncio.gather(*work, return_exceptions=True)
-    scored = [trajectory for (_, trajectory), crash in zip(pairs, outcomes, strict=True) if crash is None]
-    crashes = [crash for crash in outcomes if crash is not None]
     if not scored:
         raise crashes[0]
     metrics = {
@@ -85,9 +157,9 @@ async def evaluate(
 
 
 async def evaluate_alone(
-    run: context.RunContext,
-    specs: context.WorkerSpecs,
-    agent: context.Agent,
+    run: parts.RunContext,
+    specs: parts.WorkerSpecs,
+    agent: rollouts.Agent,
     scheduler: protocols.Scheduler,
     checkpoint: str | None = None,
 ) -> Evaluation:
@@ -96,7 +168,7 @@ async def evaluate_alone(
     The trainer takes part because it reads every form of weights, and the engines get theirs by weight sync only.
 
     Args:
-      run: the surroundings; nothing is written into the workdir but logs.
+      run: what the parts of the run share; nothing is written into the workdir but logs.
       specs: what the workers are made from.
       agent: what the policy is asked to do.
       scheduler: decides which instance serves a request.
@@ -105,30 +177,20 @@ async def evaluate_alone(
     Raises:
       LibraError: a worker is lost, or no task could be scored.
     """
-    limit, ending = run.config.deadlines.shutdown, stopping.Ending()
-    crew = parts.Workers(run, specs, ending)
+
+    def no_state() -> NoReturn:
+        raise AssertionError("an evaluation takes no checkpoints")
+
+    ending, workers = run.scope, parts.Workers(run, specs)
     try:
-        await ending.race(crew.start())
-        wired = parts.wire(
-            run, agent, scheduler, None, make_trainer=specs.make_trainer, workers=crew, ending=ending, state=_no_state
-        )
+        await ending.race(workers.start())
+        wired = parts.wire(run, agent, scheduler, None, workers=workers, state=no_state)
         version = 0 if checkpoint is None else await ending.race(wired.trainer.restore(checkpoint))
-        await ending.race(wired.publisher.sync_weights(version))
+        await ending.race(wired.weight_sync.sync_weights(version))
         run.recorder.status("rollout", "evaluating")
         work = evaluate(run.config, runner=wired.runner, tasks=agent.tasks, version=version)
         return await ending.race(work)
     finally:
-        await ending.cancel_background(limit)
-        await crew.shut_down(math.inf)  # each worker's own deadline holds; `limit` is that of one
-
-
-def _no_state() -> NoReturn:
-    raise AssertionError("an evaluation takes no checkpoints")
-
-
-async def _crash_of(attempt: asyncio.Future[None]) -> protocols.EnvironmentCrashed | None:
-    try:
-        await attempt
-    except protocols.EnvironmentCrashed as error:
-        return error
-    return None
+        await ending.cancel_background(run.config.deadlines.shutdown)
+        # Each worker's own deadline holds.
+        await workers.shut_down(math.inf)

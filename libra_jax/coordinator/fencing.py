@@ -1,8 +1,8 @@
 """Fences runs off: at most one start of a run writes to a workdir.
 
-Each start takes the next fencing token (`Epoch`), and an earlier start writes nothing more.
+Each start takes the next fencing token (`Token`), and an earlier start writes nothing more.
 
-    <workdir>/epochs/epoch-00000003.json    the token of the third start; its creation is exclusive
+    <workdir>/fencing/token-00000003.json  the token of the third start; its creation is exclusive
 
 Locks do not hold across the hosts of every shared file system, and clocks differ between hosts. Exclusive links and
 exclusive file creation are promised by POSIX and by NFS (creation from its version 3 on). A run looks for a later token
@@ -37,7 +37,10 @@ from pathlib import Path
 
 from libra_jax import checksums, protocols
 
-FOLDER = "epochs"
+FOLDER = "fencing"
+
+FORMER_FOLDER = "epochs"
+"""Folder of the tokens in workdirs of earlier versions, whose runs would not see a token of this version."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for a later token while nothing is written."""
@@ -45,7 +48,7 @@ LOOK_SECONDS = 1.0
 _UNKNOWN = 2**53
 """Step in the file of a token that has just been taken: no manifest is beyond it."""
 
-_NAME = re.compile(r"epoch-(\d{8})\.json")
+_NAME = re.compile(r"token-(\d{8})\.json")
 
 
 class Superseded(protocols.LibraError):
@@ -57,21 +60,21 @@ class Holder:
     """The process that took a fencing token.
 
     Attributes:
-      epoch: number of the token, from 1.
+      number: number of the token, from 1.
       host: name of the process's host.
       pid: process id on that host.
       step: step of the checkpoint from which the run resumed; -1 if none, and a huge value until it is known.
       taken: time of creation, in seconds since 1970 by that host's clock; for display only, never for comparison.
     """
 
-    epoch: int
+    number: int
     host: str
     pid: int
     step: int
     taken: float
 
 
-class Epoch:
+class Token:
     """The fencing token of a run.
 
     Attributes:
@@ -106,12 +109,12 @@ class Epoch:
             holder = newest(self._workdir)
             who = f"the run of process {holder.pid} on {holder.host}" if holder is not None else "a later run"
             raise Superseded(
-                f"{self._workdir} has been taken over by {who} (epoch {max(_numbers(self._workdir))}; this is epoch "
-                f"{self.number}): this one stops and writes nothing more; nothing is lost, the other goes on."
+                f"{self._workdir} has been taken over by {who} (fencing token {max(_numbers(self._workdir))}; this "
+                f"run's is {self.number}): this one stops and writes nothing more; nothing is lost, the other goes on."
             )
 
 
-async def watch(epoch: Epoch) -> None:
+async def watch(token: protocols.FencingToken) -> None:
     """Looks for a later token every `LOOK_SECONDS`. If the workdir cannot be reached, the next look decides.
 
     Raises:
@@ -119,11 +122,11 @@ async def watch(epoch: Epoch) -> None:
     """
     while True:
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(epoch.check)
+            await asyncio.to_thread(token.check)
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
+def take(workdir: Path, newest_step: Callable[[], int]) -> Token:
     """Takes the next fencing token of a workdir. From then on, every earlier run in the workdir is superseded.
 
     Args:
@@ -132,20 +135,26 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Epoch:
         are fenced off.
 
     Raises:
+      DataError: an earlier version of this program made the workdir.
       OSError: the folder cannot be written.
     """
+    if (workdir / FORMER_FOLDER).exists():
+        raise protocols.DataError(
+            f"{workdir} is the workdir of an earlier version of this program, which kept its fencing tokens in "
+            f"{FORMER_FOLDER}/: go on with that version, or choose another --workdir."
+        )
     folder = workdir / FOLDER
     folder.mkdir(exist_ok=True)
     number = max(_numbers(workdir), default=0) + 1
     while True:
         holder = Holder(number, socket.gethostname(), os.getpid(), _UNKNOWN, time.time())
         with contextlib.suppress(FileExistsError):
-            _make(workdir, holder)
+            _write(workdir, holder, new=True)
             break
         number += 1
     # Only now is the newest step final: every earlier run writes nothing more.
-    _replace(workdir, dataclasses.replace(holder, step=newest_step()))
-    return Epoch(workdir, number)
+    _write(workdir, dataclasses.replace(holder, step=newest_step()), new=False)
+    return Token(workdir, number)
 
 
 def newest(workdir: Path) -> Holder | None:
@@ -157,11 +166,11 @@ def newest(workdir: Path) -> Holder | None:
 def limits(workdir: Path) -> Mapping[int, int]:
     """Returns the resumed step of each token. Manifests of earlier tokens beyond that step are void."""
     holders = (_read(workdir, number) for number in _numbers(workdir))
-    return {holder.epoch: holder.step for holder in holders if holder is not None}
+    return {holder.number: holder.step for holder in holders if holder is not None}
 
 
 def _file(workdir: Path, number: int) -> Path:
-    return workdir / FOLDER / f"epoch-{number:08d}.json"
+    return workdir / FOLDER / f"token-{number:08d}.json"
 
 
 def _numbers(workdir: Path) -> list[int]:
@@ -172,41 +181,38 @@ def _numbers(workdir: Path) -> list[int]:
     return [int(found[1]) for name in names if (found := _NAME.fullmatch(name))]
 
 
-def _make(workdir: Path, holder: Holder) -> None:
-    """Creates the token's file with its whole content, or not at all, even if this process dies.
+def _write(workdir: Path, holder: Holder, *, new: bool) -> None:
+    """Writes the token's file with its whole content, or not at all, even if this process dies.
+
+    Args:
+      workdir: the run's folder.
+      holder: the content.
+      new: if True, the token must not have been taken; if False, its file is replaced.
 
     Raises:
       FileExistsError: another process has taken the token.
     """
-    file, partial = _file(workdir, holder.epoch), _written(workdir, holder)
+    file, text = _file(workdir, holder.number), checksums.sealed(json.dumps(asdict(holder)).encode())
+    # A file of this process's own, so that two starts never write the same one.
+    partial = file.with_suffix(f".{holder.host}.{holder.pid}.partial")
+    with partial.open("wb") as written:
+        written.write(text)
+        written.flush()
+        os.fsync(written.fileno())
+    if not new:
+        partial.replace(file)
+        return
     try:
         # The exclusive step: linking fails if the name exists, on every host.
         os.link(partial, file)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        with file.open("xb") as made:  # a file system without links: the file may be empty for a moment
-            made.write(_text(holder))
+        # On a file system without links the file may be empty for a moment.
+        with file.open("xb") as made:
+            made.write(text)
     finally:
         partial.unlink()
-
-
-def _replace(workdir: Path, holder: Holder) -> None:
-    _written(workdir, holder).replace(_file(workdir, holder.epoch))
-
-
-def _written(workdir: Path, holder: Holder) -> Path:
-    """Writes the token's content to a file of this process's own, and returns its path."""
-    partial = _file(workdir, holder.epoch).with_suffix(f".{holder.host}.{holder.pid}.partial")
-    with partial.open("wb") as written:
-        written.write(_text(holder))
-        written.flush()
-        os.fsync(written.fileno())
-    return partial
-
-
-def _text(holder: Holder) -> bytes:
-    return checksums.sealed(json.dumps(asdict(holder)).encode())
 
 
 def damaged(workdir: Path) -> list[str]:

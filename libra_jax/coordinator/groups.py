@@ -6,10 +6,9 @@ import asyncio
 import collections
 from collections.abc import Mapping, Sequence
 
-from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import checkpoints, rollouts, saving, stopping
+from libra_jax.coordinator import checkpoints, rollouts, saving
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -25,27 +24,27 @@ class Groups:
     """All groups that have been dispatched and are not yet part of a batch.
 
     Args:
-      config: the run's configuration (`coordinator`, `rollout.temperature`).
+      run: what the parts of the run share (`coordinator`, `rollout.temperature`). The recorder gets a note for each
+        replacement after a failure, and events get a GroupSettled for each group that has finished or was replaced.
+        The run ends if too many groups have to be replaced.
       runner: runs one rollout.
-      recorder: gets a note for each replacement after a failure.
-      ending: ends the run if too many groups have to be replaced.
-      events: gets a GroupSettled for each group that has finished or was replaced.
+
+    Attributes:
+      running: groups in flight, by number.
+      finished: finished groups that no batch has taken, by number.
+      replaced: number of replaced groups, by reason.
+      replaced_tokens: tokens generated in replaced groups.
+      trained: number of groups trained.
+      scored: number of groups with a rollout that the environment ended, not a limit.
     """
 
-    def __init__(
-        self,
-        config: configuration.RunConfig,
-        *,
-        runner: rollouts.Rollouts,
-        recorder: protocols.Recorder,
-        ending: stopping.Ending,
-        events: protocols.Events,
-    ) -> None:
-        self._config = config
+    def __init__(self, run: protocols.RunContext, runner: rollouts.Rollouts) -> None:
+        self._config = run.config
+        self._recorder = run.recorder
+        self._scope = run.scope
+        self._events = run.events
+        self._clock = run.clock
         self._runner = runner
-        self._recorder = recorder
-        self._ending = ending
-        self._events = events
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -55,12 +54,7 @@ class Groups:
         self.replaced: collections.Counter[str] = collections.Counter()
         self.replaced_tokens = 0
         self.trained = 0
-        self.scored = 0  # groups with a rollout that the environment ended, not a limit
-
-    @property
-    def outstanding(self) -> int:
-        """Number of groups dispatched and not yet part of a batch."""
-        return len(self.running) + len(self.finished)
+        self.scored = 0
 
     def dispatch(self, group_id: int, task: protocols.Task, version: int) -> None:
         """Starts the rollouts of a new group."""
@@ -71,9 +65,9 @@ class Groups:
     def resume(self, group: protocols.Group) -> None:
         """Runs a group's rollouts from their present positions."""
         if not self.running:
-            self._busy_since = asyncio.get_running_loop().time()
+            self._busy_since = self._clock()
         self.running[group.group_id] = group
-        self._tasks[group.group_id] = self._ending.start(self._run(group), f"group {group.group_id}")
+        self._tasks[group.group_id] = self._scope.start(self._run(group), f"group {group.group_id}")
 
     def take(self, group_ids: tuple[int, ...]) -> tuple[protocols.Group, ...]:
         """Removes and returns finished groups, to train on them."""
@@ -81,6 +75,7 @@ class Groups:
 
     def put_back(self, groups: Sequence[protocols.Group]) -> None:
         """Returns untrained groups to the waiting ones, before groups that finished later."""
+        # Batches take groups in this order, and the staleness bound is next for the oldest.
         later = dict(self.finished)
         self.finished.clear()
         self.finished.update({group.group_id: group for group in groups} | later)
@@ -120,13 +115,12 @@ class Groups:
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which any group ran, since the last call."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         busy = self._busy_seconds + (now - self._busy_since if self.running else 0.0)
         self._busy_seconds, self._busy_since = 0.0, now
         return busy
 
     async def _run(self, group: protocols.Group) -> None:
-        temperature = self._config.rollout.temperature
         tasks = [
             asyncio.ensure_future(
                 self._runner.run(
@@ -134,7 +128,7 @@ class Groups:
                     group.task,
                     group_id=group.group_id,
                     dispatch_version=group.dispatch_version,
-                    temperature=temperature,
+                    temperature=self._config.rollout.temperature,
                 )
             )
             for trajectory in group.trajectories
@@ -158,14 +152,16 @@ class Groups:
             self._events.announce(protocols.GroupSettled(group.group_id))
 
     def _same_rewards(self, group: protocols.Group) -> bool:
-        """Returns True if the environment gave equal rewards to all of a group's rollouts that are not masked.
-
-        Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So this method compares
-        the environment's own reward. It compares the sum if the environment's reward has no weight, or is missing.
-        """
-        masks = self._config.task.masks
-        kept = [trajectory for trajectory in group.trajectories if not masks(trajectory.finish)]
-        return len({self._compared_reward(trajectory) for trajectory in kept}) <= 1
+        """Returns True if the environment gave equal rewards to all of a group's rollouts that are not masked."""
+        rewards = set()
+        for trajectory in group.trajectories:
+            if self._config.task.masks(trajectory.finish):
+                continue
+            # Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So the
+            # environment's own reward is compared, unless it has no weight or is missing.
+            own = trajectory.environment_reward if self._config.reward.environment_weight else None
+            rewards.add(trajectory.reward if own is None else own)
+        return len(rewards) <= 1
 
     def _why_same(self, group: protocols.Group) -> str:
         prompt, limits = group.task.prompt_id, self._config.task
@@ -178,15 +174,11 @@ class Groups:
         whose = "the environment gave" if self._config.reward.environment_weight else "the reward functions gave"
         return f"{whose} every rollout of {prompt} the same reward"
 
-    def _compared_reward(self, trajectory: protocols.Trajectory) -> float | None:
-        own = trajectory.environment_reward if self._config.reward.environment_weight else None
-        return trajectory.reward if own is None else own
-
     def _leave(self, group: protocols.Group) -> None:
         self._tasks.pop(group.group_id, None)
         self.running.pop(group.group_id, None)
         if not self.running:
-            self._busy_seconds += asyncio.get_running_loop().time() - self._busy_since
+            self._busy_seconds += self._clock() - self._busy_since
 
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         self.replaced[reason] += 1
@@ -194,29 +186,28 @@ class Groups:
         # The config asks for the other reasons, which may occur by the thousand.
         if reason in (ENVIRONMENT, REWARD):
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
-        if reason != REDUNDANT:  # the config asks for redundant groups
+        # The config asks for redundant groups, so they count towards no limit.
+        if reason != REDUNDANT:
             self._first_replacement = self._first_replacement or why
             self._check_replacements()
         self._events.announce(protocols.GroupSettled(group.group_id))
 
     def _check_replacements(self) -> None:
-        """Ends the run if too many groups were replaced.
-
-        Groups cut off at their limits train although the environment never scored them. An environment that always
-        crashes could hide behind those groups. So crashes are also compared with the groups that the environment
-        scored.
-        """
+        """Raises LibraError, which ends the run, if too many groups were replaced."""
         counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
         crashed = {name: count for name, count in counted.items() if name in (ENVIRONMENT, REWARD)}
+        # Groups cut off at their limits train although the environment never scored them, and an environment that
+        # always crashes could hide behind them. So crashes are also compared with the groups that it scored.
         crashes = sum(crashed.values()) > self._allowed(self.scored)
         if not crashes and sum(counted.values()) <= self._allowed(self.trained):
             return
         unscored = f" (the environment scored rollouts of {self.scored} groups)" if crashes else ""
         allowed = self._cap(self.scored, "scored") if crashes else self._cap(self.trained, "trained")
+        functions = ", ".join(function.factory for function in self._config.reward.parsed().values())
         raise protocols.LibraError(
             f"{self._first_replacement}. This was the first of too many such groups: "
             f"{_sum(crashed if crashes else counted)} and {self.trained} trained{unscored}, more than {allowed}; "
-            f"environment {self._config.task.environment}{self._reward_functions()}"
+            f"environment {self._config.task.environment}{f', reward {functions}' if functions else ''}"
         )
 
     def told(self) -> str:
@@ -237,10 +228,6 @@ class Groups:
             f"{self._allowed(groups):g}"
         )
 
-    def _reward_functions(self) -> str:
-        named = [function.factory for function in self._config.reward.parsed().values()]
-        return f", reward {', '.join(named)}" if named else ""
-
 
 def _sum(counts: Mapping[str, int]) -> str:
     """Returns the number of replaced groups and its split by reason, as words."""
@@ -251,10 +238,12 @@ def _sum(counts: Mapping[str, int]) -> str:
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Cancels the running rollouts and waits until their environments are closed, even if itself cancelled."""
     for task in tasks:
-        if not task.cancelling():  # a second cancel would interrupt the closing of its environment
+        # A second cancel would interrupt the closing of its environment.
+        if not task.cancelling():
             task.cancel()
     try:
-        await asyncio.wait(tasks)  # unlike gather, wait leaves the tasks alone if it is cancelled itself
+        # Unlike gather, wait leaves the tasks alone if it is cancelled itself.
+        await asyncio.wait(tasks)
     except asyncio.CancelledError:
         await asyncio.wait(tasks)
         raise
@@ -266,14 +255,12 @@ class Batches:
     """Dispatches groups and forms batches of them. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`coordinator`, `steps`).
+      run: what the parts of the run share (`coordinator`, `steps`). Each GroupSettled may complete a batch.
       tasks: source of the tasks, by position.
       groups: runs the groups.
-      publisher: knows the served version, which becomes a group's dispatch version.
+      weight_sync: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.
       recovery: restarts the trainer if it dies during that commit.
-      recorder: gets a status line while the trainer waits.
-      events: source of GroupSettled.
 
     Attributes:
       data_position: position of the next task.
@@ -282,58 +269,52 @@ class Batches:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
         *,
         tasks: protocols.TaskSource,
         groups: Groups,
-        publisher: sync.WeightSync,
+        weight_sync: sync.WeightSync,
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,
-        recorder: protocols.Recorder,
-        events: protocols.Events,
     ) -> None:
-        limits = config.coordinator
-        self._source = config.task.source
+        limits = run.config.coordinator
+        self._source = run.config.task.source
         spare = limits.spare_groups
-        self._bound = admission.Bound(limits.groups_per_step, limits.max_staleness, config.steps, spare)
+        self._bound = admission.Bound(limits.groups_per_step, limits.max_staleness, run.config.steps, spare)
         self._replaces = limits.stale == "replace"
         self._tasks = tasks
         self._groups = groups
-        self._publisher = publisher
+        self._weight_sync = weight_sync
         self._saver = saver
         self._recovery = recovery
-        self._recorder = recorder
+        self._recorder = run.recorder
         self._settled = asyncio.Event()
         self.data_position = 0
         self.next_step = 0
-        events.subscribe(protocols.GroupSettled, self._group_settled)
+
+        def group_settled(event: protocols.GroupSettled) -> None:
+            self._settled.set()
+            self.admit()
+
+        run.events.subscribe(protocols.GroupSettled, group_settled)
         if spare:
-            recorder.note(
+            run.recorder.note(
                 f"config.coordinator.redundancy: {spare} groups more than the {limits.groups_per_step} of a step are "
                 "under way, and the last to finish are aborted: training is biased towards short rollouts."
             )
 
     def admit(self) -> None:
         """Dispatches as many new groups as the staleness bound allows."""
-        if self._publisher.served == protocols.NO_VERSION:  # a restored group may finish before the first weight sync
+        version, outstanding = self._weight_sync.served, len(self._groups.running) + len(self._groups.finished)
+        # A restored group may finish before the first weight sync.
+        if version == protocols.NO_VERSION:
             return
-        for _ in range(
-            admission.admissible(
-                self._bound,
-                version=self._publisher.served,
-                next_step=self.next_step,
-                outstanding=self._groups.outstanding,
-            )
-        ):
+        count = admission.admissible(self._bound, version=version, next_step=self.next_step, outstanding=outstanding)
+        for _ in range(count):
             with resolving.named(self._source, "task.source", f"task({self.data_position})"):
                 task = self._tasks.task(self.data_position)
-            self._groups.dispatch(self.data_position, task, self._publisher.served)
+            self._groups.dispatch(self.data_position, task, version)
             self.data_position += 1
-
-    def _group_settled(self, event: protocols.GroupSettled) -> None:
-        """Wakes the wait for a batch, and dispatches new groups."""
-        self._settled.set()
-        self.admit()
 
     async def next(self) -> tuple[protocols.Group, ...]:
         """Waits for a batch and returns it.
@@ -362,7 +343,8 @@ class Batches:
                 for group_id in selection.binding:
                     self._groups.replace(group_id, STALE, "it would have passed the staleness bound")
                 continue
-            await self._recovery.through(self._saver.commit)  # uses the trainer's idle time
+            # The trainer is idle, so a commit costs no training time.
+            await self._recovery.through(self._saver.commit)
             if self._settled.is_set():
                 continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step

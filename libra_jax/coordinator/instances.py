@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from libra_jax import config as configuration
 from libra_jax import deadlines, protocols, turns
-from libra_jax.coordinator import stopping
 from libra_jax.engines import client as engines_client
 
 SETTLE_SECONDS = 1.0
@@ -108,47 +106,44 @@ class Engine:
 class Instances:
     """All rollout engines of a run.
 
-    Attributes:
-      events: gets EnginesChanged, EnginesReplanned, EngineLost, and EngineLoaded for each engine that needs weights.
-      weights: lock held while engines receive weights, and while an engine is taken out to sleep.
-
     Args:
-      config: the run's configuration (`rollout`, `deadlines`).
-      cluster: makes and ends the actors.
+      run: what the parts of the run share (`rollout`, `deadlines`). Events get EnginesChanged, EnginesReplanned,
+        EngineLost, and EngineLoaded for each engine that needs weights. The run ends if no engine can ever serve again.
       specs: one spec for each engine.
-      hybrid: names of the engines whose devices also train.
       make_spec: makes engines that a plan adds. Without it, no plan can be followed.
-      recorder: gets starts and losses.
-      ending: ends the run if no engine can ever serve again.
+      hybrid: names of the engines whose devices also train.
+
+    Attributes:
+      engines: the engines, by name; those that a plan has ended are gone.
+      losses: number of losses of engines that are not hybrid.
+      weights: lock held while engines receive weights, and while an engine is taken out to sleep.
     """
 
     def __init__(
         self,
-        config: configuration.RunConfig,
-        *,
-        cluster: protocols.Cluster,
+        run: protocols.RunContext,
         specs: Sequence[protocols.ActorSpec],
-        recorder: protocols.Recorder,
-        ending: stopping.Ending,
+        *,
         make_spec: MakeSpec | None = None,
         hybrid: Sequence[str] = (),
     ) -> None:
-        self.events = protocols.Events()
-        self._config = config
-        self._cluster = cluster
+        self._config = run.config
+        self._cluster = run.cluster
+        self._recorder = run.recorder
+        self._scope = run.scope
+        self._clock = run.clock
+        self._events = run.events
         self._make_spec = make_spec
         self._numbers = itertools.count(len(specs))
-        self._recorder = recorder
-        self._ending = ending
         self.engines = {spec.name: Engine(spec, hybrid=spec.name in hybrid) for spec in specs}
-        self.losses = 0  # losses of engines that are not hybrid
+        self.losses = 0
         self._trainer = protocols.ActorSpec("trainer", "", {})
         self.weights = asyncio.Lock()
 
     async def start(self) -> None:
         """Starts all engines concurrently. An engine that dies while starting is restarted in the background."""
         await deadlines.together(*(self._start(engine) for engine in self.engines.values()))
-        self._ending.start(self._watch(), "engine health")
+        self._scope.start(self._watch(), "engine health")
 
     def serving(self) -> list[protocols.Instance]:
         """Returns the instances on which requests may be placed."""
@@ -182,7 +177,7 @@ class Instances:
         for engine in ready:
             engine.state = "serving"
         if ready:
-            self.events.announce(protocols.EnginesChanged(self.serving()))
+            self._events.announce(protocols.EnginesChanged(self.serving()))
 
     def lost(self, engine: Engine, life: int, error: BaseException) -> None:
         """Takes a failed engine out of service and restarts it if restarts are left. Ignores earlier lives."""
@@ -195,8 +190,9 @@ class Instances:
         engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
         self._recorder.status(engine.name, protocols.LOST)
-        self.events.announce(protocols.EnginesChanged(self.serving()))
-        if self._ending.called:  # the run ends, so no request needs the engine
+        self._events.announce(protocols.EnginesChanged(self.serving()))
+        # If the run ends, no request needs the engine.
+        if self._scope.called:
             return
         left = self._config.rollout.restarts - engine.restarts
         what_next = "its requests resume elsewhere" if self.serving() else "its requests wait"
@@ -205,8 +201,8 @@ class Instances:
         elif left:
             what_next += f", and it is started again (restart {engine.restarts + 1} of {self._config.rollout.restarts})"
         self._recorder.note(f"Engine {engine.name} was lost ({error}); {what_next}.")
-        self.events.announce(protocols.EngineLost(engine.name))
-        self._ending.start(self._restart(engine, error), f"restart {engine.name}")
+        self._events.announce(protocols.EngineLost(engine.name))
+        self._scope.start(self._restart(engine, error), f"restart {engine.name}")
 
     async def sleep(self, name: str) -> None:
         """Takes a serving engine out of service and puts it to sleep. Its requests resume elsewhere, or wait.
@@ -225,8 +221,9 @@ class Instances:
             # A new life, because calls still under way (a health check, for instance) may now fail without meaning.
             engine.state, engine.life, engine.policy_version = "asleep", engine.life + 1, protocols.NO_VERSION
         finally:
-            self.weights.release()  # the engine gets no more updates, so a hanging sleep blocks nobody
-        self.events.announce(protocols.EnginesChanged(self.serving()))
+            # The engine gets no more updates, so a hanging sleep blocks nobody.
+            self.weights.release()
+        self._events.announce(protocols.EnginesChanged(self.serving()))
         self._recorder.status(name, "going to sleep")
         try:
             await _client(engine).sleep()
@@ -250,12 +247,13 @@ class Instances:
             try:
                 await _client(engine).wake()
                 engine.state = "loaded"
-                await self.events.publish(protocols.EngineLoaded(name))
+                await self._events.deliver(protocols.EngineLoaded(name))
             except protocols.LibraError as error:
                 self.lost(engine, life, error)
-        limit = asyncio.get_running_loop().time() + seconds + self._config.deadlines.engine_start
+        # An engine that died meanwhile has another start before it.
+        limit = self._clock() + seconds + self._config.deadlines.engine_start
         while engine.state not in ("serving", "dead"):
-            if asyncio.get_running_loop().time() >= limit:
+            if self._clock() >= limit:
                 raise protocols.DeadlineMissed(
                     f"Engine {name} did not come back to service (it is {engine.state}) within {seconds:g} s and "
                     f"{self._config.deadlines.engine_start:g} s for another start: look at its log in the workdir, or "
@@ -293,10 +291,14 @@ class Instances:
             else:
                 retired.append(engine)
         lacking = [degree for degree, count in wanted.items() for _ in range(count - kept[degree])]
-        specs = self._specs(lacking, retired)  # before any engine stops, so that NoRoom changes nothing
+        # Before any engine stops, so that NoRoom changes nothing.
+        specs = self._specs(lacking, retired)
         for engine in retired:
-            self._retire(engine)
-        self.events.announce(protocols.EnginesReplanned(self.with_hybrid(rollout)))
+            engine.state = "retired"
+            self._take_out(engine)
+            del self.engines[engine.name]
+            self._recorder.status(engine.name, "ended by a plan")
+        self._events.announce(protocols.EnginesReplanned(self.with_hybrid(rollout)))
         await deadlines.together(*(self._stop(engine) for engine in retired))
         added = [Engine(spec) for spec in specs]
         self.engines.update({engine.name: engine for engine in added})
@@ -340,12 +342,6 @@ class Instances:
             raise NoRoom(str(error)) from error
         return made
 
-    def _retire(self, engine: Engine) -> None:
-        engine.state = "retired"
-        self._take_out(engine)
-        del self.engines[engine.name]
-        self._recorder.status(engine.name, "ended by a plan")
-
     @staticmethod
     def _take_out(engine: Engine) -> None:
         """Ends the engine's present life: later errors of it are ignored."""
@@ -355,7 +351,7 @@ class Instances:
     async def _start_and_load(self, engine: Engine) -> None:
         await self._start(engine)
         if engine.state == "loaded":
-            await self.events.publish(protocols.EngineLoaded(engine.name))
+            await self._events.deliver(protocols.EngineLoaded(engine.name))
 
     async def _start(self, engine: Engine) -> None:
         engine.state = "starting"
@@ -383,7 +379,7 @@ class Instances:
                 ended = f"it was started again {engine.restarts} times (config.rollout.restarts) and ended with"
                 if engine.repeats:
                     ended = "two starts in a row ended with the same error before a token, and a third would, too"
-                self._ending.call(
+                self._scope.call(
                     protocols.WorkerLost(f"No rollout engine is left: the last was {engine.name}; {ended}: {error}")
                 )
             return
@@ -397,25 +393,28 @@ class Instances:
             self._recorder.note(f"Engine {engine.name} could not be stopped cleanly: {error}")
 
     async def _watch(self) -> None:
+        """Asks every engine for its health now and then, and takes out those that do not answer."""
+
+        async def check(engine: Engine) -> None:
+            life, client = engine.life, engine.client
+            # Lost since the check was due.
+            if client is None:
+                return
+            try:
+                health = await client.health()
+            except protocols.LibraError as error:
+                self.lost(engine, life, error)
+                return
+            # A late answer of an earlier life must not set the status.
+            if engine.life == life and "running" in health:
+                running = f"{health['running']:.0f} requests running"
+                loaded = engine.policy_version != protocols.NO_VERSION
+                held = f"serving version {engine.policy_version}" if loaded else "no weights yet"
+                self._recorder.status(engine.name, f"{held}, {running}")
+
         while True:
             await asyncio.sleep(self._config.rollout.health_seconds)
-            await deadlines.together(*(self._check(engine) for engine in self.loadable()))
-
-    async def _check(self, engine: Engine) -> None:
-        life, client = engine.life, engine.client
-        if client is None:  # lost since the check was due
-            return
-        try:
-            health = await client.health()
-        except protocols.LibraError as error:
-            self.lost(engine, life, error)
-            return
-        # A late answer of an earlier life must not set the status.
-        if engine.life == life and "running" in health:
-            running = f"{health['running']:.0f} requests running"
-            loaded = engine.policy_version != protocols.NO_VERSION
-            held = f"serving version {engine.policy_version}" if loaded else "no weights yet"
-            self._recorder.status(engine.name, f"{held}, {running}")
+            await deadlines.together(*(check(engine) for engine in self.loadable()))
 
 
 def _client(engine: Engine) -> protocols.EngineClient:

@@ -1,18 +1,18 @@
-"""Starts a run's workers together, and wires up the parts of its coordinator once they are up."""
+"""What a run is made from: its context, its workers, and the parts of its coordinator, wired up once workers are up."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra_jax import deadlines, protocols
+from libra_jax.agents import samples as samples_lib
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
-    context,
     dispatch,
     elasticity,
     instances,
@@ -27,72 +27,109 @@ from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import relay_tree, sync
 
 
+@dataclass(frozen=True)
+class RunContext(protocols.RunContext):
+    """What the parts of a run share, with what only its coordinator uses.
+
+    Attributes:
+      scope: the run's end, and the background tasks that end with it.
+      samples: picks the rollouts that are written as text; None writes none.
+      export: directory of the trained parameters in Hugging Face's format; None exports none.
+    """
+
+    scope: stopping.Ending = field(default_factory=stopping.Ending)
+    samples: samples_lib.Samples | None = None
+    export: Path | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSpecs:
+    """What the workers of a run are made from.
+
+    Attributes:
+      trainer: makes a `protocols.Trainer`.
+      engines: each makes a `protocols.RolloutEngine`.
+      training_sides: each makes the training side of a hybrid worker (`protocols.TrainingSide`). The last engines are
+        the rollout sides, in the same order.
+      relays: by host, what makes its weight relay; empty on a single host.
+      make_engine: makes the engines that a plan adds; needed with a planner.
+      make_trainer: makes the processes of a trainer that may have several or move to others; None: `trainer` alone.
+    """
+
+    trainer: protocols.ActorSpec
+    engines: Sequence[protocols.ActorSpec]
+    training_sides: Sequence[protocols.ActorSpec] = ()
+    relays: Mapping[int, protocols.ActorSpec] = field(default_factory=dict)
+    make_engine: instances.MakeSpec | None = None
+    make_trainer: client.MakeTrainer | None = None
+
+    @property
+    def hybrid(self) -> dict[str, protocols.ActorSpec]:
+        """Training sides by the name of their worker's engine."""
+        engines = self.engines[len(self.engines) - len(self.training_sides) :]
+        return dict(zip((spec.name for spec in engines), self.training_sides, strict=True))
+
+
 class Workers:
     """The workers of a run. `start` sets the attributes. Create it inside the event loop that it serves.
 
     Args:
-      run: the run's surroundings.
+      run: what the parts of the run share.
       specs: what the workers are made from.
-      ending: ends with what goes on beside the run.
 
     Attributes:
       trainer: trains.
       sizes: sizes of the trainer's mesh.
+      peak_flops: peak FLOP/s of one of the trainer's devices; None if unknown.
       engines: the rollout instances.
-      members: training sides of the hybrid workers; None if the run has no hybrid workers.
+      sides: training sides of the hybrid workers; None if the run has no hybrid workers.
       hosts: the weight relays; None if the trainer's host is the only one.
     """
 
     trainer: client.TrainerClient
     sizes: protocols.MeshSizes
+    peak_flops: float | None
     engines: instances.Instances
-    members: training_sides.TrainingSides | None = None
+    sides: training_sides.TrainingSides | None = None
     hosts: relay_tree.RelayTree | None = None
 
-    def __init__(self, run: context.RunContext, specs: context.WorkerSpecs, ending: stopping.Ending) -> None:
-        self._config = run.config
-        self._cluster = run.cluster
-        self._recorder = run.recorder
-        self._trainer_spec = specs.trainer
+    def __init__(self, run: protocols.RunContext, specs: WorkerSpecs) -> None:
+        self._run = run
+        self._specs = specs
         self._engine_specs = specs.engines
-        self._replica_specs = specs.hybrid
-        self._relay_specs = specs.relays
-        self._make_engine = specs.make_engine
-        self._make_trainer = specs.make_trainer
-        self._ending = ending
 
     @property
-    def count(self) -> int:
-        """Number of workers, started or planned."""
-        engines = getattr(self, "engines", None)
-        made = 0 if engines is None else len(engines.engines)
-        return 1 + len(self._replica_specs) + len(self._relay_specs) + max(len(self._engine_specs), made)
+    def make_trainer(self) -> client.MakeTrainer | None:
+        """Makes the processes of a trainer that may move to others (`WorkerSpecs.make_trainer`)."""
+        return self._specs.make_trainer
 
-    def take_up_plan(self, planner: elasticity.Planner | None, workdir: Path, stored: checkpoint_store.Stored) -> bool:
+    def take_up_plan(self, planner: elasticity.Planner | None, stored: checkpoint_store.Stored) -> bool:
         """Adopts a checkpoint's plan and its instances, before `start`. Returns False if it is the config's plan.
 
         Args:
           planner: also adopts the plan.
-          workdir: the run's folder.
           stored: the checkpoint.
         """
-        if planner is None or self._make_engine is None:
+        specs = self._specs
+        if planner is None or specs.make_engine is None:
             return False
-        kept, before = checkpoints.Checkpoints(workdir, keep=1).load(stored).get("planner"), planner.plan
+        kept, before = checkpoints.Checkpoints(self._run.workdir, keep=1).load(stored).get("planner"), planner.plan
         if kept is None:
             return False
         planner.restore(kept)
         if planner.plan == before:
             return False
-        plan, hybrid = planner.plan, self._config.elastic.hybrid
+        plan, hybrid = planner.plan, self._run.config.elastic.hybrid
         # The hybrid workers' engines are the last ones of the config, and plans leave them alone.
-        specs = list(self._engine_specs[len(self._engine_specs) - hybrid :]) if hybrid else []
-        trainer = dataclasses.replace(self._trainer_spec, devices=tuple(range(plan.train_devices)))
+        engines = list(specs.engines[len(specs.engines) - hybrid :]) if hybrid else []
+        trainer = dataclasses.replace(specs.trainer, devices=tuple(range(plan.train_devices)))
         numbers = itertools.count()
         for bucket in plan.rollout:
             for _ in range(bucket.count):
-                specs.append(instances.make(self._make_engine, numbers, bucket.tensor_parallel, [*specs, trainer]))
-        self._engine_specs = specs
+                others = [*engines, trainer]
+                engines.append(instances.make(specs.make_engine, numbers, bucket.tensor_parallel, others))
+        # The trainer itself starts on the config's mesh, and moves once it runs (`PlanFollower.begin`).
+        self._engine_specs = engines
         return True
 
     async def start(self) -> None:
@@ -101,56 +138,51 @@ class Workers:
         Raises:
           LibraError: a worker did not start.
         """
-        self.engines = instances.Instances(
-            self._config,
-            cluster=self._cluster,
-            specs=self._engine_specs,
-            recorder=self._recorder,
-            ending=self._ending,
-            make_spec=self._make_engine,
-            hybrid=tuple(self._replica_specs),
-        )
-        self.engines.trainer_holds(len(self._trainer_spec.devices))
+        run, specs = self._run, self._specs
+        hybrid = specs.hybrid
+        self.engines = instances.Instances(run, self._engine_specs, make_spec=specs.make_engine, hybrid=tuple(hybrid))
+        self.engines.trainer_holds(len(specs.trainer.devices))
+        # All at once: a trainer and engines of a real model each take minutes to start.
         starting = [self._start_trainer(), self.engines.start()]
-        if self._replica_specs:
-            self.members = training_sides.TrainingSides(
-                self._config, cluster=self._cluster, specs=self._replica_specs, recorder=self._recorder
+        if hybrid:
+            self.sides = training_sides.TrainingSides(run, hybrid)
+            starting.append(self.sides.start())
+        if specs.relays:
+            self.hosts = hosts = relay_tree.RelayTree(
+                run.config, cluster=run.cluster, specs=specs.relays, recorder=run.recorder
             )
-            starting.append(self.members.start())
-        if self._relay_specs:
-            self.hosts = relay_tree.RelayTree(
-                self._config, cluster=self._cluster, specs=self._relay_specs, recorder=self._recorder
-            )
-            starting.append(self.hosts.start(self._remote_hosts(self.hosts)))
+            # Only hosts whose engines or training sides read a relay's copy need one.
+            readers = {spec.host for spec in (*self._engine_specs, *hybrid.values()) if spec.host is not None}
+            starting.append(hosts.start({host for host in readers if hosts.serve(host)}))
         await deadlines.together(*starting)
 
-    def _remote_hosts(self, hosts: relay_tree.RelayTree) -> set[int]:
-        """Returns the hosts whose engines or training sides read a weight relay's copy."""
-        specs = (*self._engine_specs, *self._replica_specs.values())
-        return {spec.host for spec in specs if spec.host is not None and hosts.serve(spec.host)}
+    async def _start_trainer(self) -> None:
+        run, spec, make_trainer = self._run, self._specs.trainer, self._specs.make_trainer
+        run.recorder.status(spec.name, "starting its process")
+        make = make_trainer(None) if make_trainer is not None else lambda *_: spec
+        processes = client.TrainerProcesses(run.cluster, make, count=run.config.trainer.processes, name=spec.name)
+        self.trainer = client.TrainerClient(processes, run.config.deadlines)
+        await self.trainer.make()
+        run.recorder.status(spec.name, "loading the model and making the optimizer's state")
+        info = await self.trainer.start()
+        mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
+        kind = f" {info.device_kind}" if info.device_kind not in ("", info.platform) else ""
+        run.recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform}{kind} ({mesh}).")
+        run.recorder.status(spec.name, "idle")
+        self.sizes, self.peak_flops = info.sizes, info.peak_flops
 
     async def shut_down(self, most: float) -> None:
         """Ends all workers within at most `most` seconds. Notes each unclean end."""
-        seconds = min(most, self._config.deadlines.shutdown * self.count)
+        specs, engines = self._specs, getattr(self, "engines", None)
+        # A plan may have started more engines than the config has. Each worker has its own time to end.
+        started = max(len(self._engine_specs), 0 if engines is None else len(engines.engines))
+        count = 1 + len(specs.training_sides) + len(specs.relays) + started
+        seconds = min(most, self._run.config.deadlines.shutdown * count)
         try:
-            ending = self._cluster.shutdown()
+            ending = self._run.cluster.shutdown()
             await deadlines.within(seconds, ending, "The shutdown of the workers", "shutdown")
         except protocols.LibraError as error:
-            self._recorder.note(f"Not everything ended cleanly: {error}")
-
-    async def _start_trainer(self) -> None:
-        name = self._trainer_spec.name
-        self._recorder.status(name, "starting its process")
-        make = self._make_trainer(None) if self._make_trainer is not None else lambda *_: self._trainer_spec
-        processes = client.TrainerProcesses(self._cluster, make, count=self._config.trainer.processes, name=name)
-        self.trainer = client.TrainerClient(processes, self._config.deadlines)
-        await self.trainer.make()
-        self._recorder.status(name, "loading the model and making the optimizer's state")
-        info = await self.trainer.start()
-        mesh = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items())
-        self._recorder.note(f"The trainer holds {info.parameters:,} parameters on {info.platform} ({mesh}).")
-        self._recorder.status(name, "idle")
-        self.sizes = info.sizes
+            self._run.recorder.note(f"Not everything ended cleanly: {error}")
 
 
 @dataclass(frozen=True)
@@ -163,7 +195,7 @@ class Parts:
       runner: runs rollouts.
       groups: groups in flight and finished groups.
       batches: selects the batches of coming steps.
-      publisher: syncs the weights of each version to the engines.
+      weight_sync: syncs the weights of each version to the engines.
       saver: writes and reads checkpoints.
       elastic: switches hybrid workers and follows plans.
       resizing: changes the trainer's mesh.
@@ -175,7 +207,7 @@ class Parts:
     runner: rollouts.Rollouts
     groups: groups_lib.Groups
     batches: groups_lib.Batches
-    publisher: sync.WeightSync
+    weight_sync: sync.WeightSync
     saver: saving.Saver
     elastic: elasticity.Elasticity
     resizing: resize.Resizing
@@ -183,117 +215,53 @@ class Parts:
 
 
 def wire(
-    run: context.RunContext,
-    agent: context.Agent,
+    run: protocols.RunContext,
+    agent: rollouts.Agent,
     scheduler: protocols.Scheduler,
     planner: elasticity.Planner | None,
     *,
-    make_trainer: client.MakeTrainer | None,
     workers: Workers,
-    ending: stopping.Ending,
     state: Callable[[], checkpoints.CoordinatorState],
 ) -> Parts:
     """Makes the parts of a run. Call it inside the event loop that they serve.
 
     Args:
-      run: the run's surroundings.
+      run: what the parts of the run share.
       agent: what the policy is asked to do.
       scheduler: decides which instance serves a request.
       planner: decides who trains and who rolls out; None leaves everything as it is.
-      make_trainer: makes the processes of a trainer that may move to others.
       workers: they have started.
-      ending: ends with what goes on beside the run.
-      state: the coordinator's part of a checkpoint.
+      state: returns the coordinator's part of a checkpoint.
     """
-    config, recorder, workdir = run.config, run.recorder, run.workdir
-    trainer, engines, members = workers.trainer, workers.engines, workers.members
-    events = engines.events
-    saver = saving.Saver(
-        config, trainer=trainer, workdir=workdir, recorder=recorder, events=events, state=state, epoch=run.fencing
-    )
-    publisher = sync.WeightSync(
-        config,
+    trainer, engines = workers.trainer, workers.engines
+    saver = saving.Saver(run, trainer=trainer, state=state)
+    weight_sync = sync.WeightSync(
+        run.config,
         trainer=trainer,
         engines=engines,
-        recorder=recorder,
-        members=members,
+        recorder=run.recorder,
+        sides=workers.sides,
         hosts=workers.hosts,
     )
     successors = None
-    if make_trainer is not None:
-        successors = handover.successors(
-            run.cluster, make_trainer, serving=trainer, limits=config.deadlines, workdir=workdir
-        )
-    resizing = resize.Resizing(
-        config,
-        trainer=trainer,
-        sizes=workers.sizes,
-        checkpoint=saver,
-        recorder=recorder,
-        events=events,
-        successors=successors,
-    )
-    recovery = recovery_lib.Recovery(
-        config,
-        trainer=trainer,
-        checkpoints=saver,
-        weights=publisher,
-        resizing=resizing,
-        recorder=recorder,
-        events=events,
-        scope=ending,
-        fencing=run.fencing,
-    )
-    dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
-    runner = rollouts.Rollouts(
-        config,
-        dispatcher=dispatcher,
-        make_environment=agent.make_environment,
-        tokenizer=agent.tokenizer,
-        reward=agent.reward,
-        make_trajectory=agent.make_trajectory,
-        note=recorder.note,
-    )
-    groups = groups_lib.Groups(config, runner=runner, recorder=recorder, ending=ending, events=events)
+    if workers.make_trainer is not None:
+        successors = handover.successors(run, workers.make_trainer, serving=trainer)
+    resizing = resize.Resizing(run, trainer=trainer, sizes=workers.sizes, checkpoint=saver, successors=successors)
+    recovery = recovery_lib.Recovery(run, trainer=trainer, checkpoints=saver, weights=weight_sync, resizing=resizing)
+    dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
+    runner = rollouts.Rollouts(run, agent, dispatcher)
+    groups = groups_lib.Groups(run, runner)
     batches = groups_lib.Batches(
-        config,
-        tasks=agent.tasks,
-        groups=groups,
-        publisher=publisher,
-        saver=saver,
-        recovery=recovery,
-        recorder=recorder,
-        events=events,
+        run, tasks=agent.tasks, groups=groups, weight_sync=weight_sync, saver=saver, recovery=recovery
     )
     elastic = elasticity.Elasticity(
-        config,
-        trainer=trainer,
-        resizing=resizing,
-        engines=engines,
-        publisher=publisher,
-        members=members,
-        dispatcher=dispatcher,
-        planner=planner,
-        recorder=recorder,
-        events=events,
-        ending=ending,
+        run, workers, dispatcher=dispatcher, resizing=resizing, weight_sync=weight_sync, planner=planner
     )
 
     # An engine may come up while the trainer is being restarted, and then waits for the restart.
     async def bring_weights(event: protocols.EngineLoaded) -> None:
         engine = engines.engines[event.name]
-        await recovery.through(lambda: publisher.catch_up(engine))
+        await recovery.through(lambda: weight_sync.catch_up(engine))
 
-    events.subscribe(protocols.EngineLoaded, bring_weights)
-    return Parts(
-        trainer=trainer,
-        dispatcher=dispatcher,
-        runner=runner,
-        groups=groups,
-        batches=batches,
-        publisher=publisher,
-        saver=saver,
-        elastic=elastic,
-        resizing=resizing,
-        recovery=recovery,
-    )
+    run.events.subscribe(protocols.EngineLoaded, bring_weights)
+    return Parts(trainer, dispatcher, runner, groups, batches, weight_sync, saver, elastic, resizing, recovery)

@@ -54,6 +54,8 @@ class StepReport:
       voids: number of rollouts that a crash of the environment voided since the step before, by prompt.
       evaluation: metrics of the evaluation after the step, if it took place.
       plan: the planner's metrics, including its prediction of the step; empty without a planner.
+      peak_flops: peak FLOP/s of one of the trainer's devices; None if unknown.
+      rollout_devices: devices of the serving engines at the step's end.
     """
 
     version: int
@@ -68,6 +70,8 @@ class StepReport:
     voids: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     plan: Mapping[str, float] = field(default_factory=dict)
+    peak_flops: float | None = None
+    rollout_devices: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Returns the step's scalars. `policy_version` is the version that the step produced."""
@@ -77,12 +81,16 @@ class StepReport:
         generated = [trajectory.generated_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
         counts, times = self.counts, self.times
+        finishes = collections.Counter(trajectory.finish for trajectory in trajectories)
+        rate = counts.tokens / times.step if times.step > 0 else 0.0
         return {
             **self.trainer,
             "policy_version": self.version + 1,
             "reward/mean": statistics.fmean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "tokens_per_second": counts.tokens / times.step if times.step > 0 else 0.0,
+            "tokens_per_second": rate,
+            **({"rollout/tokens_per_second_per_device": rate / devices} if (devices := self.rollout_devices) else {}),
+            **training_speed(self.trainer, times.train, self.peak_flops),
             "tokens/generated": counts.tokens,
             "tokens/trained": sum(count for count, out in zip(generated, masked, strict=True) if not out),
             "rollout/masked": statistics.fmean(masked),
@@ -102,9 +110,9 @@ class StepReport:
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,
-            "voids/attempts": sum(self.voids.values()),
+            "voids/rollouts": sum(self.voids.values()),
             "voids/most_of_a_prompt": max(self.voids.values(), default=0),
-            **{f"finish/{name}": share for name, share in _finishes(trajectories).items()},
+            **{f"finish/{name}": finishes[name] / len(trajectories) for name in protocols.FINISHES},
             **mean_metrics(trajectories),
             **tool_metrics(trajectories),
             **self.plan,
@@ -120,15 +128,29 @@ class StepReport:
         ]
 
 
+def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: float | None) -> dict[str, float]:
+    """Returns the speed of a training step: tokens a second, also for each device, and the model FLOPs utilisation.
+
+    Args:
+      trainer: the trainer's metrics of the step.
+      seconds: seconds of the step.
+      peak_flops: peak FLOP/s of a device; None leaves the utilisation out.
+    """
+    if not {"tokens/processed", "train/devices", "train/flops"} <= set(trainer) or seconds <= 0:
+        return {}
+    rate = trainer["tokens/processed"] / seconds
+    speed = {
+        "train/tokens_per_second": rate,
+        "train/tokens_per_second_per_device": rate / trainer["train/devices"],
+    }
+    if peak_flops is not None:
+        speed["train/mfu"] = trainer["train/flops"] / (seconds * trainer["train/devices"] * peak_flops)
+    return speed
+
+
 def rewards_of(trajectories: Iterable[protocols.Trajectory]) -> list[float]:
     """Returns the rewards of finished rollouts."""
     return [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-
-
-def _finishes(trajectories: Sequence[protocols.Trajectory]) -> dict[str, float]:
-    """Returns the share of rollouts for each way to end."""
-    counts = collections.Counter(trajectory.finish for trajectory in trajectories)
-    return {name: counts[name] / len(trajectories) for name in protocols.FINISHES}
 
 
 def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
@@ -136,12 +158,9 @@ def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
     values: dict[str, list[float]] = collections.defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
-            values[name if _of_reward(name) else f"agent/{name}"].append(value)
+            of_reward = name.startswith("reward") and "/" in name
+            values[name if of_reward else f"agent/{name}"].append(value)
     return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
-
-
-def _of_reward(name: str) -> bool:
-    return name.startswith("reward") and "/" in name
 
 
 def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
@@ -195,7 +214,8 @@ def _turn_record(turn: protocols.Turn) -> protocols.TurnRecord:
         "tool_seconds": turn.tool_seconds,
         "start_seconds": turn.start_seconds,
     }
-    if turn.moves:  # left out otherwise, because moves are rare and traces long
+    # Left out otherwise, because moves are rare and traces long.
+    if turn.moves:
         record["moves"] = [
             {
                 "source": move.source,
@@ -231,7 +251,11 @@ class Watch:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Checks a step's metrics. After `PATIENCE` useless steps in a row, notes the reason, once for each reason."""
-        if not _nothing_to_learn(metrics):
+        # Simulated trainers report no gradient norm.
+        learns = "grad_norm" not in metrics or (
+            metrics.get("groups/without_gradient") != 1 and metrics["grad_norm"] != 0 and metrics["reward/std"] != 0
+        )
+        if learns:
             self._in_a_row = 0
             return
         self._in_a_row += 1
@@ -271,9 +295,3 @@ class Watch:
             "the gradient norm is 0 although rewards differ. Look at clip/* and correction/* in metrics.jsonl: "
             "algorithm.clip_low, clip_high and correction_cap may drop every token."
         )
-
-
-def _nothing_to_learn(metrics: Mapping[str, float]) -> bool:
-    if "grad_norm" not in metrics:
-        return False
-    return metrics.get("groups/without_gradient") == 1 or metrics["grad_norm"] == 0 or metrics["reward/std"] == 0

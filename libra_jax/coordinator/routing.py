@@ -182,10 +182,6 @@ class Stream:
         if not self.broken.done():
             self.broken.set_result(error)
 
-    def pumped(self, pump: asyncio.Future[None]) -> None:
-        """Ends the stream once its pump is done and every token has arrived."""
-        self.end()
-
 
 @dataclass
 class Request:
@@ -194,13 +190,18 @@ class Request:
     trajectory: protocols.Trajectory
     group_id: int
     generated: int
-    instance: str = ""  # empty while the request waits or its tool runs
-    waits: bool = False  # the request asks for tokens and has no instance
-    waits_since: float = 0.0  # start of the wait not yet in the counts
-    passed_over_since: float | None = None  # start of a wait during which some slot was always free
+    # Empty while the request waits or its tool runs.
+    instance: str = ""
+    # True while the request asks for tokens and has no instance.
+    waits: bool = False
+    # Start of the wait that is not in the counts yet.
+    waits_since: float = 0.0
+    # Start of a wait during which some slot was always free: past its deadline the scheduler is at fault.
+    passed_over_since: float | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     stream: Stream | None = None
-    heard: Callable[[], None] | None = None  # callback for new tokens
+    # Called at new tokens.
+    heard: Callable[[], None] | None = None
     route: Route = field(default_factory=Route)
     failures: int = 0
     away_since: float = 0.0

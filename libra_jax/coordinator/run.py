@@ -5,14 +5,12 @@ All times come from the running event loop, because the simulator runs this same
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from libra_jax import deadlines, protocols
-from libra_jax.agents import factories
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
@@ -21,10 +19,9 @@ from libra_jax.coordinator import (
     fencing,
     parts,
     reports,
+    rollouts,
     stopping,
-    warm_start,
 )
-from libra_jax.coordinator import context as context_lib
 from libra_jax.trainer_control import handover
 
 OLDER = "verify older checkpoints"
@@ -62,7 +59,7 @@ class Coordinator:
     """Runs the whole training of a config; made once, run once.
 
     Args:
-      context: the run's surroundings.
+      context: what the parts of the run share.
       specs: what its workers are made from.
       agent: what the policy is asked to do.
       scheduler: decides which instance serves a request.
@@ -71,9 +68,9 @@ class Coordinator:
 
     def __init__(
         self,
-        context: context_lib.RunContext,
-        specs: context_lib.WorkerSpecs,
-        agent: context_lib.Agent,
+        context: parts.RunContext,
+        specs: parts.WorkerSpecs,
+        agent: rollouts.Agent,
         scheduler: protocols.Scheduler,
         planner: elasticity.Planner | None = None,
     ) -> None:
@@ -82,23 +79,26 @@ class Coordinator:
         self._agent = agent
         self._scheduler = scheduler
         self._planner = planner
-        self._epoch = context.fencing
-        self._config = config = context.config
-        self._recorder = recorder = context.recorder
+        self._fencing = context.fencing
+        self._config = context.config
+        self._recorder = context.recorder
         self._workdir = context.workdir
+        self._ending = context.scope
+        self._clock = context.clock
         self._trainer_name = specs.trainer.name
-        demonstrated = factories.demonstrated_tasks(config, agent.tasks)
-        self._warm_start = warm_start.WarmStart(
-            config, tasks=demonstrated, demonstrator=agent.demonstrator, tokenizer=agent.tokenizer
-        )
+        self._warm_start = evaluation.WarmStart(context.config, agent)
         self._summary = RunSummary()
-        self._ready = False  # workers are up, and the checkpoint, if any, has been restored
-        self._step = 0  # training steps taken, which is also the trainer's version
-        self._evaluated = protocols.NO_VERSION  # the version evaluated last
-        self._compiled = False  # True after this start's first training step, which compiles the programs
+        # True once workers are up and the checkpoint, if any, has been restored: from then on a stop can save one.
+        self._ready = False
+        # Training steps taken, which is also the trainer's version.
+        self._step = 0
+        self._evaluated = protocols.NO_VERSION
+        # True after this start's first training step, which compiles the programs.
+        self._compiled = False
+        # What earlier steps have reported of the groups' growing counts.
         self._reported: collections.Counter[str] = collections.Counter()
         self._reported_tokens = 0
-        self._learning = reports.Watch(config, recorder.note)
+        self._learning = reports.Watch(context.config, context.recorder.note)
 
     # The life of a run ------------------------------------------------------------------------------------------
 
@@ -114,16 +114,10 @@ class Coordinator:
         Raises:
           LibraError: the error that ended the run, in one sentence.
         """
-        self._loop = asyncio.get_running_loop()
-        self._ending = stopping.Ending()
-        self._workers = parts.Workers(self._context, self._specs, self._ending)
-        self._stopping = stopping.Stopping(
-            self._config.deadlines.grace,
-            ending=self._ending,
-            recorder=self._recorder,
-            give_up_step=self._give_up_step,
-        )
-        self._remove_snapshot()  # a killed run may have left one
+        self._workers = parts.Workers(self._context, self._specs)
+        self._stopping = stopping.Stopping(self._context, self._ending, self._abort_step)
+        # A killed run may have left one.
+        self._remove_snapshot()
         found = await deadlines.within(
             self._config.deadlines.checkpoint,
             deadlines.off_loop(checkpoint_store.find, self._workdir),
@@ -148,24 +142,12 @@ class Coordinator:
             return self._summary
         with stopping.caught(self._stopping.by_signal, at_signal) as catch_again:
             try:
-                if self._epoch is not None:
-                    self._ending.start(fencing.watch(self._epoch), "epoch")
+                if self._fencing is not None:
+                    self._ending.start(fencing.watch(self._fencing), "fencing_token")
                 await self._run(found.stored, catch_again)
             finally:
                 await self._close()
         return self._summary
-
-    async def _verify_older(self, before: int) -> None:
-        """Verifies older checkpoints in the background, to which the run would fall back."""
-        with contextlib.suppress(OSError, protocols.DataError):  # they may be removed meanwhile
-            for sentence in await deadlines.off_loop(checkpoint_store.damaged, self._workdir, before):
-                self._recorder.note(sentence)
-
-    async def _give_up_step(self) -> None:
-        if self._parts.recovery.under_way:  # recovery repeats lost steps, and no checkpoint is possible without them
-            return
-        with contextlib.suppress(protocols.TrainerLost):  # a lost trainer is in no step
-            await self._parts.trainer.give_up_step()
 
     def request_stop(self) -> None:
         """Stops the run after the training step under way, with a checkpoint, as Ctrl-C does."""
@@ -173,7 +155,7 @@ class Coordinator:
 
     async def _run(self, newest: checkpoint_store.Stored | None, catch_again: Callable[[], None]) -> None:
         try:
-            replanned = newest is not None and self._workers.take_up_plan(self._planner, self._workdir, newest)
+            replanned = newest is not None and self._workers.take_up_plan(self._planner, newest)
             await self._ending.race(self._workers.start())
             catch_again()
             self._parts = parts.wire(
@@ -181,9 +163,7 @@ class Coordinator:
                 self._agent,
                 self._scheduler,
                 self._planner,
-                make_trainer=self._specs.make_trainer,
                 workers=self._workers,
-                ending=self._ending,
                 state=self._state,
             )
             if newest is not None:
@@ -192,7 +172,6 @@ class Coordinator:
             self._parts.recovery.watch()
             if replanned:
                 self._parts.elastic.take_up_plan()
-            # From here on a stop can save a checkpoint.
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -203,6 +182,13 @@ class Coordinator:
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             self._stopping.lost(error)
             await self._stop()
+
+    async def _verify_older(self, before: int) -> None:
+        """Verifies older checkpoints in the background, to which the run would fall back."""
+        # They may be removed meanwhile.
+        with contextlib.suppress(OSError, protocols.DataError):
+            for sentence in await deadlines.off_loop(checkpoint_store.damaged, self._workdir, before):
+                self._recorder.note(sentence)
 
     async def _restore(self, stored: checkpoint_store.Stored) -> None:
         """Restores a checkpoint. Groups that were in flight resume; they get tokens after the first weight sync."""
@@ -241,14 +227,15 @@ class Coordinator:
 
     async def _open(self) -> None:
         """Finishes the warm start, syncs the weights, and evaluates the policy if no evaluation has been made."""
-        name, begin = self._trainer_name, self._loop.time()
+        name, begin = self._trainer_name, self._clock()
         report = await self._warm_start.run(
             self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
         )
         if report:
-            self._recorder.span(name, "warm start", begin, self._loop.time())
-        await self._ending.race(self._publish())
-        self._step_began = self._loop.time()  # rollout begins here
+            self._recorder.span(name, "warm start", begin, self._clock())
+        await self._ending.race(self._sync_weights())
+        # Rollout begins with the first weight sync.
+        self._step_began = self._clock()
         report |= await self._evaluate_if_due()
         if report:
             self._recorder.metrics(self._step, {"policy_version": self._step, **report})
@@ -267,16 +254,16 @@ class Coordinator:
     # One step ---------------------------------------------------------------------------------------------------
 
     async def _train_one_step(self) -> None:
-        times, waiting_since = reports.StepTimes(), self._loop.time()
+        times, waiting_since = reports.StepTimes(), self._clock()
         # A stop during the wait loses nothing: the groups stay with `groups`.
         batch = await self._ending.race(self._parts.batches.next())
-        begin, before = self._loop.time(), self._parts.recovery.seconds
+        begin, before = self._clock(), self._parts.recovery.seconds
         times.wait = begin - waiting_since
         self._stopping.in_step = True
         try:
             # A person's stop waits for the step's end. A scheduler's stop aborts the step if time runs out.
             metrics = await self._ending.race(self._train(batch), through_stop=True)
-        except protocols.StepGivenUp:
+        except protocols.StepAborted:
             self._parts.groups.put_back(batch)
             self._recorder.note(f"The step after {self._step} was aborted: its {len(batch)} groups wait again.")
             self._ending.check()
@@ -284,10 +271,11 @@ class Coordinator:
         finally:
             self._stopping.in_step = False
         # A restart of the trainer within the step is reported as recovery, not as training time.
-        times.train = self._loop.time() - begin - (self._parts.recovery.seconds - before)
-        report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task)
+        times.train = self._clock() - begin - (self._parts.recovery.seconds - before)
+        flops = self._workers.peak_flops
+        report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task, peak_flops=flops)
         try:
-            times.sync = await self._ending.race(self._publish())
+            times.sync = await self._ending.race(self._sync_weights())
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)
@@ -296,7 +284,7 @@ class Coordinator:
 
     async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
         """Trains on a batch, again on the same one if the trainer is lost meanwhile. Returns the trainer's metrics."""
-        name, begin = self._trainer_name, self._loop.time()
+        name, begin = self._trainer_name, self._clock()
         taken, trainer, elastic = protocols.TrainBatch(self._step, batch), self._parts.trainer, self._parts.elastic
         while True:
             try:
@@ -304,33 +292,33 @@ class Coordinator:
                     await elastic.before_step(self._step)
                     # The trainer that was to abort the step may have been restarted meanwhile.
                     if not self._stopping.seconds_until(stopping.STEP):
-                        raise protocols.StepGivenUp("a scheduler leaves no time for the step")
+                        raise protocols.StepAborted("a scheduler leaves no time for the step")
                     # The trainer compiles its programs in the first step that it takes in this process.
                     compiling = "" if self._compiled else ", compiling its programs first"
                     self._recorder.status(name, f"training step {self._step + 1}{compiling}")
-                    shares, asked = elastic.begin_step(taken), self._loop.time()
+                    shares, asked = elastic.begin_step(taken), self._clock()
                     try:
                         metrics = await trainer.train_step(taken, shares)
                     except protocols.TrainerLost:
                         await elastic.end_step(shares, None, 0.0)
                         raise
-                    await elastic.end_step(shares, metrics, self._loop.time() - asked)
+                    await elastic.end_step(shares, metrics, self._clock() - asked)
                     self._parts.recovery.trained(taken)
                     self._compiled = True
                     # Still under the lock, so that an engine that catches up asks for the version that the trainer
                     # holds.
                     self._step += 1
-                    self._parts.publisher.version = self._step
+                    self._parts.weight_sync.version = self._step
                 break
             except protocols.TrainerLost as error:
                 begin = await self._parts.recovery.restarted(error)
         self._parts.groups.trained += len(batch)
-        self._recorder.span(name, "train step", begin, self._loop.time(), {"step": self._step})
+        self._recorder.span(name, "train step", begin, self._clock(), {"step": self._step})
         self._recorder.status(name, "idle")
         return metrics
 
-    async def _publish(self) -> float:
-        seconds = await self._parts.recovery.through(lambda: self._parts.publisher.sync_weights(self._step))
+    async def _sync_weights(self) -> float:
+        seconds = await self._parts.recovery.through(lambda: self._parts.weight_sync.sync_weights(self._step))
         self._parts.batches.admit()
         return seconds
 
@@ -338,11 +326,11 @@ class Coordinator:
         every = self._config.evaluation.every
         if not every or self._evaluated == self._step or (self._step % every and self._step < self._config.steps):
             return {}
-        begin = self._loop.time()
+        begin = self._clock()
         self._recorder.status("rollout", f"evaluating version {self._step}")
         work = evaluation.evaluate(self._config, runner=self._parts.runner, tasks=self._agent.tasks, version=self._step)
         result = await self._ending.race(work)
-        end = self._loop.time()
+        end = self._clock()
         self._evaluated = self._step
         self._summary.accuracies[self._step] = result.metrics["evaluation/accuracy"]
         self._recorder.span("coordinator", "evaluation", begin, end, {"policy_version": self._step})
@@ -352,17 +340,17 @@ class Coordinator:
         return {**result.metrics, "evaluation/seconds": end - begin}
 
     def _record(self, report: reports.StepReport) -> None:
+        """Completes a step's report with what its parts counted, decides on elastic changes, and records it all."""
         replaced = self._parts.groups.replaced - self._reported
         report.replaced, report.replaced_tokens = replaced, self._parts.groups.replaced_tokens - self._reported_tokens
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
         report.voids = self._parts.runner.take_voids()
-        report.counts, report.routing = (
-            self._parts.dispatcher.take_counts(),
-            self._parts.dispatcher.routing.take_counts(),
-        )
-        report.times.step = self._loop.time() - self._step_began
+        report.counts = self._parts.dispatcher.take_counts()
+        report.routing = self._parts.dispatcher.routing.take_counts()
+        report.times.step = self._clock() - self._step_began
         report.times.rollout = self._parts.groups.busy_seconds()
         report.times.checkpoint = self._parts.saver.take_seconds()
+        report.rollout_devices = sum(instance.tensor_parallel for instance in self._workers.engines.serving())
         report.plan = self._parts.elastic.after(self._step, report)
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
         for line in report.trace():
@@ -373,37 +361,52 @@ class Coordinator:
         self._recorder.metrics(self._step, metrics)
         self._learning.look(self._step, metrics)
         self._summary.rewards[self._step] = metrics["reward/mean"]
-        self._step_began = self._loop.time()
+        self._step_began = self._clock()
 
     # The end ----------------------------------------------------------------------------------------------------
 
+    async def _abort_step(self) -> None:
+        """Asks the trainer to abort the step under way, when a scheduler leaves no time for it."""
+        # Recovery repeats lost steps, and no checkpoint is possible without them.
+        if self._parts.recovery.under_way:
+            return
+        # A lost trainer is in no step.
+        with contextlib.suppress(protocols.TrainerLost):
+            await self._parts.trainer.abort_step()
+
     async def _finish(self) -> None:
-        await self._save()
-        if self._context.export is not None:
-            if self._epoch is not None:
-                self._epoch.check()
-            await self._parts.recovery.through(lambda: self._write(str(self._context.export)))
+        """Saves the last checkpoint and exports the policy, each again if the trainer is lost meanwhile."""
+        here, folder = self._parts, self._context.export
+        await here.recovery.through(lambda: here.saver.now(self._step))
+        if folder is not None:
+            # A superseded run must not overwrite the export of its successor.
+            if self._fencing is not None:
+                self._fencing.check()
+
+            async def export() -> None:
+                async with here.trainer.lock:
+                    await here.trainer.export(str(folder))
+
+            await here.recovery.through(export)
         plural = "" if self._step == 1 else "s"
-        replaced = self._parts.groups.told()
+        replaced = here.groups.told()
         self._summarise(
-            f"Trained {self._step} step{plural} on {self._parts.groups.trained} groups."
+            f"Trained {self._step} step{plural} on {here.groups.trained} groups."
             + (f" {replaced}." if replaced else "")
         )
 
-    async def _save(self) -> bool:
-        return await self._parts.recovery.through(lambda: self._parts.saver.now(self._step))
-
-    async def _write(self, path: str) -> None:
-        async with self._parts.trainer.lock:
-            await self._parts.trainer.export(path)
-
     async def _stop(self) -> None:
+        """Saves a checkpoint while there is time for it, and says from where the same command goes on."""
+
+        async def save() -> bool:
+            return await self._parts.recovery.through(lambda: self._parts.saver.now(self._step))
+
         self._summary.stopped, self._summary.terminated = True, self._stopping.terminated
         if not self._ready:
             self._summarise("Stopped before training began or went on; nothing is lost.")
         elif not self._config.checkpoint.every:
             self._summarise(f"Stopped at step {self._step} without a checkpoint: config.checkpoint.every is 0.")
-        elif not (why := await self._stopping.unsaved(self._save())):
+        elif not (why := await self._stopping.unsaved(save())):
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:
             newest = checkpoints.newest_step(self._workdir)
@@ -431,8 +434,10 @@ class Coordinator:
                 self._recorder.note(f"Not everything ended cleanly: {error}")
         await self._ending.cancel_background(limit)
         await self._workers.shut_down(max(1.0, self._stopping.seconds_until(1.0)))
-        self._remove_snapshot()  # no process writes it any more
+        # No process writes it any more.
+        self._remove_snapshot()
 
     def _remove_snapshot(self) -> None:
-        if self._epoch is None or self._epoch.may_write():
+        """Removes the snapshot of a hand-over, unless the workdir belongs to a later run."""
+        if self._fencing is None or self._fencing.may_write():
             handover.remove_snapshot(self._workdir)

@@ -7,52 +7,48 @@ processes of a trainer write together and wait for each other: if one of them fa
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
-from libra_jax.coordinator import checkpoint_store, checkpoints, fencing
+from libra_jax.coordinator import checkpoint_store, checkpoints
 
 
 class Saver:
     """Saves and commits the run's checkpoints.
 
     Args:
-      config: the run's configuration (`checkpoint`, `deadlines.checkpoint`).
+      run: what the parts of the run share (`checkpoint`, `deadlines.checkpoint`). The recorder gets a span for each
+        checkpoint and a note for each failed one, and events get a CheckpointCommitted for each one that counts.
       trainer: saves and restores its state.
-      workdir: the run's folder.
-      recorder: gets a span for each checkpoint, and a note for each failed one.
-      events: gets a CheckpointCommitted for each checkpoint that counts.
       state: returns the coordinator's part of a checkpoint, as of the call.
-      epoch: the run's fencing token. None disables fencing.
+
+    Attributes:
+      newest: step of the checkpoint restored or committed last; -1 if none exists.
     """
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
         *,
         trainer: protocols.TrainerClient,
-        workdir: Path,
-        recorder: protocols.Recorder,
-        events: protocols.Events,
         state: Callable[[], checkpoints.CoordinatorState],
-        epoch: fencing.Epoch | None = None,
     ) -> None:
-        self._every = config.checkpoint.every
-        self._deadline = config.deadlines.checkpoint
+        self._every = run.config.checkpoint.every
+        self._deadline = run.config.deadlines.checkpoint
+        self._workdir = run.workdir
+        self._files = checkpoints.Checkpoints(run.workdir, run.config.checkpoint.keep, run.fencing)
+        self._recorder = run.recorder
+        self._events = run.events
+        self._clock = run.clock
         self._trainer = trainer
-        self._folder = workdir / checkpoint_store.FOLDER
-        self._files = checkpoints.Checkpoints(workdir, config.checkpoint.keep, epoch)
-        self._recorder = recorder
-        self._events = events
         self._state = state
         self._pending: int | None = None
-        self._held: list[int] = []  # progress in the newest checkpoint, restored or begun
-        self._durable: list[int] = []  # progress in the newest checkpoint that counts
-        self._newest = -1
+        # Progress in the newest checkpoint that was restored or begun, and in the newest one that counts. A failed
+        # checkpoint falls back to the second, so that the next one is tried even without further progress.
+        self._held: list[int] = []
+        self._durable: list[int] = []
+        self.newest = -1
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -70,7 +66,7 @@ class Saver:
         self._files.go_on_from(stored)
         await self._restore_trainer(stored.step)
         self._held = self._durable = _progress(state)
-        self._newest = stored.step
+        self.newest = stored.step
         return state
 
     async def restore_lost(self) -> int:
@@ -81,7 +77,7 @@ class Saver:
         Raises:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
         """
-        step = self._newest
+        step = self.newest
         await self._restore_trainer(step)
         return self._files.load(step)["warm_start_steps"]
 
@@ -96,24 +92,19 @@ class Saver:
         """
         found = await deadlines.within(
             self._deadline,
-            deadlines.off_loop(self._files.find),
-            f"Verifying the checkpoints in {self._folder}",
+            deadlines.off_loop(checkpoint_store.find, self._workdir),
+            f"Verifying the checkpoints in {self._workdir / checkpoint_store.FOLDER}",
             "checkpoint",
             look="see whether its disk answers",
         )
-        if found.stored is not None and found.step == self._newest:
+        if found.stored is not None and found.step == self.newest:
             self._files.go_on_from(found.stored)
         return found.step, " ".join(found.skipped)
-
-    @property
-    def newest(self) -> int:
-        """Step of the checkpoint restored or committed last; -1 if none exists."""
-        return self._newest
 
     def lost(self) -> None:
         """Drops the checkpoint that a lost trainer had not finished. The next one is tried when due."""
         if self._pending is not None:
-            self._give_up(self._pending)
+            self._abort(self._pending)
         self._files.disown()
 
     async def _restore_trainer(self, step: int) -> None:
@@ -145,7 +136,7 @@ class Saver:
             async with self._trainer.lock:
                 await self._commit_held()
         except protocols.CheckpointFailed:
-            self._give_up(step)
+            self._abort(step)
             raise
         return True
 
@@ -163,7 +154,7 @@ class Saver:
 
     async def _begin(self, step: int) -> None:
         """Begins a checkpoint, unless the newest one holds the same progress."""
-        begin, state = asyncio.get_running_loop().time(), self._state()
+        begin, state = self._clock(), self._state()
         # A run's last step may have been saved already when it was due.
         if _progress(state) == self._held:
             return
@@ -174,7 +165,7 @@ class Saver:
                 with self._writing_together():
                     await self._trainer.save(str(path))
             except protocols.TrainerLost:
-                self._give_up(step)
+                self._abort(step)
                 raise
         self._pending, self._held = step, _progress(state)
         self._count(begin, "save", step)
@@ -182,7 +173,7 @@ class Saver:
     async def _commit_held(self) -> None:
         if self._pending is None:
             return
-        begin, step, trainer = asyncio.get_running_loop().time(), self._pending, self._trainer.name
+        begin, step, trainer = self._clock(), self._pending, self._trainer.name
         self._recorder.status(trainer, f"writing the checkpoint of step {step}")
         try:
             with self._writing_together():
@@ -191,8 +182,8 @@ class Saver:
             self._recorder.status(trainer, "idle")
         # The manifest comes last: only now does the checkpoint count.
         self._files.commit(step)
-        self._pending, self._durable, self._newest = None, self._held, step
-        await self._events.publish(protocols.CheckpointCommitted(step))
+        self._pending, self._durable, self.newest = None, self._held, step
+        await self._events.deliver(protocols.CheckpointCommitted(step))
         self._count(begin, "commit", step)
 
     @contextlib.contextmanager
@@ -200,7 +191,8 @@ class Saver:
         try:
             yield
         except protocols.CheckpointFailed as error:
-            if self._trainer.processes > 1:  # if one process failed, the others wait for it forever
+            # If one process failed, the others wait for it forever.
+            if self._trainer.processes > 1:
                 raise protocols.LibraError(str(error)) from error
             raise
 
@@ -209,7 +201,7 @@ class Saver:
         try:
             yield
         except protocols.CheckpointFailed as error:
-            self._give_up(step)
+            self._abort(step)
             newest = self._files.newest()
             before = (
                 f"from the one at step {newest}" if newest >= 0 else "from the beginning, as there is none before it"
@@ -219,13 +211,13 @@ class Saver:
                 f"would begin {before}. {error}"
             )
 
-    def _give_up(self, step: int) -> None:
+    def _abort(self, step: int) -> None:
         """Aborts a checkpoint and removes its files. The next one is tried even if its progress is the same."""
         self._pending, self._held = None, self._durable
         self._files.discard(step)
 
     def _count(self, begin: float, what: str, step: int) -> None:
-        end = asyncio.get_running_loop().time()
+        end = self._clock()
         self._seconds += end - begin
         self._recorder.span("coordinator", f"checkpoint {what}", begin, end, {"step": step})
 

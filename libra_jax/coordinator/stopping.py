@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import signal
 import time
@@ -35,14 +36,25 @@ class Stopped(Exception):
 
 
 class Ending:
-    """The end of the run, and the background tasks that end with it. Create it inside the event loop that it serves."""
+    """The end of the run, and the background tasks that end with it: the run's `protocols.Scope`.
+
+    It belongs to the event loop that first uses it.
+    """
 
     def __init__(self) -> None:
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Retrieve the exception, or asyncio warns about it if nobody awaits the end.
-        self._end.add_done_callback(lambda end: end.exception())
-        self._hurry: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    # The futures are made at their first use, because a run is described before its event loop runs.
+    @functools.cached_property
+    def _end(self) -> asyncio.Future[None]:
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Retrieve the exception, or asyncio warns about it if nobody awaits the end.
+        end.add_done_callback(lambda end: end.exception())
+        return end
+
+    @functools.cached_property
+    def _hurry(self) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
 
     @property
     def called(self) -> bool:
@@ -92,15 +104,17 @@ class Ending:
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` in the background. An error in `work` ends the run."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.call(error)
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.call(error)
+
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        # The event loop keeps weak references only, so a task without another one may vanish before its end.
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+        return task
 
     async def cancel_background(self, seconds: float) -> None:
         """Cancels every background task and waits at most `seconds` for all to end.
@@ -114,6 +128,8 @@ class Ending:
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
 
+
+# Signals ------------------------------------------------------------------------------------------------------------
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that leave a run the time of grace: from a scheduler, or from a terminal or connection that closes."""
@@ -153,7 +169,8 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
         at_once(signal.Signals(number))
 
     def once(number: signal.Signals) -> None:
-        if number not in numbers:  # two signals of one kind arrived before the first was handled
+        # Two signals of one kind may have arrived before the first was handled.
+        if number not in numbers:
             return
         if number == signal.SIGINT:
             # Restores the usual effect, so that a second Ctrl-C interrupts.
@@ -190,10 +207,9 @@ class Stopping:
     """Stops a run on request. Create it inside the event loop that it serves.
 
     Args:
-      grace: seconds from SIGTERM to the end (`deadlines.grace`).
+      run: what the parts of the run share. `deadlines.grace` is the time from SIGTERM to the end.
       ending: the run's end.
-      recorder: gets a note for each stop.
-      give_up_step: asks the trainer to abort the step under way; called only during a step.
+      abort_step: asks the trainer to abort the step under way; called only during a step.
 
     Attributes:
       terminated: True if a scheduler stopped the run.
@@ -202,16 +218,14 @@ class Stopping:
 
     def __init__(
         self,
-        grace: float,
-        *,
+        run: protocols.RunContext,
         ending: Ending,
-        recorder: protocols.Recorder,
-        give_up_step: Callable[[], Coroutine[Any, Any, Any]],
+        abort_step: Callable[[], Coroutine[Any, Any, Any]],
     ) -> None:
-        self._grace = grace
+        self._grace = run.config.deadlines.grace
         self._ending = ending
-        self._recorder = recorder
-        self._give_up_step = give_up_step
+        self._recorder = run.recorder
+        self._abort_step = abort_step
         self._loop = asyncio.get_running_loop()
         self._began = math.inf
         self._timers: list[asyncio.TimerHandle] = []
@@ -236,8 +250,13 @@ class Stopping:
             return
         # The grace counts from the signal's arrival, not from its handling.
         self.terminated, self._began = True, self._loop.time() - late
+
+        def end_step() -> None:
+            if self.in_step:
+                self._ending.start(self._abort_step(), "abort the step")
+
         self._timers = [
-            self._loop.call_at(self._began + STEP * self._grace, self._end_step),
+            self._loop.call_at(self._began + STEP * self._grace, end_step),
             self._loop.call_at(self._began + ANSWER * self._grace, self._ending.hurry),
         ]
         within = f"within config.deadlines.grace = {self._grace:g} s"
@@ -256,7 +275,8 @@ class Stopping:
             be ending too.
         """
         late = f"did not fit into config.deadlines.grace = {self._grace:g} s"
-        if self._ending.hurried:  # the trainer is in its step and does not listen
+        # The trainer is in its step, so it would not take the call before the grace is over.
+        if self._ending.hurried:
             saving.close()
             return late
         try:
@@ -278,7 +298,3 @@ class Stopping:
         """Cancels all timers."""
         for timer in self._timers:
             timer.cancel()
-
-    def _end_step(self) -> None:
-        if self.in_step:
-            self._ending.start(self._give_up_step(), "give up the step")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypedDict
 
-from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.elastic import pool, switching, training_sides, transitions, worker_shares
 from libra_jax.elastic.pool import State
@@ -53,20 +52,9 @@ class Engines(transitions.Engines, Protocol):
     """All rollout instances, the workers' engines included (`coordinator.instances.Instances`)."""
 
     @property
-    def events(self) -> protocols.Events: ...
-    @property
     def engines(self) -> Mapping[str, Engine]: ...
     def serving(self) -> Sequence[protocols.Instance]:
         """Returns the instances on which requests may be placed."""
-        ...
-
-
-class Ending(protocols.Scope, Protocol):
-    """The end of the run, and the background tasks that end with it."""
-
-    @property
-    def called(self) -> bool:
-        """True once the run is to end."""
         ...
 
 
@@ -111,34 +99,35 @@ class MeasuredSteps:
         self._taken: collections.deque[Taken] = collections.deque(maxlen=staleness + 1)
 
     @property
-    def enough(self) -> bool:
-        """True if enough steps were measured: the newest trained only on groups begun under the present arrangement."""
-        return len(self._taken) == self._taken.maxlen
-
-    @property
     def train_seconds(self) -> float | None:
         """Training seconds of the last measured step; None if no step was measured."""
         return self._taken[-1].train if self._taken else None
 
-    def forget(self) -> None:
-        """Drops all measurements, because the arrangement has changed."""
-        # Steps under the former arrangement would distort the mean.
-        self._taken.clear()
+    def after(self, step: Step, slots: int, *, disturbed: bool) -> tuple[Taken, bool]:
+        """Takes a step in. Returns the mean of the measured steps, and whether enough were measured.
 
-    def add(self, step: Step, slots: int) -> None:
-        """Adds an undisturbed step, with the number of slots of all instances that served."""
-        if self._synchronous:  # training and rollout wait for each other
+        Enough were measured if the newest step trained only on groups begun under the present arrangement. The mean is
+        zero if no step was measured.
+
+        Args:
+          step: what the step took.
+          slots: number of slots of all instances that served.
+          disturbed: True if the arrangement changed, or is changing.
+        """
+        if disturbed:
+            # Steps under the former arrangement would distort the mean.
+            self._taken.clear()
+        elif self._synchronous:
+            # Training and rollout wait for each other.
             self._taken.append(Taken(step.total, step.train, step.rollout, step.rollout))
-            return
-        # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
-        busy = step.streams / slots if slots else step.rollout
-        self._taken.append(Taken(step.total, step.train, step.wait, busy))
-
-    def mean(self) -> Taken:
-        """Returns the mean of the measured steps; all zero if none was measured."""
+        else:
+            # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
+            busy = step.streams / slots if slots else step.rollout
+            self._taken.append(Taken(step.total, step.train, step.wait, busy))
         if not self._taken:
-            return Taken(0.0, 0.0, 0.0, 0.0)
-        return Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))
+            return Taken(0.0, 0.0, 0.0, 0.0), False
+        mean = Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))
+        return mean, len(self._taken) == self._taken.maxlen
 
 
 @dataclass
@@ -160,14 +149,12 @@ class HybridWorkers:
     """All hybrid workers of a run. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`elastic`, `deadlines`).
+      run: what the parts of the run share (`elastic`, `deadlines`). The recorder gets each transition, and events get a
+        PoolsChanged for each worker that moved to another pool.
       engines: the rollout instances, including the workers' engines.
-      members: the workers' training sides.
+      sides: the workers' training sides.
       trainer: the trainer whose steps the workers share.
       core_devices: number of the trainer's devices. Until a worker's speed is measured, its share is by devices.
-      recorder: gets each transition and the devices of each pool.
-      ending: runs transitions in the background, and cancels them at the run's end.
-      changed: called after a worker has moved to another pool.
 
     Attributes:
       pool: the workers' states.
@@ -175,63 +162,60 @@ class HybridWorkers:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
         *,
         engines: Engines,
-        members: training_sides.TrainingSides,
+        sides: training_sides.TrainingSides,
         trainer: protocols.TrainerClient,
         core_devices: int,
-        recorder: protocols.Recorder,
-        ending: Ending,
-        changed: Callable[[], None],
     ) -> None:
+        config = run.config
         self._loop = asyncio.get_running_loop()
+        self._clock = run.clock
+        self._recorder = run.recorder
+        self._scope = run.scope
         self._engines = engines
-        self._members = members
-        self._recorder = recorder
-        self._ending = ending
+        self._sides = sides
         self._steps = config.steps
         self._synchronous = config.coordinator.max_staleness == 0
         self._names = [engine.name for engine in engines.engines.values() if engine.hybrid]
         self._floor = config.elastic.floor
         limits = transitions.limits(config.deadlines)
-        self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=self._loop.time())
-        engines.events.subscribe(protocols.EngineLost, self._lost)
+        self.pool = pool.Pool(self._names, limits, config.elastic.restarts, now=run.clock())
         self._switching = switching.Switching(
             config.elastic, horizon=config.planner.horizon, synchronous=self._synchronous
         )
-        self._shares = worker_shares.Shares(
-            members, {name: engines.engines[name].devices / core_devices for name in self._names}
-        )
-        self._log = transitions.TransitionLog(recorder)
+        speeds = {name: engines.engines[name].devices / core_devices for name in self._names}
+        self._shares = worker_shares.Shares(sides, speeds)
         self._transitions = transitions.Transitions(
-            config.deadlines,
-            pool=self.pool,
-            engines=engines,
-            members=members,
-            shares=self._shares,
-            trainer=trainer,
-            recorder=recorder,
-            log=self._log,
-            ending=ending,
-            changed=changed,
+            run, pool=self.pool, engines=engines, sides=sides, shares=self._shares, trainer=trainer
         )
+        self._log = self._transitions.log
+        run.events.subscribe(protocols.EngineLost, self._lost)
         self._coming: _Coming | None = None
-        self._disturbed = True  # the first step compiles and starts up, unlike later steps
-        self._core: frozenset[str] = frozenset()  # instances of the core that served after the last step
+        # The first step compiles and starts up, unlike later steps.
+        self._disturbed = True
+        # Instances of the core that served after the last step.
+        self._core: frozenset[str] = frozenset()
         self._measured = MeasuredSteps(config.coordinator.max_staleness)
 
     # Shares -----------------------------------------------------------------------------------------------------
 
-    def shares(self, version: int) -> tuple[protocols.Share, ...]:
-        """Splits a version's step into shares of the hybrid workers in training."""
-        return self._shares.split(self.pool.members(), version)
+    def begin(self, batch: protocols.TrainBatch) -> tuple[protocols.Share, ...]:
+        """Splits a step into shares of the hybrid workers in training, and starts them.
 
-    def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
-        """Starts the shares of a step, and the timer of workers that switch to training for the next step."""
-        if self._coming is not None and self._coming.timer is None:
-            self._coming.timer = self._loop.call_later(self._in_time(), self._switch_to_training, self._coming)
+        Also starts the timer of workers that switch to training for the next step.
+        """
+        shares = self._shares.split(self.pool.training(), batch.policy_version)
+        coming, step = self._coming, self._measured.train_seconds
+        if coming is not None and coming.timer is None:
+            seconds = 0.0
+            # Synchronous workers are idle during training. Without a measured step, nothing can be timed.
+            if not self._synchronous and step is not None:
+                seconds = step - READY_MARGIN * self._transitions.ready_seconds - READY_SHARE * step
+            coming.timer = self._loop.call_later(max(0.0, seconds), self._switch_to_training, coming)
         self._shares.begin(batch, shares)
+        return shares
 
     async def finish(self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float) -> None:
         """Ends the shares of a step. A worker that did not deliver switches to rollout, or counts as failed.
@@ -243,9 +227,9 @@ class HybridWorkers:
         """
         if not shares:
             return
-        outcomes, now = await self._shares.finish(shares, metrics, seconds), self._loop.time()
+        outcomes, now = await self._shares.finish(shares, metrics, seconds), self._clock()
         for outcome in outcomes:
-            name, error = outcome.member, outcome.error
+            name, error = outcome.worker, outcome.error
             worker = self.pool.worker(name)
             if outcome.counted:
                 self._log.useful(name, "first_step", now, stall=metrics.get("shares/wait_seconds", 0.0))
@@ -264,18 +248,23 @@ class HybridWorkers:
     def after(self, step: int, took: Step) -> Mapping[str, float]:
         """Decides whether workers switch after a step. Returns the step's metrics of the pool."""
         self._transitions.step = step
-        self._serving()
+        # The first token of each engine that has returned to rollout ends the record of its transition.
+        for name in self._log.waiting(State.ROLLOUT):
+            answered = self._engines.engines[name].answered
+            if answered is not None:
+                self._log.useful(name, "first_token", answered)
         for worker in self.pool.workers:
-            if worker.state is State.TRAINING and not self._members.follows(worker.name):
+            if worker.state is State.TRAINING and not self._sides.follows(worker.name):
                 self._transitions.failed(worker.ticket, "it could not be given the parameters that are out.")
         moving = self._coming is not None or any(not worker.at_rest for worker in self.pool.workers)
         # A switch, or an engine of the core that came or went, makes this step useless as a prediction of later steps.
-        before, self._core = self._core, self._serving_core()
+        core = frozenset(instance.name for instance in self._engines.serving()) - set(self._names)
+        before, self._core = self._core, core
         self._disturbed = self._disturbed or self._core != before
         disturbed, self._disturbed = self._disturbed or moving, moving
-        training = self.pool.members()
-        metrics = {"hybrid/training": float(len(training)), "hybrid/epoch": float(self.pool.epoch)}
-        if self._ending.called or step >= self._steps:
+        training = self.pool.training()
+        metrics = {"hybrid/training": float(len(training)), "hybrid/generation": float(self.pool.generation)}
+        if self._scope.called or step >= self._steps:
             return metrics
         decision = self._switching.look(self._sight(step, took, disturbed=disturbed))
         metrics |= {"hybrid/now_seconds": decision.now_seconds, "hybrid/then_seconds": decision.then_seconds}
@@ -289,16 +278,8 @@ class HybridWorkers:
             self._coming = _Coming(decision.workers, decision.why)
             return metrics
         for name in decision.workers:
-            self._transitions.begin(self.pool.switch_to_rollout(name, decision.why, self._loop.time()))
+            self._transitions.begin(self.pool.switch_to_rollout(name, decision.why, self._clock()))
         return metrics
-
-    def _in_time(self) -> float:
-        """Returns the seconds into a training step after which a worker leaves rollout to join the next step."""
-        step = self._measured.train_seconds
-        # Synchronous workers are idle during training. Without a measured step, nothing can be timed.
-        if self._synchronous or step is None:
-            return 0.0
-        return max(0.0, step - READY_MARGIN * self._transitions.ready_seconds - READY_SHARE * step)
 
     def _switch_to_training(self, coming: _Coming) -> None:
         """Switches the chosen workers to training, unless the floor of rollout instances forbids it by now."""
@@ -306,8 +287,8 @@ class HybridWorkers:
         for name in coming.workers:
             staying = self._staying()
             rolls_out = self.pool.worker(name).state is State.ROLLOUT and name in staying
-            if rolls_out and len(staying) > self._floor and not self._ending.called:
-                self._transitions.begin(self.pool.switch_to_training(name, coming.why, self._loop.time()))
+            if rolls_out and len(staying) > self._floor and not self._scope.called:
+                self._transitions.begin(self.pool.switch_to_training(name, coming.why, self._clock()))
 
     def _call_off(self) -> None:
         """Cancels the planned switch to training."""
@@ -316,18 +297,15 @@ class HybridWorkers:
             coming.timer.cancel()
 
     def _lost(self, event: protocols.EngineLost) -> None:
-        self._disturbed = True
-        self._keep_floor()
-
-    def _keep_floor(self) -> None:
         """Switches workers back to rollout if fewer than `elastic.floor` instances are left to roll out.
 
         If no more than the floor are left, planned switches to training are cancelled.
         """
-        if self._ending.called:
+        self._disturbed = True
+        if self._scope.called:
             return
         returning = [worker for worker in self.pool.workers if worker.state in (State.LEAVING, State.ACTIVATING)]
-        short, now = self._floor - len(self._staying()) - len(returning), self._loop.time()
+        short, now = self._floor - len(self._staying()) - len(returning), self._clock()
         if short >= 0:
             self._call_off()
         why = f"fewer than elastic.floor = {self._floor} instances are left to roll out"
@@ -343,10 +321,6 @@ class HybridWorkers:
         """Returns the names of serving instances that are not about to stop."""
         going = [worker.name for worker in self.pool.workers if worker.state is State.DRAINING]
         return [instance.name for instance in self._engines.serving() if instance.name not in going]
-
-    def _serving_core(self) -> frozenset[str]:
-        """Returns the names of serving instances that are not hybrid. Plans and losses change them."""
-        return frozenset(instance.name for instance in self._engines.serving()) - set(self._names)
 
     def disturb(self) -> None:
         """Marks the step under way as no prediction of later steps, for instance because the trainer moves."""
@@ -367,13 +341,10 @@ class HybridWorkers:
             for worker in self.pool.workers
             if worker.state is State.TRAINING or (worker.state is State.ROLLOUT and worker.name in slots)
         )
-        changing = {worker.name for worker in hybrid}  # a lost worker can only roll out
+        # A lost worker can only roll out, so it counts as part of the core.
+        changing = {worker.name for worker in hybrid}
         core = {name: count for name, count in slots.items() if name not in changing}
-        if disturbed:
-            self._measured.forget()
-        else:
-            self._measured.add(took, sum(slots.values()))
-        taken = self._measured.mean()
+        taken, enough = self._measured.after(took, sum(slots.values()), disturbed=disturbed)
         return switching.Sight(
             step=step,
             step_seconds=taken.step,
@@ -384,7 +355,7 @@ class HybridWorkers:
             core_slots=sum(core.values()),
             workers=hybrid,
             move_seconds=self._transitions.idle_seconds,
-            disturbed=not self._measured.enough,
+            disturbed=not enough,
         )
 
     def trainer_moved(self) -> None:
@@ -392,9 +363,10 @@ class HybridWorkers:
 
         Workers in training had joined the previous processes, and joining workers were about to.
         """
-        self._call_off()  # that decision used times of the previous processes
-        self.disturb()
-        why, now = "the trainer moved to other processes", self._loop.time()
+        # That decision used times of the previous processes.
+        self._call_off()
+        self._disturbed = True
+        why, now = "the trainer moved to other processes", self._clock()
         for worker in self.pool.workers:
             if worker.state is State.TRAINING:
                 self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
@@ -402,13 +374,6 @@ class HybridWorkers:
                 self._transitions.begin(self.pool.cancel(worker.name, why, now))
 
     # Records ----------------------------------------------------------------------------------------------------
-
-    def _serving(self) -> None:
-        """Records the first token of each engine that has returned to rollout."""
-        for name in self._log.waiting(State.ROLLOUT):
-            answered = self._engines.engines[name].answered
-            if answered is not None:
-                self._log.useful(name, "first_token", answered)
 
     def devices(self) -> dict[str, int]:
         """Returns the devices of the workers, by their present pool."""

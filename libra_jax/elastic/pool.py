@@ -4,7 +4,7 @@ The pool only decides over events. It says what a worker's work is now; another 
 end. Each piece of work has a `Ticket`. A late answer, from a past state or life, carries an old ticket and is ignored.
 So the order in which a deadline, a failure and an answer arrive does not matter.
 
-The membership generation (`epoch`) is a number that grows whenever the set of training workers changes. A worker draws
+The membership generation is a number that grows whenever the set of training workers changes. A worker draws
 a generation of its own as it begins to join. Its gradient channel is opened under this generation, and it trains under
 it. No other worker and no other life of this worker ever has the same, so leftover gradient sums are refused.
 """
@@ -73,7 +73,7 @@ LEGAL: Mapping[State, frozenset[State]] = {
 """All legal transitions."""
 
 
-NO_EPOCH = 0
+NO_GENERATION = 0
 """Membership generation of a worker that neither joins nor trains."""
 
 
@@ -95,7 +95,7 @@ TransitionRecord = TypedDict(
 class PoolState(TypedDict):
     """The part of the pool that outlives the run."""
 
-    epoch: int
+    generation: int
     """Membership generation."""
 
 
@@ -124,7 +124,7 @@ class Worker:
       since: time in seconds at which it entered the state.
       limit: seconds that the state's work may take; infinite at rest. The object that does the work enforces the limit.
       serial: number of its states so far.
-      epoch: membership generation under which it joins or trains, else `NO_EPOCH`.
+      generation: membership generation under which it joins or trains, else `NO_GENERATION`.
       restarts: number of restarts after a failure.
       lost: True if it has failed and is not restarted again.
       reason: reason of the transition, plus the reason of a turn or failure on the way.
@@ -138,7 +138,7 @@ class Worker:
     since: float
     limit: float = math.inf
     serial: int = 0
-    epoch: int = NO_EPOCH
+    generation: int = NO_GENERATION
     restarts: int = 0
     lost: bool = False
     reason: str = ""
@@ -189,7 +189,7 @@ class Pool:
       LibraError: two workers share a name, or a limit is missing, not positive, or of a state at rest.
 
     Attributes:
-      epoch: present membership generation; only the pool changes it.
+      generation: present membership generation; only the pool changes it.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Pool:
             raise protocols.LibraError(f"the deadline of {', '.join(brief)} must be positive")
         self._limits = dict(limits)
         self._restarts = restarts
-        self.epoch = NO_EPOCH
+        self.generation = NO_GENERATION
         self._workers = {name: Worker(name, State.ROLLOUT, now, began=now) for name in workers}
 
     @property
@@ -225,9 +225,9 @@ class Pool:
             )
         return self._workers[name]
 
-    def members(self) -> dict[str, int]:
+    def training(self) -> dict[str, int]:
         """Returns the workers in training, with the membership generation of each."""
-        return {worker.name: worker.epoch for worker in self.workers if worker.state is State.TRAINING}
+        return {worker.name: worker.generation for worker in self.workers if worker.state is State.TRAINING}
 
     # Requests to a worker. Each method returns the worker with the ticket of its first work. It raises LibraError, and
     # changes nothing, if the worker's state does not allow the request.
@@ -269,8 +269,9 @@ class Pool:
         Raises:
           LibraError: no such worker exists, or it is at rest and had no work.
         """
-        worker = self._of(ticket)
-        if worker is None:
+        worker = self.worker(ticket.worker)
+        # An old ticket: another task drives the worker by now, or the worker has failed since.
+        if worker.ticket != ticket:
             return None
         if worker.at_rest:
             raise protocols.LibraError(
@@ -287,14 +288,15 @@ class Pool:
         Raises:
           LibraError: no such worker exists, or it has failed already.
         """
-        worker = self._of(ticket)
-        if worker is None:
+        worker = self.worker(ticket.worker)
+        # An old ticket: another task drives the worker by now, or the worker has failed since.
+        if worker.ticket != ticket:
             return None
         return self._enter(worker, State.FAILED, why if worker.at_rest else f"{worker.reason}; {why}", now)
 
     def snapshot(self) -> PoolState:
         """Returns the state that outlives the run: only the membership generation (see `restore`)."""
-        return {"epoch": self.epoch}
+        return {"generation": self.generation}
 
     def restore(self, snapshot: PoolState) -> None:
         """Restores a new pool after a restart of the run: every worker is in rollout, and none has failed.
@@ -302,12 +304,7 @@ class Pool:
         The earlier run's processes are gone, with all their work, and all engines are restarted. The workers in
         training are gone too, so the generation grows.
         """
-        self.epoch = max(self.epoch, snapshot["epoch"]) + 1
-
-    def _of(self, ticket: Ticket) -> Worker | None:
-        """Returns the worker if the ticket is of its present state, else None."""
-        worker = self.worker(ticket.worker)
-        return worker if worker.ticket == ticket else None
+        self.generation = max(self.generation, snapshot["generation"]) + 1
 
     def _found(self, name: str, verb: str, *possible: State) -> Worker:
         """Returns the worker if its state allows the request."""
@@ -324,15 +321,15 @@ class Pool:
             raise protocols.LibraError(f"{worker.name} cannot go from {before} to {state}")
         # A worker draws its generation before it trains. The start and the end of training both change the set.
         if state is State.JOINING or State.TRAINING in (before, state):
-            self.epoch += 1
-        kept = worker.epoch if state is State.TRAINING else NO_EPOCH
+            self.generation += 1
+        kept = worker.generation if state is State.TRAINING else NO_GENERATION
         entered = dataclasses.replace(
             worker,
             state=state,
             since=now,
             limit=self._limits.get(state, math.inf),
             serial=worker.serial + 1,
-            epoch=self.epoch if state is State.JOINING else kept,
+            generation=self.generation if state is State.JOINING else kept,
             lost=state is State.FAILED and worker.restarts >= self._restarts,
             reason=reason,
             origin=before if worker.at_rest else worker.origin,

@@ -154,10 +154,6 @@ class _Shortfall:
     step: int
     times: int
 
-    def at(self, step: int, half_life: int) -> float:
-        """Returns the faded ratio at a step."""
-        return 1.0 + (self.ratio - 1.0) * 0.5 ** ((step - self.step) / (half_life * 2 ** (self.times - 1)))
-
 
 def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> float:
     """Predicts the seconds of a step while `training` trains; infinite if nothing rolls out, now or then.
@@ -266,8 +262,12 @@ class Switching:
                 if kind == "to_training" and sight.instances(after) < self._config.floor:
                     continue
                 predicted = predict(sight, after, synchronous=self._synchronous)
-                short = self._short.get((before, after))
-                seconds = predicted * (short.at(sight.step, self._horizon) if short is not None else 1.0)
+                seconds, short = predicted, self._short.get((before, after))
+                if short is not None:
+                    # A shortfall fades, so that its change is tried again some day. One that was measured again and
+                    # again fades more slowly, by a half-life that doubles each time.
+                    half_life = self._horizon * 2 ** (short.times - 1)
+                    seconds *= 1.0 + (short.ratio - 1.0) * 0.5 ** ((sight.step - short.step) / half_life)
                 changes.append(_Change(kind, workers, before, after, predicted, seconds))
         return changes
 

@@ -10,12 +10,10 @@ was aborted gets no further call before `ensure`. `ensure` waits until the old c
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import config as configuration
 from libra_jax import deadlines, protocols
 from libra_jax.trainer_control import client as hybrid_client
 
@@ -56,27 +54,22 @@ class TrainingSides:
     """The training sides of all hybrid workers, by worker name. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`deadlines`, `elastic`, `rollout`).
-      cluster: makes and ends the actors.
+      run: what the parts of the run share (`deadlines`, `elastic`, `rollout`). The recorder gets a span for each weight
+        update and each share.
       specs: how to make the training side of each worker.
-      recorder: gets a span for each weight update and each share.
     """
 
-    def __init__(
-        self,
-        config: configuration.RunConfig,
-        *,
-        cluster: protocols.Cluster,
-        specs: Mapping[str, protocols.ActorSpec],
-        recorder: protocols.Recorder,
-    ) -> None:
+    def __init__(self, run: protocols.RunContext, specs: Mapping[str, protocols.ActorSpec]) -> None:
+        config = run.config
         self._limits = config.deadlines
         self._late, self._late_seconds = config.elastic.late_factor, config.elastic.late_min_seconds
         self._transport = {"kind": config.rollout.transport}
-        self._cluster = cluster
-        self._recorder = recorder
+        self._cluster = run.cluster
+        self._recorder = run.recorder
+        self._clock = run.clock
         self._sides = {worker: TrainingSide(spec) for worker, spec in specs.items()}
-        self._out = asyncio.Event()  # set while a snapshot may be read
+        # Set while a snapshot may be read.
+        self._out = asyncio.Event()
         self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
         self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
 
@@ -95,7 +88,9 @@ class TrainingSides:
             except protocols.ConfigError:
                 raise
             except protocols.LibraError as error:
-                self._recorder.note(f"The replica of {worker} is not ready, and is tried again when needed: {error}")
+                self._recorder.note(
+                    f"The training side of {worker} is not ready, and is tried again when needed: {error}"
+                )
                 await self.end(worker)
 
         await deadlines.together(*(guarded(worker) for worker in self._sides))
@@ -112,7 +107,8 @@ class TrainingSides:
                 return
             except protocols.LibraError:
                 side.client = None
-        await self._stop(side)  # remains of a lost process
+        # Remains of a lost process hold the devices and the name.
+        await self._stop(side)
         name = side.spec.name
         client = hybrid_client.HybridClient(self._cluster, side.spec, self._limits)
         self._recorder.status(name, "starting its process")
@@ -166,7 +162,8 @@ class TrainingSides:
           LibraError: the version could not be loaded, or none was offered in time.
         """
         side = self._sides[worker]
-        while self._held[0] == protocols.NO_VERSION:  # an offer may be withdrawn before this task wakes
+        # An offer may be withdrawn before this task wakes.
+        while self._held[0] == protocols.NO_VERSION:
             what = f"{side.spec.name}'s wait for a version to come out"
             await deadlines.within(self._limits.train_step, self._out.wait(), what, "train_step")
         nbytes = sum(chunk.nbytes for chunk in self._held[1])
@@ -198,7 +195,13 @@ class TrainingSides:
         if side.loading is None:
             loading = asyncio.get_running_loop().create_task(self._update(side, version, chunks))
             side.loading = loading
-            loading.add_done_callback(functools.partial(_ended, side))
+
+            def ended(loading: asyncio.Task[None]) -> None:
+                # Otherwise it was aborted, and another update may be under way by now.
+                if side.loading is loading:
+                    side.loading = None
+
+            loading.add_done_callback(ended)
 
     async def _loaded(self, side: TrainingSide) -> None:
         """Waits until no weight update is under way.
@@ -221,7 +224,7 @@ class TrainingSides:
         """Runs the weight verbs. After a failure, the training side holds no version."""
         side.version = protocols.NO_VERSION
         # During the update the parameters are of two versions, so the side holds none.
-        begin, client = asyncio.get_running_loop().time(), _up(side)
+        begin, client = self._clock(), _up(side)
         try:
             if not chunks:
                 raise protocols.WorkerLost(f"version {version} could not be brought to its host")
@@ -233,7 +236,7 @@ class TrainingSides:
             self._abort(side, str(error))
             return
         side.version = version
-        end = asyncio.get_running_loop().time()
+        end = self._clock()
         side.load_seconds = end - begin
         self._recorder.span("weights", f"sync {side.spec.name}", begin, end, {"policy_version": version})
 
@@ -250,15 +253,16 @@ class TrainingSides:
         """Compiles the worker's gradient steps, if they are not compiled yet."""
         await _up(self._sides[worker]).warm()
 
-    async def join(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def join(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         """Connects the worker to the trainer's gradient channel."""
-        await _up(self._sides[worker]).join(epoch, address)
+        await _up(self._sides[worker]).join(generation, address)
 
     async def leave(self, worker: str) -> None:
         """Takes gradient channel and parameters from the worker. Ends its process if it does not release them."""
         side = self._sides[worker]
         _forget(side)
-        if side.client is None:  # an aborted call may still be making its process
+        # An aborted call may still be making its process.
+        if side.client is None:
             await self._stop(side)
             return
         try:
@@ -287,10 +291,10 @@ class TrainingSides:
         await self._loaded(side)
         if side.version != batch.policy_version:
             raise protocols.LibraError(f"{side.spec.name} could not be given version {batch.policy_version}")
-        begin = asyncio.get_running_loop().time()
+        begin = self._clock()
         self._recorder.status(side.spec.name, f"training step {batch.policy_version + 1}")
         told = await _up(side).contribute(batch, shares)
-        end = asyncio.get_running_loop().time()
+        end = self._clock()
         self._recorder.span(side.spec.name, "share", begin, end, {"step": batch.policy_version + 1, **told})
         self._recorder.status(side.spec.name, "idle")
         return told
@@ -327,8 +331,3 @@ def _check_ready(side: TrainingSide) -> None:
         raise protocols.WorkerLost(
             f"{side.spec.name} may still be in a weight update that was aborted, and cannot be given another"
         )
-
-
-def _ended(side: TrainingSide, loading: asyncio.Task[None]) -> None:
-    if side.loading is loading:  # else it was aborted
-        side.loading = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from libra_jax import config as configuration
@@ -86,13 +85,13 @@ class TransitionLog:
 
     def close(self) -> None:
         """Writes all pending lines at the end of the run."""
-        for name in list(self._pending):
-            self._write(name)
+        self._write(*self._pending)
 
-    def _write(self, name: str) -> None:
-        record = self._pending.pop(name, None)
-        if record is not None:
-            self._recorder.transition(record)
+    def _write(self, *names: str) -> None:
+        for name in names:
+            record = self._pending.pop(name, None)
+            if record is not None:
+                self._recorder.transition(record)
 
 
 KNOWN_CHANGES = 3
@@ -122,47 +121,40 @@ class Transitions:
     """Carries out the pool's decisions. Create it inside the event loop that it serves.
 
     Args:
-      limits: deadlines of the waits (`deadlines`).
+      run: what the parts of the run share (`deadlines`). The recorder gets each worker's status and errors, and events
+        get a PoolsChanged after a worker has entered another state.
       pool: the workers' states.
       engines: the rollout instances, including the workers' engines.
-      members: the workers' training sides.
+      sides: the workers' training sides.
       shares: the shares that the workers compute.
       trainer: opens and closes the core's ends of the gradient channels.
-      recorder: gets each worker's status, and errors.
-      log: gets each transition.
-      ending: runs transitions in the background, and cancels them at the run's end.
-      changed: called after a worker has entered another state.
 
     Attributes:
+      log: gets each transition.
       step: number of training steps taken, for the log.
       ready_seconds: seconds of the last switch to training, including a restart of the training side if one was needed.
     """
 
     def __init__(
         self,
-        limits: configuration.DeadlineConfig,
+        run: protocols.RunContext,
         *,
         pool: pool.Pool,
         engines: Engines,
-        members: training_sides.TrainingSides,
+        sides: training_sides.TrainingSides,
         shares: worker_shares.Shares,
         trainer: protocols.TrainerClient,
-        recorder: protocols.Recorder,
-        log: TransitionLog,
-        ending: protocols.Scope,
-        changed: Callable[[], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._limit = limits.transition
+        self.log = TransitionLog(run.recorder)
+        self._recorder = run.recorder
+        self._scope = run.scope
+        self._events = run.events
+        self._clock = run.clock
         self._pool = pool
         self._engines = engines
-        self._members = members
+        self._sides = sides
         self._shares = shares
         self._trainer = trainer
-        self._recorder = recorder
-        self._log = log
-        self._ending = ending
-        self._changed = changed
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self.step = 0
         self.ready_seconds = 0.0
@@ -179,9 +171,9 @@ class Transitions:
         # A failed driver starts the next transition itself, and must not abandon itself.
         if before is not None and before is not asyncio.current_task():
             deadlines.abandon(before)
-        self._log.begin(worker.name)
-        self._changed()
-        driver = self._ending.start(self._drive(worker), f"transition of {worker.name}")
+        self.log.begin(worker.name)
+        self._events.announce(protocols.PoolsChanged())
+        driver = self._scope.start(self._drive(worker), f"transition of {worker.name}")
         self._drivers[worker.name] = driver
 
     async def _drive(self, worker: pool.Worker) -> None:
@@ -196,16 +188,17 @@ class Transitions:
             # The trainer died, which is no fault of the worker and costs no restart.
             except protocols.TrainerLost as error:
                 if self._pool.worker(name).ticket == ticket:
-                    self.begin(self._pool.cancel(name, str(error), self._loop.time()))
+                    self.begin(self._pool.cancel(name, str(error), self._clock()))
                 return
             except protocols.LibraError as error:
                 await self._broken(ticket, error)
                 return
-            entered = self._pool.advance(ticket, self._loop.time())
-            if entered is None:  # another task drives the worker by now
+            entered = self._pool.advance(ticket, self._clock())
+            # Another task drives the worker by now.
+            if entered is None:
                 return
             worker = entered
-            self._changed()
+            self._events.announce(protocols.PoolsChanged())
         self._rested(worker, "done", "")
 
     async def _work(self, worker: pool.Worker) -> None:
@@ -213,45 +206,50 @@ class Transitions:
         name = worker.name
         match worker.state:
             case State.DRAINING:
-                await self._members.ensure(name)  # first, while its engine still serves
+                # First, while its engine still serves.
+                await self._sides.ensure(name)
                 await self._engines.sleep(name)
             case State.FETCHING:
-                self._log.moved(name, await self._members.fetch(name))
+                self.log.moved(name, await self._sides.fetch(name))
             case State.WARMING:
-                await self._members.warm(name)
+                await self._sides.warm(name)
             case State.JOINING:
                 # From here on the worker reads every version, the one that came out while it compiled included.
-                self._members.follow(name)
-                address = await self._trainer.listen(name, worker.epoch)
-                await self._trainer.connect(name, worker.epoch, address)
-                await self._members.join(name, worker.epoch, address)
+                self._sides.follow(name)
+                address = await self._trainer.listen(name, worker.generation)
+                await self._trainer.connect(name, worker.generation, address)
+                await self._sides.join(name, worker.generation, address)
             case State.LEAVING:
-                with turns.queued():  # a step under way waits for its share
+                # A step under way waits for its share.
+                with turns.queued():
                     await self._shares.wait(name)
                 await self._dismiss(name)
-                await self._members.leave(name)
+                await self._sides.leave(name)
             case State.ACTIVATING:
-                if worker.origin is State.FAILED:  # the training side may still hold the devices
+                # A failed worker's training side may still hold the devices.
+                if worker.origin is State.FAILED:
                     await self._dismiss(name)
-                    await self._members.end(name)
+                    await self._sides.end(name)
                 await self._engines.wake(name)
 
     async def _dismiss(self, name: str) -> None:
-        with contextlib.suppress(protocols.TrainerLost):  # its channels ended with it
+        """Closes the core's end of the worker's gradient channel."""
+        # The channels of a lost trainer ended with it.
+        with contextlib.suppress(protocols.TrainerLost):
             await self._trainer.dismiss(name)
 
     # Failures ---------------------------------------------------------------------------------------------------
 
     def failed(self, ticket: pool.Ticket, why: str) -> None:
         """Fails the worker if it is still in the state of the ticket."""
-        self._ending.start(self._broken(ticket, protocols.WorkerLost(why)), f"failure of {ticket.worker}")
+        self._scope.start(self._broken(ticket, protocols.WorkerLost(why)), f"failure of {ticket.worker}")
 
     async def _broken(self, ticket: pool.Ticket, error: protocols.LibraError) -> None:
         """Fails the worker, and restarts it into rollout unless `elastic.restarts` is used up."""
-        worker = self._pool.fail(ticket, str(error), self._loop.time())
+        worker = self._pool.fail(ticket, str(error), self._clock())
         if worker is None:
             return
-        self._changed()
+        self._events.announce(protocols.PoolsChanged())
         self._rested(worker, "failed", str(error))
         if worker.lost:
             self._recorder.note(
@@ -266,20 +264,20 @@ class Transitions:
                 self._recorder.note(
                     f"The gradient channel of {name} stays open, and nothing that comes over it counts: {dismissal}"
                 )
-            await self._members.end(name)
+            await self._sides.end(name)
             try:
                 await self._engines.wake(name)
             except protocols.LibraError as waking:
                 self._recorder.note(f"Hybrid worker {name} does not roll out either: {waking}")
-            self._changed()
+            self._events.announce(protocols.PoolsChanged())
             return
         self._recorder.note(
             f"Hybrid worker {worker.name} failed while {ticket.state}, and goes back to rollout: {error}"
         )
-        self.begin(self._pool.recover(worker.name, self._loop.time()))
+        self.begin(self._pool.recover(worker.name, self._clock()))
 
     def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
-        took = self._log.rested(worker, self.step, outcome, why)
+        took = self.log.rested(worker, self.step, outcome, why)
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
         if worker.state is State.TRAINING:
             self.ready_seconds = took
@@ -292,9 +290,9 @@ class Transitions:
 
 def limits(deadline: configuration.DeadlineConfig) -> dict[State, float]:
     """Returns each state's deadline. It exceeds the sum of the waits inside, so that their errors come first."""
-    replica = 2 * deadline.trainer_start + deadline.weight_sync + deadline.shutdown  # a training side that is restarted
+    restart = 2 * deadline.trainer_start + deadline.weight_sync + deadline.shutdown  # of a training side
     return {
-        State.DRAINING: replica + 2 * deadline.transition + MARGIN_SECONDS,
+        State.DRAINING: restart + 2 * deadline.transition + MARGIN_SECONDS,
         State.FETCHING: training_sides.LOAD_VERBS * deadline.weight_sync + deadline.train_step + MARGIN_SECONDS,
         State.WARMING: deadline.trainer_start + MARGIN_SECONDS,
         State.JOINING: 2 * deadline.weight_sync + deadline.transition + MARGIN_SECONDS,

@@ -24,12 +24,12 @@ class Outcome:
     """The outcome of a worker's share.
 
     Attributes:
-      member: name of the hybrid worker.
+      worker: name of the hybrid worker.
       counted: True if its sums are in the step.
       error: error of the worker; None if its sums counted or came late.
     """
 
-    member: str
+    worker: str
     counted: bool
     error: BaseException | None = None
 
@@ -38,17 +38,18 @@ class Shares:
     """Shares in progress, and the speed of each worker. Create it inside the event loop that it serves.
 
     Args:
-      members: the workers' training sides.
+      sides: the workers' training sides.
       speed: initial speed of each worker relative to the core, until it is measured.
 
     Attributes:
       speed: measured speed of each worker relative to the core.
     """
 
-    def __init__(self, members: training_sides.TrainingSides, speed: Mapping[str, float]) -> None:
+    def __init__(self, sides: training_sides.TrainingSides, speed: Mapping[str, float]) -> None:
         self.speed = dict(speed)
-        self._members = members
-        self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}  # shares in progress
+        self._sides = sides
+        # Shares in progress, by worker.
+        self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}
 
     def split(self, training: Mapping[str, int], version: int) -> tuple[protocols.Share, ...]:
         """Splits a step, in proportion to speed, among the workers that hold its parameters. The core takes the rest.
@@ -57,19 +58,19 @@ class Shares:
           training: the workers in training, with the membership generation of each.
           version: version of the step's parameters.
         """
-        ready = {name: epoch for name, epoch in training.items() if self._members.holds(name, version)}
+        ready = {name: generation for name, generation in training.items() if self._sides.holds(name, version)}
         # A worker still busy with an earlier share gets none.
-        ready = {name: epoch for name, epoch in ready.items() if name not in self._work}
+        ready = {name: generation for name, generation in ready.items() if name not in self._work}
         whole = 1.0 + sum(self.speed[name] for name in ready)
-        return tuple(protocols.Share(name, epoch, self.speed[name] / whole) for name, epoch in ready.items())
+        return tuple(protocols.Share(name, generation, self.speed[name] / whole) for name, generation in ready.items())
 
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
         """Starts the workers' shares of a step."""
         for share in shares:
-            work = asyncio.get_running_loop().create_task(self._members.contribute(share.member, batch, shares))
+            work = asyncio.get_running_loop().create_task(self._sides.contribute(share.worker, batch, shares))
             # Looks at the error, or asyncio would report one that `finish` never asks for.
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._work[share.member] = work
+            self._work[share.worker] = work
 
     async def finish(
         self, shares: Sequence[protocols.Share], metrics: Mapping[str, float], seconds: float
@@ -81,13 +82,14 @@ class Shares:
           metrics: the trainer's metrics.
           seconds: seconds of the trainer's step.
         """
-        work = {share.member: self._work[share.member] for share in shares}
+        work = {share.worker: self._work[share.worker] for share in shares}
         # Sums go straight to the trainer, which may finish before the workers' answers arrive here.
         await asyncio.wait(work.values(), timeout=ANSWER_SECONDS)
         told: dict[str, Mapping[str, float]] = {}
         outcomes = []
         for name, task in work.items():
-            cancelled = task.done() and task.cancelled()  # the run ends
+            # A share is cancelled when the run ends.
+            cancelled = task.done() and task.cancelled()
             error = task.exception() if task.done() and not cancelled else None
             counted = error is None and not cancelled and f"shares/late/{name}" not in metrics
             outcomes.append(Outcome(name, counted, error))

@@ -1,13 +1,14 @@
 """A rollout engine without a model: a deterministic double for tests of the code that drives engines.
 
-The next token is a pure function of the context's tokens. So a request that resumes from its retained tokens continues
-as if it had never stopped. Like a real engine, the double has slots, pauses, versions and aborts. It can be told to
-die.
+The next token is a pure function of the context's tokens and of the rollout. So a request that resumes from its
+retained tokens continues as if it had never stopped, and the rollouts of a group differ. Like a real engine, the double
+has slots, pauses, versions and aborts. It can be told to die.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import os
 import zlib
@@ -20,16 +21,29 @@ Script = Callable[[Sequence[int], protocols.SamplingParams], int]
 """Returns the next token after a context. It is pure, so that resumption repeats it. A stop token ends the output."""
 
 
-def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams) -> int:
-    """Returns the default script's token: pseudo-random, 3..99, with a stop after 24 tokens on average."""
-    digest = zlib.crc32(repr((len(token_ids), tuple(token_ids[-4:]))).encode())
+def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams, rollout: str = "") -> int:
+    """Returns the default script's token: pseudo-random, 3..99, with a stop after 24 tokens on average.
+
+    Args:
+      token_ids: the context.
+      sampling: sampling settings. At temperature 0 all rollouts of a context are alike.
+      rollout: id of the rollout, which holds its place in the group.
+    """
+    place = rollout if sampling.temperature > 0 else ""
+    digest = zlib.crc32(repr((len(token_ids), tuple(token_ids[-4:]), place)).encode())
     if digest % 24 == 0 and sampling.stop_token_ids:
         return sampling.stop_token_ids[0]
     return 3 + digest // 24 % 97
 
 
+def rollout_of(request_id: str) -> str:
+    """Returns the id of a request's rollout. The coordinator's request ids end in "#" and the number of the stream."""
+    rollout, separator, _ = request_id.rpartition("#")
+    return rollout if separator else request_id
+
+
 def log_prob(token_id: int) -> float:
-    """Returns the log-probability that the double reports for a token."""
+    """Returns the log-probability that the double reports for a token. No model gave it."""
     return -0.5 - token_id % 7 / 10
 
 
@@ -39,7 +53,7 @@ class FakeEngine(protocols.RolloutEngine):
     def __init__(
         self,
         name: str,
-        script: Script,
+        script: Script | None,
         slots: int,
         max_context: int,
         tensor_parallel: int,
@@ -101,9 +115,15 @@ class FakeEngine(protocols.RolloutEngine):
         try:
             context = list(request.token_ids)
             budget = min(room, request.sampling.max_tokens)
-            finish = None
+            script = self._script or functools.partial(scramble, rollout=rollout_of(request.request_id))
+            finish: protocols.FinishReason | None = None
             while finish is None:
-                tokens, finish = self._next_tokens(context, budget, request.sampling)
+                tokens: list[int] = []
+                while finish is None and len(tokens) < min(self._interval, budget):
+                    tokens.append(script(context + tokens, request.sampling))
+                    finish = "stop" if tokens[-1] in request.sampling.stop_token_ids else None
+                if finish is None and len(tokens) == budget:
+                    finish = "length"
                 await asyncio.sleep(len(tokens) / self._rate)
                 # Tokens that a pause holds back get the version that is loaded by then.
                 await self._go.wait()
@@ -120,16 +140,6 @@ class FakeEngine(protocols.RolloutEngine):
         finally:
             self._running -= 1
             self._free.release()
-
-    def _next_tokens(
-        self, context: list[int], budget: int, sampling: protocols.SamplingParams
-    ) -> tuple[list[int], protocols.FinishReason | None]:
-        tokens: list[int] = []
-        while len(tokens) < min(self._interval, budget):
-            tokens.append(self._script(context + tokens, sampling))
-            if tokens[-1] in sampling.stop_token_ids:
-                return tokens, "stop"
-        return tokens, "length" if len(tokens) == budget else None
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
         """Raises LibraError, because the double has no keys and values."""
@@ -222,7 +232,7 @@ def create(
       model_config: unused.
       rollout: fields of `config.RolloutConfig`, of which slots, max_context and stream_interval have an effect.
       tensor_parallel: degree to report, without further effect.
-      seed: unused, because only the script decides.
+      seed: unused, because instances differ in it and a rollout may move between them.
       cpu_cores: unused.
       log_path: unused.
       hybrid: unused.
@@ -232,7 +242,7 @@ def create(
       kind: class of the double.
     """
     del model_config, seed, cpu_cores, log_path, hybrid
-    found = scramble
+    found: Script | None = None
     if script:
         module, _, function = script.partition(":")
         if not function:

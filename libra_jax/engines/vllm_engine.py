@@ -2,8 +2,8 @@
 
 Written against vLLM 0.32. The engine never sees the trainer's files. It starts from a config.json with dummy weights,
 takes tokens and returns tokens, and gets every weight through the four weight verbs. Tested on CPU with the memfd
-transport, tensor parallel 1 and 2. The ipc and nccl transports use vLLM's own CUDA engines (`vllm_weight_sender`) and
-have never run.
+transport, tensor parallel 1 and 2. The ipc and nccl transports use vLLM's own CUDA engines, which were
+not run on CUDA (`vllm_weight_sender`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.inputs import engine as engine_inputs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, turns
 from libra_jax.engines import vllm_weights
 
 T = TypeVar("T")
@@ -118,7 +118,8 @@ class VllmEngine(protocols.RolloutEngine):
         """
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
-        self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start)
+        # The cluster may set other variables from then on.
+        self._starting = loop.run_in_executor(vllm_launch.STARTER, self._launch.start, turns.ending())
         # If a deadline cancels this call, the start continues in its thread, and shutdown ends its processes. Its
         # exception is retrieved here, because nobody awaits it then.
         self._starting.add_done_callback(lambda start: start.cancelled() or start.exception())
@@ -332,8 +333,8 @@ class VllmEngine(protocols.RolloutEngine):
         """
         engine = self._serving()
         self._update.add(chunk)
-        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weights.payload(chunk))
-        init_info = chunk.transport.get("init_info")
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weights.payload(chunk, self.name))
+        init_info = chunk.transport.get("instances", {}).get(self.name, {}).get("init_info")
         if init_info is not None and init_info != self._init_info:
             opening = weight_transfer.WeightTransferInitRequest(init_info=dict(init_info))
             await self._call("open the weight transport", engine.init_weight_transfer_engine(opening))

@@ -1,9 +1,11 @@
 # ruff: noqa: E402 (vLLM is silenced before it is imported)
 """Starts and ends vLLM's processes: arguments, environment, output, and the removal of their remains.
 
-Written against vLLM 0.32. Environment variables and vLLM's loggers belong to the whole process, so engines start one at
-a time. All start on one thread that lives as long as the process: the kernel ties an engine's life to the thread that
-started it (`parent_death`).
+Written against vLLM 0.32. Engines of one process start side by side. Environment variables and vLLM's loggers belong
+to the whole process, so a lock lets one engine at a time configure itself and spawn its core process. The core inherits
+the variables when it is spawned, and the front end reads none afterwards. So the lock is free while the core imports
+vLLM and loads the model. Each engine starts on a thread that lives as long as the process, because the kernel ties an
+engine's life to the thread that started it (`parent_death`).
 
 A request's keys and values can move to its new instance through vLLM's NIXL connector (`rollout.kv_transfer`). This is
 **not run**: it needs several GPUs and the nixl package. It uses the hand-over of split prefill and decode, with both
@@ -16,13 +18,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import contextvars
 import json
 import logging
-import multiprocessing
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import process as processes_lib
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -40,16 +44,21 @@ from vllm.config import logging as vllm_logging
 from vllm.engine import arg_utils
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
-from vllm.v1.engine import async_llm
+from vllm.v1.engine import async_llm, core_client
 from vllm.v1.executor import uniproc_executor
 
 from libra_jax import config, protocols
 from libra_jax.engines import logprob_contract, scratch, vllm_plugin
 
-STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
-"""Thread on which engines start."""
+_STARTER_NAME = "vllm-start"
 
-TRANSPORTS = {"memfd": vllm_plugin.TRANSPORT, "ipc": "ipc", "nccl": "nccl"}
+STARTER = concurrent.futures.ThreadPoolExecutor(max_workers=32, thread_name_prefix=_STARTER_NAME)
+"""Threads on which engines start; none ends before the process does."""
+
+_spawning = threading.Lock()
+"""Held while an engine sets environment variables and spawns its core process."""
+
+TRANSPORTS = {"memfd": vllm_plugin.TRANSPORT, "ipc": "ipc", "nccl": vllm_plugin.NCCL_TRANSPORT}
 """vLLM's names of transports, by our names."""
 
 _VLLM_SETS = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_THREADS", "LD_PRELOAD", "LOCAL_WORLD_SIZE", "NCCL_")
@@ -57,6 +66,25 @@ _VLLM_SETS = ("VLLM_", "TORCHINDUCTOR_", "NUMEXPR_MAX_THREADS", "LD_PRELOAD", "L
 
 _TERMINATE_SECONDS = 2.0
 _KILL_SECONDS = 5.0
+
+_Spawned = Callable[[Sequence[processes_lib.BaseProcess]], None]
+
+_on_spawned: contextvars.ContextVar[_Spawned] = contextvars.ContextVar("on_spawned", default=lambda processes: None)
+"""Called on the starting thread with vLLM's core processes, after they are spawned and before they are ready."""
+
+_launch_core_engines = core_client.launch_core_engines
+
+
+@contextlib.contextmanager
+def _launch_and_tell(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+    """Replaces vLLM's `launch_core_engines`, which has no hook between spawning the processes and waiting for them."""
+    with _launch_core_engines(*arguments, **keywords) as launch:
+        yield launch
+        _on_spawned.get()(launch.engine_manager.processes)
+        # The end of this block waits until the core processes are ready.
+
+
+core_client.launch_core_engines = _launch_and_tell
 
 
 def core_binding(cpu_cores: str, workers: int) -> str:
@@ -121,7 +149,8 @@ class Launch:
         self._rollout = rollout
         self._tensor_parallel = tensor_parallel
         self._seed = seed
-        self._binding = core_binding(cpu_cores, tensor_parallel)
+        # Devices other than CPUs leave threads to vLLM.
+        self._binding = core_binding(cpu_cores, tensor_parallel) if current_platform.is_cpu() else ""
         # On CPU, vLLM runs even a single worker in its own process, because of its OpenMP variables, and the core
         # process spins until the worker answers. If the variables are set for the core process, the worker can live
         # inside it.
@@ -135,18 +164,56 @@ class Launch:
         self._engine: async_llm.AsyncLLM | None = None
         self._ended = False
         self._cancelled = False
-        self._before: set[Any] = set()
+        self._cores: list[psutil.Process] = []
         self.processes: list[psutil.Process] = []
         self.segments: set[str] = set()
 
-    def start(self) -> async_llm.AsyncLLM:
+    def start(self, spawned: Callable[[], None] = lambda: None) -> async_llm.AsyncLLM:
         """Starts the processes. Returns once they serve.
+
+        Args:
+          spawned: called on this thread once vLLM's core process has inherited the environment variables.
 
         Raises:
           LibraError: vLLM refused; the message has its reason.
         """
-        if self._cancelled:
-            raise protocols.WorkerLost(f"engine {self.name} was shut down before it started")
+        window = contextlib.ExitStack()
+
+        def close_window(processes: Sequence[processes_lib.BaseProcess]) -> None:
+            self._cores = [psutil.Process(core.pid) for core in processes]
+            window.close()
+            spawned()
+
+        token = _on_spawned.set(close_window)
+        try:
+            window.enter_context(_spawning)
+            if self._cancelled:
+                raise protocols.WorkerLost(f"engine {self.name} was shut down before it started")
+            self._prepare()
+            window.enter_context(_environment(self._variables()))
+            self._engine = async_llm.AsyncLLM.from_engine_args(self._arguments(), stat_loggers=None)
+            self.processes = self._cores + [child for core in self._cores for child in core.children(recursive=True)]
+            for item in self.processes:
+                with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{item.pid}/maps") as maps:
+                    self.segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
+            # If this process is killed, the next engine's start removes them.
+            assert self._scratch is not None
+            self._scratch.list_segments(self.segments)
+        except protocols.LibraError:
+            raise
+        except Exception as error:
+            self.processes = self._cores
+            reason = self.reason() or " ".join(f"{type(error).__name__}: {error}".split())
+            window.close()
+            self.stop()
+            raise protocols.WorkerLost(f"engine {self.name} did not start: {reason}") from None
+        finally:
+            window.close()
+            _on_spawned.reset(token)
+        return self._engine
+
+    def _prepare(self) -> None:
+        """Writes the files that vLLM's processes read, and opens the log."""
         self._scratch = scratch.Scratch()
         self._directory = self._scratch.path
         self._log = Path(self._log_path or self._directory / "engine.log").absolute()
@@ -160,52 +227,25 @@ class Launch:
             "loggers": {"vllm": {"handlers": ["file"], "level": "WARNING", "propagate": False}},
         }
         (self._directory / "logging.json").write_text(json.dumps(logging_config))
-        # In this process the plug-in only registers. The variables below are for the processes that vLLM makes.
+        # In this process the plug-in only registers. The variables of `_variables` are for the processes that vLLM
+        # makes.
         plugins.load_general_plugins()
         self._handler = _LogFile(self._log)
         self._handler.install()
         # The file may hold errors of an earlier life.
         self._log_start = self._log.stat().st_size
-        self._before = set(multiprocessing.active_children())
-        try:
-            with _environment(self._variables()):
-                self._engine = async_llm.AsyncLLM.from_engine_args(self._arguments(), stat_loggers=None)
-            manager = self._engine.engine_core.resources.engine_manager
-            cores = [psutil.Process(process.pid) for process in manager.processes]
-            self.processes = cores + [child for core in cores for child in core.children(recursive=True)]
-            for process in self.processes:
-                with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
-                    self.segments.update(re.findall(r"/dev/shm/(\S+)", maps.read()))
-            # If this process is killed, the next engine's start removes them.
-            self._scratch.list_segments(self.segments)
-        except Exception as error:
-            self.processes = self._made()
-            reason = self.reason() or " ".join(f"{type(error).__name__}: {error}".split())
-            self.stop()
-            raise protocols.WorkerLost(f"engine {self.name} did not start: {reason}") from None
-        return self._engine
 
     def cancel(self) -> None:
         """Makes a running `start` fail, by killing the processes that it has made so far."""
         self._cancelled = True
-        for process in self._made():
+        for core in self._cores:
             with contextlib.suppress(psutil.Error):
-                process.kill()
-
-    def _made(self) -> list[psutil.Process]:
-        """Returns the core processes that vLLM has made since `start` began."""
-        found = []
-        for child in set(multiprocessing.active_children()) - self._before:
-            if child.name.startswith("EngineCore") and child.pid is not None:
-                with contextlib.suppress(psutil.Error):
-                    found.append(psutil.Process(child.pid))
-        return found
+                core.kill()
 
     def _variables(self) -> dict[str, str]:
         variables = {
             vllm_plugin.PARENT_DEATH_VARIABLE: "1",
             vllm_plugin.LOG_VARIABLE: str(self._log),
-            "VLLM_CPU_OMP_THREADS_BIND": self._binding,
             "VLLM_RPC_BASE_PATH": str(self._directory),
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
@@ -226,6 +266,8 @@ class Launch:
         if self._rollout.transport == "ipc":
             # CUDA handles are Python objects, which this process sends pickled.
             variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        if self._binding:
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = self._binding
         if self._in_core and self._binding != "nobind":
             cores = cpu_resource_utils.parse_id_list(self._binding)
             # OpenMP's own variables bind threads that start later, too.
@@ -272,6 +314,8 @@ class Launch:
             ),
             **memory,
             **options,
+            # The config has refused every argument that is set above.
+            **rollout.engine_arguments,
         )
 
     def stop(self) -> None:
@@ -336,7 +380,18 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Writes vLLM's warnings and errors in this process to a file instead of the terminal."""
+    """Writes vLLM's warnings and errors in this process to a file instead of the terminal.
+
+    Made on the thread that starts the engine. Leaves out records of other engines' starts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns True unless the record comes from a thread that starts another engine."""
+        return record.thread == self._thread or not (record.threadName or "").startswith(_STARTER_NAME)
 
     def install(self) -> None:
         """Replaces all handlers except those of this class."""

@@ -1,8 +1,8 @@
 """Runs in every process that vLLM starts, through the entry point group `vllm.general_plugins`.
 
-The plug-in registers the memfd weight transfer with vLLM. If our environment variables ask for it, the plug-in ties the
-process's life to its parent's. It also shields the process from Ctrl-C and sends its output to a file. Nothing imported
-here reaches JAX.
+The plug-in registers our weight transfers with vLLM, and mends speculation on CPU. If our environment variables ask for
+it, the plug-in ties the process's life to its parent's. It also shields the process from Ctrl-C and sends its output to
+a file. Nothing imported here reaches JAX.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import contextlib
 import multiprocessing
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from libra_jax import parent_death
+
+if TYPE_CHECKING:
+    import torch
 
 PARENT_DEATH_VARIABLE = "LIBRA_JAX_PARENT_DEATH_SIGNAL"
 """Environment variable; 1 lets the kernel kill vLLM's processes when their parent dies.
@@ -26,16 +30,19 @@ LOG_VARIABLE = "LIBRA_JAX_ENGINE_LOG"
 TRANSPORT = "libra_jax_memfd"
 """vLLM's name for our weight transfer."""
 
+NCCL_TRANSPORT = "libra_jax_nccl"
+"""vLLM's name for its weight transfer by NCCL, in groups that change."""
+
 
 def register() -> None:
     """Registers the transport. vLLM calls this function in each process; the front end only registers. Idempotent."""
     # Registered by name, not imported: vLLM loads the class when a worker first needs it.
     from vllm.distributed.weight_transfer import factory
 
-    if TRANSPORT not in factory.WeightTransferEngineFactory._registry:
-        factory.WeightTransferEngineFactory.register_engine(
-            TRANSPORT, "libra_jax.engines.vllm_weights", "MemfdWeightTransferEngine"
-        )
+    for name, engine in ((TRANSPORT, "MemfdWeightTransferEngine"), (NCCL_TRANSPORT, "NcclWeightTransferEngine")):
+        if name not in factory.WeightTransferEngineFactory._registry:
+            factory.WeightTransferEngineFactory.register_engine(name, "libra_jax.engines.vllm_weights", engine)
+    _mend_cpu_speculation()
     parent = multiprocessing.parent_process()
     # The front end is our own process, whose life and output are not vLLM's.
     if parent is None:
@@ -54,3 +61,40 @@ def register() -> None:
         # guard that kills the parent's group (`cluster.guard`) no longer reaches it; it dies with its parent.
         with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
             os.setpgid(0, 0)
+
+
+def _mend_cpu_speculation() -> None:
+    """Replaces a function of vLLM's CPU build that breaks the log-prob contract. Call it before a worker starts.
+
+    vLLM 0.32's own function copies the temperatures of speculating requests to integers, and writes its result to
+    another copy. The logits are then divided by uninitialised memory (vllm/utils/cpu_triton_utils.py).
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.utils import cpu_triton_utils
+
+        # vLLM looks the function up when a worker starts (`CpuPlatform.register_triton_kernel_overrides`).
+        cpu_triton_utils._expand_kernel_impl = _expand
+
+
+def _expand(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Writes each request's value to all of its tokens, with `replace_from` replaced by `replace_to`.
+
+    Args:
+      output: [tokens], written in place.
+      values: [requests] values, in the dtype of `output`.
+      ends: [requests] cumulative numbers of tokens.
+      replace_from: value that is replaced.
+      replace_to: value in its place.
+      MAX_NUM_TOKENS: part of vLLM's signature; not used.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))

@@ -1,9 +1,24 @@
-"""Sends weights over CUDA through vLLM's own trainer-side engines: the sending half of the ipc and nccl transports.
+"""Sends weights through vLLM's own trainer-side engines: the sending half of the ipc and nccl transports.
 
-Written against vLLM 0.32's source; NOT RUN YET, on any machine. ipc serves a trainer and an engine on the same GPU,
-nccl an engine on other GPUs. Both serve one rollout instance. vLLM's trainer engines call the inference side
-themselves; here the coordinator makes these calls. So the client given to them only records, and the recorded data
-travel in the chunk: `init_info` once, `update_info` for each version.
+Written against vLLM 0.32. vLLM's trainer engines call the inference side themselves; here the coordinator makes these
+calls. So the client given to them only records, and the recorded data travel in the chunk, for each instance: how to
+join (`init_info`), and what a version holds (`update_info`).
+
+nccl: rank 0 of the group is the trainer's process 0, and the workers of all instances follow. The trainer's other
+processes are no ranks: they take part in the gathering. One group serves all instances of a sync, because a broadcast
+costs the sender the same for any number of ranks, and one instance's group for each would send the weights once for
+each. A group cannot change. If the instances of a sync are not those of the sync before, by name or by life, they and
+the trainer meet in a new group. If an instance is lost in the middle of a sync, the sync misses its deadline.
+
+vLLM's `nccl_m2n`, which sends shards to shards, is not used: it needs the nccl-extensions package, and a trainer whose
+processes each hold one shard; one JAX process drives all GPUs of a host.
+
+ipc: the engines' workers run on the GPU that holds the snapshot. Torch counts the readers of exported memory, so each
+instance gets exports of its own.
+
+NOT RUN on CUDA, on any machine. `tests/weights/test_nccl_transport.py` runs nccl's path between processes on CPU, with
+gloo in place of NCCL's communicator and without CUDA streams: two trainer processes, two instances, vLLM's packed
+broadcast on both ends. ipc's sending was not run.
 """
 
 from __future__ import annotations
@@ -12,29 +27,58 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import pybase64
 import torch
-from vllm.distributed.weight_transfer import base, factory, ipc_engine, nccl_engine
+from vllm.distributed.weight_transfer import base, factory, ipc_engine, nccl_common, nccl_engine
 
 from libra_jax import protocols
 
-Snapshot = Sequence[tuple[str, torch.Tensor]]
+BUFFERS = 2
+"""Number of packed broadcasts in flight."""
+
+ABORT_SECONDS = 10.0
+"""Seconds for a send to end after its group was aborted."""
 
 
-class SnapshotSource(base.WeightSource):
-    """vLLM's view of the open snapshot: named CUDA tensors in checkpoint order."""
+class Tensors(Protocol):
+    """What is sent (`weights.device_snapshot.Stream`)."""
+
+    def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Returns name, wire dtype and shape of every tensor."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) in the order of `metadata`."""
+        ...
+
+
+class Source(base.WeightSource):
+    """vLLM's view of the tensors."""
 
     def __init__(self) -> None:
-        self.snapshot: Snapshot = ()
+        self.stream: Tensors | None = None
+        self.kept: list[tuple[str, torch.Tensor]] = []
+        self._passing: Any = None
 
     def metadata(self) -> list[base.ParamMeta]:
-        """Returns name, wire dtype and shape of every tensor."""
-        return [base.ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.snapshot]
+        assert self.stream is not None
+        return [base.ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in self.stream.metadata()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.snapshot)
+        if self.kept:
+            return iter(self.kept)
+        assert self.stream is not None
+        self._passing = self.stream.tensors()
+        return self._passing
+
+    def finish(self) -> None:
+        """Ends a pass that stopped halfway. The trainer's other processes wait for what it would still gather."""
+        passing, self._passing = self._passing, None
+        if passing is not None:
+            passing.close()
 
 
 class _Client:
@@ -58,112 +102,163 @@ class _Client:
 
 
 class Sender:
-    """Sends one snapshot at a time. `begin` returns the address for the engine; `end` waits for the last byte.
+    """Sends one version at a time. `begin` returns the address for the engines; `end` waits for the last byte.
+
+    Every process of the trainer has a sender, and all are called alike.
 
     Args:
       transport: "ipc" or "nccl".
-      workers: number of worker processes of the receiving engine (its tensor-parallel degree).
-      seconds: maximum seconds for the engine to join, and to take the last byte.
+      device: device of the tensors.
+      rank: index of this process among the trainer's.
+      seconds: maximum seconds for the instances to join, and to take the last byte.
+      host: address of this host, at which the instances meet process 0.
+      buffer_bytes: bytes of a packed broadcast. A larger tensor is a broadcast of its own.
     """
 
-    def __init__(self, transport: str, workers: int, seconds: float) -> None:
-        if not torch.cuda.is_available():
-            raise protocols.ConfigError(
-                f"config.rollout.transport: {transport!r} needs CUDA, which torch does not find here; use 'memfd'"
-            )
+    def __init__(
+        self, transport: str, device: torch.device, rank: int, seconds: float, host: str, buffer_bytes: int
+    ) -> None:
         self._transport = transport
-        self._workers = workers
+        self._device = device
+        self._rank = rank
         self._seconds = seconds
+        self._host = host
+        self._buffer_bytes = buffer_bytes
         self._client = _Client()
-        self._source = SnapshotSource()
+        self._source = Source()
         self._engine: base.TrainerWeightTransferEngine | None = None
+        self._members: tuple[protocols.WeightDestination, ...] = ()
+        self._info: nccl_engine.NCCLTrainerInitInfo | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, snapshot: Snapshot) -> Mapping[str, Any]:
-        """Starts sending.
+    def begin(self, stream: Tensors, destinations: Sequence[protocols.WeightDestination]) -> Mapping[str, Any]:
+        """Starts to send to the destinations. Returns the chunk's address, which has a part for each of them.
 
         Args:
-          snapshot: tensors in memory that torch allocated on the sending GPU; kept until `end`.
-
-        Returns:
-          The chunk's transport address.
+          stream: the tensors, which must stay as they are until `end`.
+          destinations: the instances that will receive.
         """
         self.end()
-        self._source.snapshot = snapshot
-        if self._transport == "nccl":
-            return self._begin_nccl()
-        info = ipc_engine.IPCTrainerInitInfo(rank=0, packed=False)
+        self._source.stream = stream
+        if not destinations:
+            return {"kind": self._transport, "instances": {}}
+        begin = self._begin_nccl if self._transport == "nccl" else self._begin_ipc
+        return {"kind": self._transport, "instances": begin(tuple(destinations))}
+
+    def _begin_ipc(self, destinations: tuple[protocols.WeightDestination, ...]) -> Mapping[str, Any]:
+        assert self._source.stream is not None
+        # Kept, because each instance needs a pass of its own, and a pass over the stream gathers all tensors again.
+        self._source.kept = [*self._source.stream.tensors()]
         if self._engine is None:
+            info = ipc_engine.IPCTrainerInitInfo(rank=0, packed=False)
             self._engine = factory.WeightTransferTrainerFactory.trainer_init(
                 info, client=self._client, source=self._source
             )
-        # Exporting handles does not wait for the receiver; the snapshot keeps the memory.
-        self._engine.send_weights()
-        update = dict(self._client.update_info)
-        # The handles hold Python types, which vLLM's messages carry only pickled.
-        update["ipc_handles_pickled"] = pybase64.b64encode(pickle.dumps(update.pop("ipc_handles"))).decode()
-        return {"kind": "ipc", "init_info": dict(self._client.init_info), "update_info": update}
+        found = {}
+        for destination in destinations:
+            # Exporting handles does not wait for the receiver; the snapshot keeps the memory.
+            self._engine.send_weights()
+            update = dict(self._client.update_info)
+            # The handles hold Python types, which vLLM's messages carry only pickled.
+            update["ipc_handles_pickled"] = pybase64.b64encode(pickle.dumps(update.pop("ipc_handles"))).decode()
+            found[destination.name] = {"init_info": dict(self._client.init_info), "update_info": update}
+        return found
 
-    def _begin_nccl(self) -> Mapping[str, Any]:
-        meta = self._source.metadata()
-        update = {
-            "names": [item.name for item in meta],
-            "dtype_names": [str(item.dtype).removeprefix("torch.") for item in meta],
-            "shapes": [list(item.shape) for item in meta],
-        }
-        if self._engine is None:
-            # Free at this moment; vLLM opens the port itself, later.
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                port = probe.getsockname()[1]
+    def _stream_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._source.stream is not None
+        return self._source.stream.tensors()
+
+    def _begin_nccl(self, destinations: tuple[protocols.WeightDestination, ...]) -> Mapping[str, Any]:
+        """Starts the broadcast on a thread. Returns what each instance needs: its first rank, and the tensors."""
+        meet = destinations != self._members or self._info is None
+        if meet:
+            self._members = destinations
+            port = 0
+            if self._rank == 0:
+                # Free at this moment only: vLLM opens it itself, when the send begins.
+                with socket.socket() as probe:
+                    probe.bind((self._host, 0))
+                    port = int(probe.getsockname()[1])
             self._info = nccl_engine.NCCLTrainerInitInfo(
-                master_address=socket.gethostbyname(socket.gethostname()),
+                master_address=self._host,
                 master_port=port,
-                world_size=1 + self._workers,
-                rank=0,
+                world_size=1 + sum(destination.workers for destination in destinations),
+                rank=self._rank,
+                packed_buffer_size_bytes=self._buffer_bytes,
+                packed_num_buffers=BUFFERS,
             )
-        init = {
-            "master_address": self._info.master_address,
-            "master_port": self._info.master_port,
-            "world_size": self._info.world_size,
-            "rank_offset": 1,
-            "packed": self._info.packed,
-            "packed_buffer_size_bytes": self._info.packed_buffer_size_bytes,
-            "packed_num_buffers": self._info.packed_num_buffers,
-        }
-
-        def send() -> None:
-            try:
-                # Both calls wait for the receiving workers, which join when the chunk arrives there.
-                if self._engine is None:
-                    self._engine = factory.WeightTransferTrainerFactory.trainer_init(
-                        self._info, client=self._client, source=self._source
-                    )
-                self._engine.send_weights()
-            except BaseException as error:  # `end` raises it in the caller's thread
-                self._error = error
-
-        self._thread = threading.Thread(target=send, name="send-weights-nccl", daemon=True)
+        # Kept before the thread starts, because a send that fails at once forgets the group.
+        info = self._info
+        assert info is not None
+        self._thread = threading.Thread(target=self._send, args=(meet,), name="send-weights-nccl", daemon=True)
         self._thread.start()
-        return {"kind": "nccl", "init_info": init, "update_info": update}
+        meta = self._source.metadata()
+        update = nccl_engine.NCCLWeightTransferUpdateInfo(
+            names=[item.name for item in meta],
+            dtype_names=[str(item.dtype).removeprefix("torch.") for item in meta],
+            shapes=[list(item.shape) for item in meta],
+        )
+        found, rank = {}, 1
+        for member in self._members:
+            join = nccl_common.NCCLWeightTransferInitInfo(
+                master_address=info.master_address,
+                master_port=info.master_port,
+                rank_offset=rank,
+                world_size=info.world_size,
+                packed=info.packed,
+                packed_buffer_size_bytes=info.packed_buffer_size_bytes,
+                packed_num_buffers=info.packed_num_buffers,
+            )
+            init = nccl_common.worker_init_payload(join)
+            found[member.name] = {"init_info": init, "update_info": asdict(update)}
+            rank += member.workers
+        return found
+
+    def _send(self, meet: bool) -> None:
+        """Meets the instances if they are others than before, and sends. Runs on a thread of its own."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread begins with the first GPU
+            if meet or self._engine is None:
+                if self._engine is not None:
+                    self._engine.shutdown()
+                    self._engine = None
+                assert self._info is not None
+                # Both calls wait for the receiving workers, which join when the chunk arrives there.
+                self._engine = factory.WeightTransferTrainerFactory.trainer_init(
+                    self._info, client=self._client, source=self._source
+                )
+            self._engine.send_weights()
+        except BaseException as error:  # `end` raises it in the caller's thread
+            self._error = error
+            self._info = None  # the group cannot be used again
+        finally:
+            self._source.finish()
 
     def end(self) -> None:
         """Waits until everything is sent, and frees the snapshot.
 
         Raises:
-          DeadlineMissed: the engine did not take it in time. The snapshot is kept, because the send is still running.
+          DeadlineMissed: the instances did not take it in time. Their group is aborted.
           LibraError: sending failed.
         """
         if self._thread is not None:
             self._thread.join(self._seconds)
             if self._thread.is_alive():
+                self._info = None
+                if self._engine is not None:
+                    self._engine.shutdown()
+                    self._thread.join(ABORT_SECONDS)
+                if not self._thread.is_alive():
+                    self._thread, self._error = None, None
                 raise protocols.DeadlineMissed(
-                    f"the rollout engine did not join, or take the weights sent over {self._transport}, within "
-                    f"{self._seconds:g} s: look at its log in the workdir, or raise config.deadlines.weight_sync"
+                    f"a rollout engine did not join, or take the weights sent over {self._transport}, within "
+                    f"{self._seconds:g} s: look at the engines' logs in the workdir, or raise "
+                    "config.deadlines.weight_sync"
                 )
             self._thread = None
-        self._source.snapshot = ()
+        self._source.stream, self._source.kept = None, []
         if self._error is not None:
             error, self._error = self._error, None
             raise protocols.LibraError(f"sending weights over {self._transport} failed: {error}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer import base
+from vllm.distributed.weight_transfer import base, nccl_engine
 from vllm.model_executor.model_loader import reload
 
 from libra_jax import protocols
@@ -84,11 +84,11 @@ class Checker:
         raise protocols.LibraError(f"engine {self._name} cannot take these weights: {problem}")
 
 
-def payload(chunk: protocols.WeightChunk) -> dict[str, Any]:
-    """Returns the chunk as plain values, for the worker's weight-transfer engine of the chunk's transport."""
+def payload(chunk: protocols.WeightChunk, name: str) -> dict[str, Any]:
+    """Returns the chunk as plain values, for the weight-transfer engine of the workers of instance `name`."""
     # vLLM's own CUDA engines define the payload of their transports; the sender has written it into the address.
     if chunk.transport["kind"] != "memfd":
-        return dict(chunk.transport["update_info"])
+        return dict(chunk.transport["instances"][name]["update_info"])
     return {
         "policy_version": chunk.policy_version,
         "index": chunk.index,
@@ -118,6 +118,15 @@ class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
     nbytes: int
     transport: dict[str, Any]
     checksum: str | None = None
+
+
+class NcclWeightTransferEngine(nccl_engine.NCCLWeightTransferEngine):
+    """vLLM's engine, which leaves its former group before it joins another one."""
+
+    def init_transfer_engine(self, init_info: nccl_engine.NCCLWeightTransferInitInfo) -> None:
+        """Joins the group of the next sync. vLLM alone would keep the former group's memory on the GPU."""
+        self.shutdown()
+        super().init_transfer_engine(init_info)
 
 
 class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUpdateInfo]):

@@ -1,7 +1,7 @@
 """Causal attention within segments: one dense block for short rows, online softmax over blocks for long rows.
 
 On a current mesh, each device attends over its own rows and heads (`shard_map`), because no row or head needs data of
-another device. Platform kernels (Splash on TPU, cuDNN on GPU) compute the cases that their masks can express.
+another device. A platform's own kernel (Splash on TPU, cuDNN on GPU) takes the rows where it can compute them.
 
 Letters: B rows, T queries, S keys, C chunk, H query heads, N key and value heads, G = H / N query heads a key head,
 K head width.
@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu import splash_attention
 
-from libra_jax.models import feasibility, sharding
+from libra_jax.models import cudnn_attention, feasibility, sharding, splash_attention
+from libra_jax.planning import rows
 
 SAVED_NAMES = ("attention_output", "attention_normalizer")
-"""`checkpoint_name`s of the forward results that the chunked backward pass needs."""
+"""`checkpoint_name`s of the forward results that the backward pass of chunked and of Splash attention needs."""
 
 # Finite, because -inf minus -inf is NaN.
 _MASKED = -1e30
@@ -31,41 +31,69 @@ _FLOOR = -1e20  # a query without a key has maximum _FLOOR, so that all its weig
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention over one set of segments: [B, T, H, K] from queries [B, T, H, K], keys and values [B, T, N, K]."""
 
-LocalAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""Attention on one device: [B, T, H, K] from queries, keys, values and segment ids [B, T]."""
+LocalAttention = Callable[..., jax.Array]
+"""Attention on one device: [B, T, H, K] from queries, keys, values, segment ids [B, T], and the kernel's own arrays,
+whose first axis is B."""
 
 
-def prepare(kernel: str, chunk: int, segments_BxT: jax.Array) -> Attend:
-    """Returns the attention function for these segments.
+def target(device: jax.Device) -> feasibility.Target:
+    """Returns what kind of device this is; works on devices of a topology description too."""
+    # AMD's GPUs answer with a name, such as gfx90a, and CPUs and TPUs have no such attribute.
+    parts = str(getattr(device, "compute_capability", "")).split(".")
+    capability = (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)
+    return feasibility.Target(device.platform, capability)
+
+
+def prepare(
+    segments_BxT: jax.Array,
+    *,
+    kernel: str,
+    chunk: int,
+    head_dim: int,
+    dtype: str,
+    on: feasibility.Target = feasibility.CPU,
+    packed: bool = True,
+) -> Attend:
+    """Returns the attention function for these segments, after it has computed what all layers share.
 
     Args:
+      segments_BxT: int; 0 is padding. "cudnn" needs the sequences of a row numbered from 1, each in one piece, and at
+        most `planning.rows.max_segments` of them, as `training.packing` lays them out.
       kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel if it can compute
         this case, else "chunked".
       chunk: number of queries and keys in a block of "chunked"; rows up to this length are one dense block.
-      segments_BxT: int; 0 is padding.
+      head_dim: K.
+      dtype: dtype of queries, keys and values.
+      on: device that runs the program.
+      packed: several sequences may share a row.
 
     Raises:
-      ConfigError: the kernel cannot run here or cannot compute this case.
+      ConfigError: the kernel cannot run on this device or cannot compute this case.
     """
+    tokens = segments_BxT.shape[1]
+    chosen = feasibility.choose_attention(kernel, on, tokens, head_dim, dtype, packed)
+    local: LocalAttention = functools.partial(chunked, chunk=chunk)
+    shared: tuple[jax.Array, ...] = (segments_BxT,)
+    if chosen == "splash":
+        local = functools.partial(splash_attention.attend, residual_name=SAVED_NAMES[0])
+        shared += (splash_attention.needed_blocks(segments_BxT),)
+    elif chosen == "cudnn":
+        local = cudnn_attention.attend
+        shared += cudnn_attention.layout(segments_BxT, rows.max_segments(tokens, packed))
+    if (mesh := sharding.current_mesh()) is not None:
+        heads, batch = sharding.spec(("batch", None, "heads", None)), sharding.spec(("batch",))
+        specs = (heads, heads, heads, *(batch for _ in shared))
+        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+    return lambda q_BxTxHxK, k_BxTxNxK, v_BxTxNxK: local(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, *shared)
 
-    def attend(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array) -> jax.Array:
-        _, tokens, _, head_dim = q_BxTxHxK.shape
-        chosen = feasibility.choose_attention(
-            kernel, jax.default_backend(), tokens, head_dim, jnp.dtype(q_BxTxHxK.dtype).name
-        )
-        local: LocalAttention = functools.partial(chunked, chunk=chunk)
-        if chosen == "splash":
-            local = splash
-        elif chosen == "cudnn":
-            local = functools.partial(cudnn, otherwise=local)
-        if (mesh := sharding.current_mesh()) is not None:
-            heads, segments = sharding.spec(("batch", None, "heads", None)), sharding.spec(("batch", None))
-            local = jax.shard_map(
-                local, mesh=mesh, in_specs=(heads, heads, heads, segments), out_specs=heads, check_vma=False
-            )
-        return local(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
 
-    return attend
+def saveable(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+    """A policy for `jax.checkpoint`: saves the forward results of attention that its backward pass needs.
+
+    cuDNN's are the results of a primitive, because JAX gives them no name.
+    """
+    names = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
+    return primitive.name == cudnn_attention.FORWARD_PRIMITIVE or bool(names(primitive, *arguments, **parameters))
 
 
 def chunked(
@@ -112,75 +140,6 @@ def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segm
     # A padding query has no key: its total is 0, and its output becomes 0.
     total_BxTxNxG = jnp.where(total == 0, 1.0, total).transpose(0, 3, 1, 2)
     return (out / total_BxTxNxG[..., None]).astype(q_BxTxHxK.dtype).reshape(q_BxTxHxK.shape)
-
-
-def splash(
-    q_BxTxHxK: jax.Array,
-    k_BxTxNxK: jax.Array,
-    v_BxTxNxK: jax.Array,
-    segments_BxT: jax.Array,
-    interpret: bool = False,
-) -> jax.Array:
-    """Runs JAX's Splash attention (Pallas, TPU) with a causal mask and segment ids; padding attends to padding.
-
-    Heads are padded with zeros to the lane width, which changes no score and no output.
-    """
-    _, tokens, heads, head_dim = q_BxTxHxK.shape
-    # Cached by shape, because every layer and every step asks for the same kernel.
-    kernel = _splash_kernel(tokens, heads, interpret)
-
-    def by_head(x_BxTxHxK: jax.Array) -> jax.Array:
-        widened = jnp.pad(x_BxTxHxK, ((0, 0), (0, 0), (0, 0), (0, -head_dim % feasibility.SPLASH_LANES)))
-        return widened.transpose(0, 2, 1, 3)
-
-    segment_ids = splash_attention.SegmentIds(q=segments_BxT, kv=segments_BxT)
-    # Splash applies no scale of its own; the true width counts, not the padded one.
-    scaled = by_head(q_BxTxHxK * head_dim**-0.5)
-    out_BxHxTxK = jax.vmap(kernel)(scaled, by_head(k_BxTxNxK), by_head(v_BxTxNxK), segment_ids)
-    return out_BxHxTxK.transpose(0, 2, 1, 3)[..., :head_dim]
-
-
-def cudnn(
-    q_BxTxHxK: jax.Array,
-    k_BxTxNxK: jax.Array,
-    v_BxTxNxK: jax.Array,
-    segments_BxT: jax.Array,
-    otherwise: LocalAttention,
-    implementation: str = "cudnn",
-) -> jax.Array:
-    """Runs cuDNN's fused attention if every row is one segment followed by padding, else `otherwise`.
-
-    cuDNN's mask is causal with one length per row, which covers only unpacked rows. The device decides at run time, so
-    one compiled step serves both cases.
-    """
-    tokens = segments_BxT.shape[1]
-    lengths_B = (segments_BxT != 0).sum(-1, dtype=jnp.int32)
-    inside_BxT = jnp.arange(tokens) < lengths_B[:, None]
-    one_segment = jnp.all(segments_BxT == jnp.where(inside_BxT, segments_BxT[:, :1], 0))
-
-    def fused(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, _: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            q_BxTxHxK,
-            k_BxTxNxK,
-            v_BxTxNxK,
-            is_causal=True,
-            query_seq_lengths=lengths_B,
-            key_value_seq_lengths=lengths_B,
-            implementation=implementation,
-        )
-
-    return jax.lax.cond(one_segment, fused, otherwise, q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
-
-
-@functools.lru_cache(maxsize=8)
-def _splash_kernel(tokens: int, heads: int, interpret: bool) -> Any:
-    block = max(size for size in (128, 256, 512) if tokens % size == 0)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = splash_attention.BlockSizes(**dict.fromkeys(names, block))
-    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((tokens, tokens))] * heads)
-    # Built outside of any trace, so that the cached kernel holds constants and no tracer.
-    with jax.ensure_compile_time_eval():
-        return splash_attention.make_splash_mha_single_device(mask=mask, block_sizes=sizes, interpret=interpret)
 
 
 def _mask(queries_BxT: jax.Array, keys_BxS: jax.Array, ahead: jax.Array | int) -> jax.Array:

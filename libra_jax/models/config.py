@@ -263,6 +263,12 @@ def parameter_count(config: TransformerConfig) -> int:
     return config.num_layers * layer + tables * config.vocab_size * width + width
 
 
+def multiplied_parameter_count(config: TransformerConfig) -> int:
+    """Counts the parameters that multiply every token: all but an untied input table, whose rows are looked up."""
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return parameter_count(config) - looked_up
+
+
 def _supported_architecture(values: Mapping[str, Any], source: str) -> str:
     """Returns the name of the architecture; refuses options that the forward pass does not compute."""
     name = values.get("model_type")

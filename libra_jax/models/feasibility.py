@@ -6,6 +6,7 @@ Standard library only, like the shape itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from libra_jax.models.config import TransformerConfig
 from libra_jax.protocols import ConfigError
@@ -74,32 +75,66 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
                 raise ConfigError(f"config.trainer.{axis}: {ways} does not divide the model's {name} = {size}.")
 
 
-def choose_attention(kernel: str, platform: str, tokens: int, head_dim: int, dtype: str) -> str:
+@dataclass(frozen=True)
+class Target:
+    """Kind of device that a program is compiled for.
+
+    Attributes:
+      platform: JAX's platform name: "cpu", "gpu" or "tpu".
+      capability: compute capability of an NVIDIA GPU, such as (9, 0) for Hopper. None if it is not known yet; (0, 0)
+        for other devices.
+    """
+
+    platform: str
+    capability: tuple[int, int] | None = None
+
+
+CPU = Target("cpu", (0, 0))
+
+
+def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dtype: str, packed: bool) -> str:
     """Returns the attention kernel to run: "chunked", "splash" or "cudnn".
 
     Args:
       kernel: kernel that the config requests; "auto" takes the platform's own kernel if it can compute the case.
-      platform: JAX's platform name: "cpu", "gpu" or "tpu".
+      target: device that runs the kernel. An unknown capability counts as sufficient.
       tokens: length of a row.
       head_dim: width of a head.
       dtype: dtype of the queries.
+      packed: several sequences may share a row.
 
     Raises:
-      ConfigError: the requested kernel cannot run on this platform, or not with these shapes and dtype.
+      ConfigError: the requested kernel cannot run on this device, or not with these shapes and dtype.
     """
     problems = {
-        "splash": (
-            "needs a TPU" if platform != "tpu" else f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}",
-            platform == "tpu" and tokens % SPLASH_LANES == 0,
-        ),
-        "cudnn": (
-            "needs a GPU" if platform != "gpu" else f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}",
-            platform == "gpu" and dtype == "bfloat16" and head_dim <= 128 and head_dim % 8 == 0,
-        ),
+        "splash": _splash_problem(target, tokens),
+        "cudnn": _cudnn_problem(target, head_dim, dtype, packed),
     }
     if kernel == "auto":
-        return next((name for name, (_, fits) in problems.items() if fits), "chunked")
-    if kernel in problems and not problems[kernel][1]:
-        reason = problems[kernel][0]
-        raise ConfigError(f"config.model.attention: {kernel} {reason} (this is {platform}); use auto or chunked.")
+        return next((name for name, problem in problems.items() if problem is None), "chunked")
+    if (problem := problems.get(kernel)) is not None:
+        raise ConfigError(
+            f"config.model.attention: {kernel} {problem} (this is {target.platform}); use auto or chunked."
+        )
     return kernel
+
+
+def _splash_problem(target: Target, tokens: int) -> str | None:
+    if target.platform != "tpu":
+        return "needs a TPU"
+    if tokens % SPLASH_LANES:
+        return f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}"
+    return None
+
+
+def _cudnn_problem(target: Target, head_dim: int, dtype: str, packed: bool) -> str | None:
+    if target.platform != "gpu":
+        return "needs a GPU"
+    # JAX refuses cuDNN's packed layout below Hopper, and cuDNN's fused attention needs Ampere.
+    least, name = ((9, 0), "Hopper") if packed else ((8, 0), "Ampere")
+    if target.capability is not None and target.capability < least:
+        rows = "rows of several sequences" if packed else "rows of one sequence"
+        return f"needs an NVIDIA GPU of the {name} generation or later for {rows}"
+    if dtype != "bfloat16" or head_dim > 128 or head_dim % 8:
+        return f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}"
+    return None

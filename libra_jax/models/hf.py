@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import safetensors
 import safetensors.numpy
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf_names, sharding, transformer
+from libra_jax.models import gather, hf_names, transformer
 from libra_jax.protocols import DataError
 
 _INDEX = "model.safetensors.index.json"
@@ -85,14 +86,21 @@ def save(
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     if len(dtypes) != 1:
         raise ValueError(f"parameters of one dtype expected, not {sorted(dtypes)}")
-    # Every process enters, because taking the next leaf is a collective.
-    with sharding.whole(_get(params, path) for path in _by_leaf(config)) as leaves:
+    (dtype,) = dtypes
+    entries = hf_names.weight_map(config)
+    leaves = {path: _get(params, path) for path in _by_leaf(config)}
+    # Arrays of numpy have no devices to be gathered from.
+    arrays = {path: x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for path, x in leaves.items()}
+    requests = [gather.Request(arrays[entry.path], dtype, entry.layer) for entry in entries]
+    block_bytes = max(math.prod(entry.shape) for entry in entries if entry.layer is not None) * np.dtype(dtype).itemsize
+    # Every process enters, because taking the next block is a collective.
+    with gather.blocks(requests, block_bytes, to_host=True) as blocks:
         if jax.process_index() == 0:
-            _save(leaves, dtypes.pop(), config, pathlib.Path(directory).absolute(), max_shard_bytes)
+            _save(_tensors(entries, blocks, dtype), dtype, config, pathlib.Path(directory).absolute(), max_shard_bytes)
 
 
 def _save(
-    leaves: Iterator[jax.Array],
+    tensors: Iterator[tuple[str, np.ndarray]],
     dtype: str,
     config: model_config.TransformerConfig,
     target: pathlib.Path,
@@ -106,7 +114,7 @@ def _save(
         try:
             # mkdtemp makes a folder for this user only.
             partial.chmod(0o755)
-            _write(leaves, dtype, config, partial, max_shard_bytes)
+            _write(tensors, dtype, config, partial, max_shard_bytes)
             if target.exists():
                 old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
                 target.rename(old)  # a directory may be renamed onto an empty directory
@@ -225,7 +233,7 @@ def _read_leaf(
 
 
 def _write(
-    leaves: Iterator[jax.Array],
+    tensors: Iterator[tuple[str, np.ndarray]],
     dtype: str,
     config: model_config.TransformerConfig,
     directory: pathlib.Path,
@@ -236,7 +244,7 @@ def _write(
     files: list[list[str]] = []
     total = 0
     # The number of files is known only at the end, so files get their final names then.
-    for number, shard in enumerate(_in_shards(leaves, config, max_shard_bytes), start=1):
+    for number, shard in enumerate(_in_shards(tensors, max_shard_bytes), start=1):
         # Hugging Face's readers refuse files that do not name the framework of their tensor layout.
         safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
         # On the disk before the rename: after a power cut, the directory is the old model or the whole new one.
@@ -256,21 +264,31 @@ def _write(
     (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _in_shards(
-    leaves: Iterator[jax.Array], config: model_config.TransformerConfig, max_shard_bytes: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields groups of tensors of at most `max_shard_bytes`, parameter by parameter, to fetch each leaf once."""
+def _tensors(
+    entries: Sequence[hf_names.HfEntry], blocks: Iterator[gather.Block], dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields every tensor of the checkpoint, put together from its blocks."""
+    for number, block in itertools.groupby(blocks, key=lambda item: item[0]):
+        entry = entries[number]
+        tensor = np.empty(entry.shape, dtype)
+        for start, part in gather.parts(block):
+            if entry.layer is not None:
+                start, part = start[1:], part[entry.layer - start[0]]
+            tensor[tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))] = part
+            del part  # see `gather.parts`
+        yield entry.hf_name, tensor
+
+
+def _in_shards(tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields groups of tensors of at most `max_shard_bytes`."""
     shard: dict[str, np.ndarray] = {}
     size = 0
-    for entries in _by_leaf(config).values():
-        leaf = np.asarray(next(leaves))
-        for entry in entries:
-            nbytes = math.prod(entry.shape) * leaf.itemsize
-            if shard and size + nbytes > max_shard_bytes:
-                yield shard
-                shard, size = {}, 0
-            shard[entry.hf_name] = np.ascontiguousarray(leaf if entry.layer is None else leaf[entry.layer])
-            size += nbytes
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
     yield shard
 
 

@@ -3,6 +3,12 @@
 The mesh has four axes: `data` (copies), `fsdp` (rows, and parameters split over it), `tensor` (matrices of a layer,
 split by heads or columns) and `context` (reserved, size 1). All are of type `jax.sharding.AxisType.Auto`. If
 `jax.set_mesh` has made that mesh current, the forward pass also pins its activations.
+
+Tensor parallelism is Megatron's with sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2): tokens
+of the residual stream are split over `tensor`, gathered before a projection that splits its columns, and summed and
+split again after a projection that splits its rows.
+
+Letters: B rows, T tokens, D model width.
 """
 
 from __future__ import annotations
@@ -16,6 +22,9 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from libra_jax.protocols import ConfigError
+
+Axes = tuple[str | None, ...]
+"""Logical axis of each dimension of an array."""
 
 RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
     "layers": None,
@@ -37,7 +46,7 @@ arrays kept for the backward pass are split over `tensor` too (sequence parallel
 2205.05198)."""
 
 
-def spec(axes: tuple[str | None, ...]) -> PartitionSpec:
+def spec(axes: Axes) -> PartitionSpec:
     """Returns the PartitionSpec of an array with these logical axes."""
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
@@ -56,21 +65,80 @@ def current_mesh() -> jax.sharding.AbstractMesh | None:
     return mesh
 
 
-def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+def ways(name: str) -> int:
+    """Returns the number of devices along an axis of the current mesh; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape[name]
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Pins an activation to its sharding on the current mesh; without a mesh, returns the activation unchanged.
 
     Raises:
       ConfigError: a size is not divisible over the mesh; the message names the axis.
     """
-    mesh = current_mesh()
-    if mesh is None:
+    if current_mesh() is None:
         return x
-    for axis, size in zip(axes, x.shape, strict=True):
+    check_divides(x.shape, axes)
+    return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+def check_divides(shape: tuple[int, ...], axes: Axes) -> None:
+    """Checks that an array of this shape splits evenly over the current mesh; without a mesh, every array does.
+
+    Raises:
+      ConfigError: a size is not divisible; the message names the axis.
+    """
+    if (mesh := current_mesh()) is None:
+        return
+    for axis, size in zip(axes, shape, strict=True):
         names = RULES[axis] or ()
         ways = math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
         if size % ways:
             raise ConfigError(f"the batch's {axis} axis of size {size} does not divide over {ways} shards of the mesh.")
-    return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+RESIDUAL: Axes = ("batch", "residual", None)
+"""Axes of the residual stream [B, T, D]."""
+
+WHOLE_TOKENS: Axes = ("batch", "tokens", None)
+"""Axes of an array [B, T, D] of which every device of `tensor` holds the same tokens."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reshard(x: jax.Array, axes: Axes, gradient_axes: Axes) -> jax.Array:
+    """Pins an array to one sharding and its gradient to another.
+
+    `constrain` pins both alike. A gradient that is a sum over devices would then be summed whole on every device: an
+    all-reduce, of twice the bytes of the reduce-scatter that suffices.
+    """
+    return constrain(x, axes)
+
+
+reshard.defvjp(
+    lambda x, axes, gradient_axes: (constrain(x, axes), None),
+    lambda axes, gradient_axes, _, grad: (constrain(grad, gradient_axes),),
+)
+
+
+def gather_tokens(x_BxTxD: jax.Array) -> jax.Array:
+    """Gathers the tokens of the residual stream over `tensor`, once for all projections of one input."""
+    return reshard(x_BxTxD, WHOLE_TOKENS, RESIDUAL)
+
+
+def scatter_tokens(x_BxTxD: jax.Array) -> jax.Array:
+    """Sums the output of a projection whose rows are split over `tensor`, and splits its tokens."""
+    return reshard(x_BxTxD, RESIDUAL, WHOLE_TOKENS)
+
+
+def gather_weight(weight: jax.Array, axes: Axes) -> jax.Array:
+    """Gathers a matrix over `fsdp`; its gradient is summed over the rows and split again.
+
+    Args:
+      weight: the matrix in the compute dtype: cast before it is gathered, so that fewer bytes travel.
+      axes: its axes.
+    """
+    return reshard(weight, tuple(None if axis == "embed" else axis for axis in axes), axes)
 
 
 @contextlib.contextmanager

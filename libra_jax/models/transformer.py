@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from libra_jax import config as run_config
-from libra_jax.models import attention, rope, sharding
+from libra_jax.models import attention, embedding, feasibility, rope, sharding
 from libra_jax.models import config as model_config
 
 Params = Mapping[str, Any]
@@ -37,30 +37,50 @@ class ComputeOptions:
         attention; "full" keeps only the input of each layer.
       attention: "auto", "chunked", "splash" (TPU) or "cudnn" (GPU).
       attention_chunk: number of queries and keys in a block of the chunked attention.
+      packed: several sequences may share a row.
+      target: device that the program is compiled for.
     """
 
     compute_dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"
     attention_chunk: int = 512
+    packed: bool = True
+    target: feasibility.Target = feasibility.CPU
 
     @classmethod
-    def from_config(cls, model: run_config.ModelConfig) -> ComputeOptions:
-        """Returns the options that a run's config requests."""
-        return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk)
+    def from_config(cls, model: run_config.ModelConfig, *, packed: bool, target: feasibility.Target) -> ComputeOptions:
+        """Returns the options that a run's config requests, for rows and a device of this kind."""
+        return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 
 
 class Linear(nnx.Module):
-    """A projection whose weight has Hugging Face's layout, [out, in]."""
+    """A projection whose weight has Hugging Face's layout, [out, in].
+
+    A projection into "embed" has its rows split over `tensor`, every other projection its columns (`models.sharding`).
+    """
 
     def __init__(self, size_in: int, size_out: int, bias: bool, names: tuple[str, str], rngs: nnx.Rngs) -> None:
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (size_out, size_in)), logical_axes=names)
         self.bias = nnx.Param(jnp.zeros((size_out,)), logical_axes=names[:1]) if bias else None
+        self.names = names
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        # With one token axis: given two, XLA's CPU backend first transposes each factor of the weight's gradient.
-        y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), self.weight[...].astype(x.dtype))
-        y = y.reshape(*x.shape[:-1], -1)
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Projects the last axis.
+
+        Args:
+          x_BxTxD: every device of `tensor` holds the same tokens (`sharding.gather_tokens`).
+        """
+        x = x_BxTxD
+        weight = sharding.gather_weight(self.weight[...].astype(x.dtype), self.names)
+        if sharding.ways("tensor") > 1:
+            # With the token axis apart: the compiler only finds the reduce-scatter over it if nothing reshapes the sum.
+            y = jnp.einsum("bti,oi->bto", x, weight)
+        else:
+            # With one token axis: given two, XLA's CPU backend first transposes each factor of the weight's gradient.
+            y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+        if self.names[0] == "embed":
+            y = sharding.scatter_tokens(y)
         if self.bias is None:
             return y
         # The forward sum rounds once either way. The bias gradient sums over tokens and would stop growing in bfloat16.
@@ -96,6 +116,8 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
+        x_BxTxD = sharding.gather_tokens(x_BxTxD)
+
         def heads(projection: Linear, norm: RMSNorm | None) -> jax.Array:
             y = projection(x_BxTxD).reshape(*x_BxTxD.shape[:2], -1, self.head_dim)
             y = y if norm is None else norm(y)
@@ -117,6 +139,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs)
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        x_BxTxD = sharding.gather_tokens(x_BxTxD)
         hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
         return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
 
@@ -133,7 +156,7 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
         x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD))
-        return sharding.constrain(x_BxTxD, ("batch", "residual", None))
+        return sharding.constrain(x_BxTxD, sharding.RESIDUAL)
 
 
 class Table(nnx.Module):
@@ -164,18 +187,21 @@ class Transformer(nnx.Module):
     ) -> jax.Array:
         config = self.config
         cos, sin = rope.tables(config.rope, config.head_dim, positions_BxT)
-        attend = attention.prepare(options.attention, options.attention_chunk, segments_BxT)
+        attend = attention.prepare(
+            segments_BxT,
+            kernel=options.attention,
+            chunk=options.attention_chunk,
+            head_dim=config.head_dim,
+            dtype=options.compute_dtype,
+            on=options.target,
+            packed=options.packed,
+        )
         graph, stacked = nnx.split(self.layers)
 
         def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
-        tokens_BxT = sharding.constrain(tokens_BxT, ("batch", "tokens"))
-        # Gathered over fsdp first: for a lookup in a table split along D, the partitioner would replicate the rows.
-        table_VxD = sharding.constrain(self.embed_tokens.weight[...], ("vocab", None))
-        # Cast after the lookup: the gradient sums all occurrences of a token, and a bfloat16 sum loses 10% of it.
-        x_BxTxD = table_VxD[tokens_BxT].astype(options.compute_dtype)
-        x_BxTxD = sharding.constrain(x_BxTxD, ("batch", "residual", None))
+        x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
         x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
         return self.norm(x_BxTxD)
 
@@ -276,8 +302,6 @@ def _rematerialized(layer: Any, remat: str) -> Any:
     policies = jax.checkpoint_policies
     policy = policies.nothing_saveable
     if remat == "dots":
-        policy = policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*attention.SAVED_NAMES)
-        )
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
     # A scan already prevents the merging of both passes that prevent_cse guards against.
     return jax.checkpoint(layer, policy=policy, prevent_cse=False)

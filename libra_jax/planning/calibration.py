@@ -178,14 +178,14 @@ def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> costs.TrainCo
     return costs.TrainCosts(float(step), float(column))
 
 
-def fit_update(publications: Sequence[float], loads: Sequence[float]) -> costs.UpdateCosts:
+def fit_update(syncs: Sequence[float], loads: Sequence[float]) -> costs.UpdateCosts:
     """Fits the costs of weight updates: medians, since all updates do the same.
 
     Args:
-      publications: seconds of each weight sync to all instances.
+      syncs: seconds of each weight sync to all instances.
       loads: seconds of each instance's part in a sync, from its pause to its resumption; may be empty.
     """
-    whole = statistics.median(publications)
+    whole = statistics.median(syncs)
     # Medians of noisy times could make a part longer than the whole.
     load = min(statistics.median(loads), whole) if loads else whole
     return costs.UpdateCosts(whole - load, load)

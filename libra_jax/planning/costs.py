@@ -22,6 +22,9 @@ from libra_jax.planning import hardware, rows
 BYTES_PER_VALUE = 2
 """Bytes of a value: weights, activations and key-value cache are bfloat16."""
 
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a value, by the dtypes that a config may name."""
+
 
 @configuration.group
 @dataclass(unsafe_hash=True)
@@ -97,6 +100,24 @@ def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
         for factor in (1.0 - by, 1.0 + by):
             other = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
             yield item.name, min(1.0, other) if item.name in SHARES else other
+
+
+def train_flops(shape: model_config.TransformerConfig, parameters: int, lengths: Sequence[int]) -> float:
+    """Returns the model FLOPs of a training step: 6ND + attention.
+
+    `6 N D = 6 * parameters * sum(lengths)`: 2 for the forward pass and 4 for the backward pass, a multiplication and an
+    addition each. Attention: `12 * layers * heads * head_dim * T^2 / 2` of each sequence of T tokens. This is the count
+    of PaLM (arXiv 2204.02311, appendix B) with half of its attention, because a causal token attends to half of its
+    sequence on average. What rematerialisation computes again does not count.
+
+    Args:
+      shape: shape of the model.
+      parameters: N of the formula.
+      lengths: tokens of each sequence, without padding.
+    """
+    squares = float(sum(length * length for length in lengths))
+    attention = 6.0 * shape.num_layers * shape.num_heads * shape.head_dim * squares
+    return 6.0 * parameters * sum(lengths) + attention
 
 
 @dataclass(frozen=True)
@@ -223,13 +244,8 @@ class CostModel:
           lengths: tokens of each trajectory, prompts and tool returns included.
           devices: number of devices that share the work.
         """
-        shape, tokens = self.shape, sum(lengths)
-        squares = float(sum(length * length for length in lengths))  # causal attention
-        attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * squares
-        # 6 = 2 for the forward pass and 4 for the backward pass, a multiplication and an addition each.
-        return (6.0 * self.parameters * tokens + attention) / (
-            devices * self.sheet.flops * self.coefficients.train_flops_share
-        )
+        flops = train_flops(self.shape, self.parameters, lengths)
+        return flops / (devices * self.sheet.flops * self.coefficients.train_flops_share)
 
     def gather_seconds(self, devices: int) -> float:
         """Returns the seconds in which the trainer's devices put a snapshot in the wire dtype together."""

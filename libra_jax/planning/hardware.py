@@ -79,6 +79,31 @@ SHEETS = (
 slices."""
 
 
+DEVICE_KINDS = {
+    "NVIDIA A100-SXM4-40GB": "a100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A800-SXM4-40GB": "a800",
+    "NVIDIA A800-SXM4-80GB": "a800",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+"""Names of sheets by the `device_kind` of a JAX device: CUDA's names of GPUs, and those that JAX gives to TPUs
+(jax/_src/pallas/mosaic/tpu_info.py). Other boards of the same chip, such as "NVIDIA H100 PCIe", have other peaks and no
+sheet."""
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Returns the peak bfloat16 FLOP/s of a JAX device by its `device_kind`. None if it has no sheet."""
+    name = DEVICE_KINDS.get(device_kind)
+    return None if name is None else sheet(name).flops
+
+
 def names() -> tuple[str, ...]:
     """Returns the names of accelerators that have a sheet."""
     return tuple(sheet.name for sheet in SHEETS)

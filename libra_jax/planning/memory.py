@@ -15,8 +15,6 @@ ENGINE_BYTES = 1.0 * 2**30
 _SHEETS = {"cuda": ("a100", "h100", "h200"), "tpu": ("v5e", "v5p", "v6e")}
 """Accelerators of each `trainer.platform` that have a sheet."""
 
-VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def trainer_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
     """Returns the bytes on each of the trainer's devices: state, gradients, activations, logits, and the reference
@@ -25,16 +23,19 @@ def trainer_bytes(config: libra_config.RunConfig, shape: model_config.Transforme
     cost, trainer = costs.CostModel(sheet, shape), config.trainer
     # Memory depends on the rows alone, so one short sequence is enough.
     made = meshes.Training(cost, [2], meshes.Trainer.of_run(config, sheet))
-    needed = made.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
-    if config.algorithm.kl_coefficient:
-        reference = VALUE_BYTES[config.model.param_dtype] * cost.parameters
-        needed += reference / (trainer.fsdp * trainer.tensor)
-    return needed
+    return made.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
+
+
+def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
+    """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
+    sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
+    made = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.of_run(config, sheet))
+    return made.wire_bytes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
 def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
     """Returns the bytes of weights on each device of an instance."""
-    return model_config.parameter_count(shape) * VALUE_BYTES[config.rollout.dtype] / degree
+    return model_config.parameter_count(shape) * costs.VALUE_BYTES[config.rollout.dtype] / degree
 
 
 def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfig, free: float | None = None) -> str:
@@ -64,6 +65,8 @@ def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfi
 def _on_accelerators(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> str:
     """Compares with the sheets of the platform's accelerators, because a dry run may be on a machine without one."""
     train = trainer_bytes(config, shape)
+    if config.trainer.platform == "cuda":
+        train /= config.trainer.memory_fraction
     narrowest = min(config.rollout.tensor_parallel)
     cache = costs.CostModel(hardware.SHEETS[0], shape).kv_bytes_per_token * config.rollout.max_context / narrowest
     engine = (weight_bytes(config, shape, narrowest) + cache) / config.rollout.gpu_memory_fraction

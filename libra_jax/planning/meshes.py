@@ -10,6 +10,9 @@ device has to hold its part of the state, its rows' activations and one chunk of
 The tree of meshes is pruned from above. Tensor degrees must stay inside a node and divide the model. Then come the
 sizes of `fsdp` with which the state fits, then `data`. Of the remaining meshes, those that no other beats in both
 devices and time are kept.
+
+Memory and communication of a mesh come from the compiled programs where they were compiled for this model, these rows
+and this mesh (`Trainer.compiled`), and from formulas elsewhere.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import costs, hardware, rows
+from libra_jax.planning import costs, hardware, least, programs, rows
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
@@ -51,9 +55,11 @@ class Trainer:
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
       scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
+      reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
       rows: rows of a micro-batch, over all shards; at least one each.
       cores: cores of the CPU on which all devices take turns, so that nothing hides behind anything else; None if
         each device is an accelerator.
+      compiled: programs that were compiled for this trainer.
     """
 
     lengths: tuple[int, ...]
@@ -61,21 +67,43 @@ class Trainer:
     remat: str = "full"
     logits_chunk: int = 1024
     scored_again: bool = False
+    reference_bytes: int = 0
     rows: int = 1
     cores: int | None = None
+    compiled: tuple[programs.Case, ...] = ()
 
     @classmethod
     def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
-        """Returns a run's trainer on devices of this sheet."""
+        """Returns a run's trainer on devices of this sheet.
+
+        Raises:
+          ConfigError: the file of `planner.compiled` is missing, or is no file of launch/compile.py.
+        """
         return cls(
             lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
             scored_again=run.algorithm.objective == "decoupled",
+            reference_bytes=costs.VALUE_BYTES[run.model.compute_dtype] if run.algorithm.kl_coefficient else 0,
             rows=run.trainer.rows_per_micro_batch,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
+            compiled=programs.read(Path(run.planner.compiled)) if run.planner.compiled else (),
         )
+
+    def case(self, parameters: int, mesh: tuple[int, int, int]) -> programs.Case | None:
+        """Returns what was compiled for a mesh (data, fsdp, tensor), or None.
+
+        Args:
+          parameters: parameters of the model.
+          mesh: sizes of data, fsdp and tensor.
+        """
+        wanted = (parameters, mesh, self.rows, self.lengths[-1], self.packed, self.remat, self.reference_bytes > 0)
+        for case in self.compiled:
+            micro_batch = case.rows, case.row_tokens, case.packed
+            if (case.parameters, case.mesh, *micro_batch, case.remat, case.reference) == wanted:
+                return case
+        return None
 
 
 @dataclass(frozen=True)
@@ -163,8 +191,10 @@ class Training:
 
     def memory_bytes(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the bytes on each device."""
+        if (case := self._trainer.case(self._model.parameters, (data, fsdp, tensor))) is not None:
+            return case.memory_bytes
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
-        state = MASTER_BYTES * self._model.parameters / (fsdp * tensor)
+        state = (MASTER_BYTES + trainer.reference_bytes) * self._model.parameters / (fsdp * tensor)
         columns = -(-trainer.rows // (data * fsdp)) * row  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor
@@ -174,7 +204,12 @@ class Training:
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
-        hidden, known, shape = self._hidden_seconds(data, fsdp, tensor), self._model.coefficients, self._model.shape
+        case = self._trainer.case(self._model.parameters, (data, fsdp, tensor))
+        hidden, known, shape = (
+            self._hidden_seconds(data, fsdp, tensor, case),
+            self._model.coefficients,
+            self._model.shape,
+        )
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))
         cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
@@ -189,7 +224,7 @@ class Training:
             passes = 3.0 + again + self._trainer.scored_again
             slowest = passes * forward / (tensor * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + known.micro_batch_overhead)
-            exposed = len(slowest) * self._exposed_seconds(each * length, tensor)
+            exposed = len(slowest) * self._exposed_seconds(each * length, tensor, case)
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum()) + exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
         return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
@@ -245,37 +280,58 @@ class Training:
             if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
         ]
 
-    def _exposed_seconds(self, columns: int, tensor: int) -> float:
-        """Returns the seconds of the all-reduces over `tensor` for `columns` columns: two a layer and pass, of one
-        hidden vector a token."""
+    def wire_bytes(self, data: int, fsdp: int, tensor: int) -> float:
+        """Returns the wire bytes of a device and a micro-batch of the longest rows, by formula."""
+        columns = -(-self._trainer.rows // (data * fsdp)) * self._trainer.lengths[-1]
+        return self._over_fsdp(fsdp, tensor) + self._over_data(data, fsdp, tensor) + self._over_tensor(columns, tensor)
+
+    def _over_fsdp(self, fsdp: int, tensor: int) -> float:
+        # Parameters travel in bfloat16, gradients in float32.
+        gathers = 2.0 + self._trainer.scored_again
+        return least.over_fsdp(self._model.parameters / tensor, fsdp, gathers, least.SUM_BYTES)
+
+    def _over_data(self, data: int, fsdp: int, tensor: int) -> float:
+        return least.over_data(self._model.parameters / (fsdp * tensor), data, least.SUM_BYTES)
+
+    def _over_tensor(self, columns: int, tensor: int) -> float:
+        """Returns the bytes of the all-reduces over `tensor`: two a layer and pass, of one hidden vector a token. Each
+        takes as much as a gather and a scatter."""
+        shape = self._model.shape
+        passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
+        return least.over_tensor(columns, shape.hidden_size, tensor, 2 * 2 * shape.num_layers * passes)
+
+    def _exposed_seconds(self, columns: int, tensor: int, case: programs.Case | None) -> float:
+        """Returns the seconds of the collectives over `tensor` for `columns` columns."""
         if tensor == 1:
             return 0.0
-        shape, known = self._model.shape, self._model.coefficients
-        volume = 2 * (tensor - 1) / tensor * columns * shape.hidden_size * costs.BYTES_PER_VALUE
-        each = known.large_message_latency + volume / (
-            self._model.sheet.node_link_bytes_per_second * known.large_message_share
-        )
+        sheet, known = self._model.sheet, self._model.coefficients
+        if case is not None:
+            return case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
         passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
-        return 2 * shape.num_layers * passes * each
+        latencies = 2 * self._model.shape.num_layers * passes * known.large_message_latency
+        return latencies + self._over_tensor(columns, tensor) / (
+            sheet.node_link_bytes_per_second * known.large_message_share
+        )
 
-    def _hidden_seconds(self, data: int, fsdp: int, tensor: int) -> float:
+    def _hidden_seconds(self, data: int, fsdp: int, tensor: int, case: programs.Case | None) -> float:
         """Returns the seconds of the collectives of one micro-batch that its arithmetic hides: over `fsdp` and over
         `data`."""
-        share = self._model.parameters / tensor
+        known = self._model.coefficients
+        if case is not None:
+            seconds = case.communication_seconds(self._model.sheet, known, over_tensor=False)
+            if self._trainer.scored_again and "score" in case.programs:
+                seconds += case.communication_seconds(self._model.sheet, known, over_tensor=False, program="score")
+            return seconds
+        over_fsdp = self._over_fsdp(fsdp, tensor) / self._rate(fsdp * tensor)
+        over_data = self._over_data(data, fsdp, tensor) / self._rate(data * fsdp * tensor)
         gathers = 2.0 + self._trainer.scored_again
-        # Parameters travel in bfloat16, gradients in float32 (4 bytes).
-        over_fsdp = (gathers * costs.BYTES_PER_VALUE + 4.0) * share * (fsdp - 1) / fsdp / self._rate(fsdp * tensor)
-        reduced = 2.0 * 4.0 * share / fsdp * (data - 1) / data
         messages = self._model.shape.num_layers * ((gathers + 1.0) * (fsdp > 1) + (data > 1))
-        latencies = messages * self._model.coefficients.large_message_latency
-        return over_fsdp + reduced / self._rate(data * fsdp * tensor) + latencies
+        return over_fsdp + over_data + messages * known.large_message_latency
 
     def _rate(self, span: int) -> float:
         """Returns the bytes a second of a collective over `span` neighbouring devices."""
-        sheet, known = self._model.sheet, self._model.coefficients
-        if span <= sheet.devices_per_node:
-            return sheet.node_link_bytes_per_second * known.large_message_share
-        return sheet.network_bytes_per_second * known.network_share
+        known = self._model.coefficients
+        return least.rate(self._model.sheet, span, known.large_message_share, known.network_share)
 
     def _too_large(self, most: int) -> str:
         sheet, row = self._model.sheet, self._trainer.lengths[-1]

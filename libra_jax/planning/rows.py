@@ -18,6 +18,10 @@ Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 COLUMNS_PER_SEGMENT = 8
 """Columns of a row for each sequence that it may hold: the objective's per-sequence sums need a fixed bound."""
 
+SEGMENTS_PER_ROW = 64
+"""Most sequences that a row of any length holds. cuDNN's attention keeps a float32 statistic for each head, column and
+possible sequence, and starts a block of threads for each 128 columns of each possible sequence."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -53,7 +57,7 @@ class Fit:
 
 def max_segments(columns: int, packed: bool) -> int:
     """Returns the most sequences that a row of `columns` holds."""
-    return max(1, columns // COLUMNS_PER_SEGMENT) if packed else 1
+    return min(SEGMENTS_PER_ROW, max(1, columns // COLUMNS_PER_SEGMENT)) if packed else 1
 
 
 def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:

@@ -22,7 +22,7 @@ from libra_jax import protocols
 FAN_OUT = 2
 """Weight relays to which one relay passes a chunk on (`weights.relay_tree`)."""
 
-PUBLICATION_CALLS = 4
+SYNC_CALLS = 4
 """Calls of an engine in a weight sync, besides one for each chunk: pause, prepare, finish, resume."""
 
 RELAY_CALLS = 2
@@ -153,7 +153,7 @@ class Settings:
       status_seconds: seconds between two writes of the status.
       start_limit: seconds that a start may take (`deadlines.engine_start`).
       silent_limit: seconds for which the event loop may be silent (`telemetry.status`).
-      publication_share: share of a step that a weight sync may take.
+      weight_sync_share: share of a step that a weight sync may take.
       memory_bytes: memory of the coordinator's host, in bytes.
     """
 
@@ -169,7 +169,7 @@ class Settings:
     status_seconds: float = 1.0
     start_limit: float = 300.0
     silent_limit: float = 10.0
-    publication_share: float = 0.1
+    weight_sync_share: float = 0.1
     memory_bytes: float = 1e12
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class Loads:
       engines: rollout instances.
       rates: requests, turns, deltas and generated tokens, each a second.
       coordinator: shares of a core, by purpose.
-      publication: seconds of a weight sync, by purpose; bytes and calls overlap, loading follows.
+      weight_sync: seconds of a weight sync, by purpose; bytes and calls overlap, loading follows.
       start: seconds of the start, by purpose; engines start while others are made.
       parts: loads with a limit, by name.
     """
@@ -218,7 +218,7 @@ class Loads:
     engines: float
     rates: Mapping[str, float]
     coordinator: Mapping[str, float]
-    publication: Mapping[str, float]
+    weight_sync: Mapping[str, float]
     start: Mapping[str, float]
     parts: Mapping[str, Part]
 
@@ -272,14 +272,14 @@ def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Lo
         "engines": settings.engine_start_seconds,
     }
     coordinator = _coordinator(costs, work, settings, rates, times)
-    publication = _publication(costs, work, settings, times)
+    weight_sync = _weight_sync(costs, work, settings, times)
     tokens = trajectories * work.trained_tokens
     silent, planned = settings.silent_limit, grown(costs.planner, accelerators)
     parts = {
         "coordinator": Part(sum(coordinator.values()), 1.0, "cores"),
-        "publication": Part(
-            max(publication["bytes"], publication["calls"]) + publication["load"],
-            settings.publication_share * work.step_seconds,
+        "weight sync": Part(
+            max(weight_sync["bytes"], weight_sync["calls"]) + weight_sync["load"],
+            settings.weight_sync_share * work.step_seconds,
             "s",
         ),
         "start-up": Part(sum(start.values()), settings.start_limit, "s"),
@@ -287,7 +287,7 @@ def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Lo
         "planner": Part(planned, silent, "s"),
         "memory": Part((settings.staleness + 1) * costs.token_bytes * tokens / 1e9, settings.memory_bytes / 1e9, "GB"),
     }
-    return Loads(accelerators, engines, rates, coordinator, publication, start, parts)
+    return Loads(accelerators, engines, rates, coordinator, weight_sync, start, parts)
 
 
 def _coordinator(
@@ -313,14 +313,14 @@ def _coordinator(
     }
 
 
-def _publication(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
+def _weight_sync(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
     """Returns the seconds of a weight sync, by purpose."""
     targets, engines = hosts(work, settings, times), times * work.engines
     count = chunks(work, settings)
     # Levels of the broadcast tree that reaches all hosts.
     depth = math.ceil(math.log(targets + 1.0, FAN_OUT))
     copies = min(FAN_OUT, targets)  # copies that the trainer's host sends
-    calls = engines * (costs.engine_update + PUBLICATION_CALLS * costs.call)
+    calls = engines * (costs.engine_update + SYNC_CALLS * costs.call)
     calls += engines * count * (costs.engine_chunk + costs.call)
     calls += targets * count * (costs.host_chunk + RELAY_CALLS * costs.call)
     # Chunks follow each other down the tree, so only the last one pays for all levels.
@@ -365,7 +365,7 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
     match part:
         case "coordinator":
             made = _fewer_deltas(costs, work, settings, accelerators)
-        case "publication":
+        case "weight sync":
             made = _larger_chunks(costs, work, settings, here)
         case "start-up":
             whole, room = sum(here.start.values()), settings.start_limit - here.start["engines"]
@@ -403,10 +403,10 @@ def _fewer_deltas(costs: Costs, work: Work, settings: Settings, accelerators: in
 
 def _larger_chunks(costs: Costs, work: Work, settings: Settings, here: Loads) -> str:
     """Returns the smallest sufficient size of chunks, or else what is left with a single chunk."""
-    part = here.parts["publication"]
+    part = here.parts["weight sync"]
     while chunks(work, settings) > 1:
         settings = dataclasses.replace(settings, chunk_mib=2 * settings.chunk_mib)
-        part = loads(costs, work, settings, here.accelerators).parts["publication"]
+        part = loads(costs, work, settings, here.accelerators).parts["weight sync"]
         if part.ratio <= 1.0:
             return f"rollout.chunk_mib={settings.chunk_mib}: {part.value:.3g} s"
     targets = hosts(work, settings, here.accelerators / work.accelerators)

@@ -35,7 +35,7 @@ class CheckpointFailed(LibraError):
     """A checkpoint that could not be written; the previous checkpoint still counts."""
 
 
-class StepGivenUp(LibraError):
+class StepAborted(LibraError):
     """A training step that was aborted on request, because the run has to end; the state is unchanged."""
 
 

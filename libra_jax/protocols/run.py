@@ -6,17 +6,32 @@ import asyncio
 import collections
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from libra_jax.protocols.cluster import Cluster
 from libra_jax.protocols.scheduling import Instance, PlannedBucket
+from libra_jax.protocols.telemetry import Recorder
 from libra_jax.protocols.training import MeshSizes
+
+if TYPE_CHECKING:  # `config` raises errors of this package, so it cannot be imported here at run time
+    from libra_jax import config as configuration
 
 E = TypeVar("E")
 
 
 class Scope(Protocol):
     """The lifetime of a run. Work started in the scope ends with the run."""
+
+    @property
+    def called(self) -> bool:
+        """True once the run is to end."""
+        ...
+
+    def call(self, error: BaseException) -> None:
+        """Ends the run with `error`. Later calls have no effect."""
+        ...
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` in the background; an error that it raises ends the run."""
@@ -25,6 +40,11 @@ class Scope(Protocol):
 
 class FencingToken(Protocol):
     """A run's right to write into its workdir, until a later start of the same run takes it."""
+
+    @property
+    def number(self) -> int:
+        """Number of the start in its workdir, from 1."""
+        ...
 
     def may_write(self) -> bool:
         """Returns True if the run still has the right, as far as can be seen."""
@@ -113,6 +133,11 @@ class EngineLoaded:
 
 
 @dataclass(frozen=True)
+class PoolsChanged:
+    """A hybrid worker moved to another pool of devices."""
+
+
+@dataclass(frozen=True)
 class GroupSettled:
     """A group finished or was replaced.
 
@@ -139,11 +164,41 @@ class Events:
         for handler in self._handlers[type(event)]:
             waits = inspect.isawaitable(handler(event))
             # A coroutine that nobody awaits would silently not run.
-            assert not waits, f"a handler of {type(event).__name__} waits: publish the event instead"
+            assert not waits, f"a handler of {type(event).__name__} waits: deliver the event instead"
 
-    async def publish(self, event: object) -> None:
+    async def deliver(self, event: object) -> None:
         """Calls and awaits the event's handlers in the order of their subscription. Raises the first error."""
         for handler in self._handlers[type(event)]:
             result = handler(event)
             if inspect.isawaitable(result):
                 await result
+
+
+def event_loop_seconds() -> float:
+    """Returns the running event loop's time, which is virtual in a simulation."""
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What the parts of one run share.
+
+    Attributes:
+      config: the run's configuration.
+      cluster: makes the actors. The coordinator shuts it down when the run ends.
+      recorder: writes what happens.
+      workdir: the run's folder; checkpoints go there, and the run resumes from there.
+      scope: runs work in the background until the run ends, and ends the run.
+      events: delivers what happens to the parts that subscribed.
+      clock: returns the present time in seconds. A run reads no other clock.
+      fencing: the run's fencing token in its workdir. A later token ends the run. None disables fencing.
+    """
+
+    config: configuration.RunConfig
+    cluster: Cluster
+    recorder: Recorder
+    workdir: Path
+    scope: Scope
+    events: Events = field(default_factory=Events)
+    clock: Callable[[], float] = event_loop_seconds
+    fencing: FencingToken | None = None

@@ -19,6 +19,8 @@ class TrainerInfo:
       parameters: number of model parameters.
       mesh: size of each mesh axis by name.
       platform: "cpu", "gpu" or "tpu".
+      device_kind: maker's name of a device.
+      peak_flops: peak FLOP/s of a device; None if unknown, as on CPU.
     """
 
     policy_version: int
@@ -26,6 +28,8 @@ class TrainerInfo:
     # By name, because a mesh may have further axes of size 1.
     mesh: Mapping[str, int]
     platform: str
+    device_kind: str = ""
+    peak_flops: float | None = None
 
     @property
     def sizes(self) -> MeshSizes:
@@ -120,13 +124,13 @@ class Share:
     itself is never sent.
 
     Attributes:
-      member: name of the hybrid worker.
-      epoch: membership generation in which the worker joined; sums of another generation are refused.
+      worker: name of the hybrid worker.
+      generation: membership generation in which the worker joined; sums of another generation are refused.
       fraction: fraction of the step's work, in (0, 1); the core computes the rest.
     """
 
-    member: str
-    epoch: int
+    worker: str
+    generation: int
     fraction: float
 
 
@@ -159,7 +163,7 @@ class Snapshot:
 class Trainer(WeightStager, Protocol):
     """The trainer as the coordinator sees it. One call at a time; the caller sets deadlines.
 
-    As exceptions, `give_up_step` may come at any time. `listen`, `connect` and `dismiss` may come during a step, if the
+    As exceptions, `abort_step` may come at any time. `listen`, `connect` and `dismiss` may come during a step, if the
     step gives that hybrid worker no share.
     """
 
@@ -180,38 +184,38 @@ class Trainer(WeightStager, Protocol):
 
         Args:
           batch: groups to train on.
-          shares: parts that hybrid workers compute meanwhile (`Replica.contribute`, with the same arguments). The
+          shares: parts that hybrid workers compute meanwhile (`TrainingSide.contribute`, with the same arguments). The
             trainer computes a share that is late or unusable, and closes that worker's channel. `shares/late` counts
-            these micro-batches, and `shares/late/<member>` exists for each such worker.
+            these micro-batches, and `shares/late/<worker>` exists for each such worker.
 
         Raises:
           DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
           ConfigError: the shares leave the core nothing.
           LibraError: the batch is for another version, or too many steps in a row were not finite.
-          StepGivenUp: `give_up_step` aborted the step; version and state are unchanged.
+          StepAborted: `abort_step` aborted the step; version and state are unchanged.
         """
         ...
 
-    async def give_up_step(self) -> bool:
-        """Asks the current step to abort between two micro-batches with StepGivenUp. Returns False if it will not.
+    async def abort_step(self) -> bool:
+        """Asks the current step to abort between two micro-batches with StepAborted. Returns False if it will not.
 
         The trainer's state is then as before the step. Call only during a step: otherwise, the next step is aborted.
         """
         ...
 
-    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, worker: str, generation: int) -> Mapping[str, Any]:
         """Opens a gradient channel for a hybrid worker.
 
         Args:
-          member: name of the hybrid worker.
-          epoch: membership generation in which the worker joins.
+          worker: name of the hybrid worker.
+          generation: membership generation in which the worker joins.
 
         Returns:
-          The channel's address, as plain values for `connect` and `Replica.join`.
+          The channel's address, as plain values for `connect` and `TrainingSide.join`.
         """
         ...
 
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         """Starts to connect to a hybrid worker's channel and returns at once.
 
         Raises:
@@ -219,7 +223,7 @@ class Trainer(WeightStager, Protocol):
         """
         ...
 
-    async def dismiss(self, member: str) -> None:
+    async def dismiss(self, worker: str) -> None:
         """Closes a hybrid worker's channel, if the worker has one."""
         ...
 
@@ -347,7 +351,7 @@ class TrainerClient(MovableTrainer, WeightSource, Protocol):
         ...
 
 
-class Replica(WeightReceiver, Protocol):
+class TrainingSide(WeightReceiver, Protocol):
     """A hybrid worker's training side: a whole data-parallel copy on its own mesh, without a train state.
 
     It gets each version's parameters as engines do, and computes the gradient sums of shares. One call at a time. An
@@ -362,7 +366,7 @@ class Replica(WeightReceiver, Protocol):
         """Compiles the gradient step for every row length, if still missing."""
         ...
 
-    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+    async def join(self, generation: int, address: Mapping[str, Any]) -> None:
         """Connects to the core's gradient channel; returns when it is connected."""
         ...
 
@@ -383,7 +387,7 @@ class Replica(WeightReceiver, Protocol):
         ...
 
 
-class HybridClient(Replica, Protocol):
+class HybridClient(TrainingSide, Protocol):
     """A hybrid worker's training side as other rooms call it.
 
     Each call has a deadline of `config.deadlines`: DeadlineMissed names the hybrid worker and the call.

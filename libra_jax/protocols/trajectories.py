@@ -117,7 +117,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class AttemptSnapshot:
+class RolloutSnapshot:
     """A point from which a rollout can resume without replaying its past.
 
     Attributes:
@@ -174,7 +174,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     start_seconds: float = 0.0
     seconds: float = 0.0
-    snapshot: AttemptSnapshot | None = None
+    snapshot: RolloutSnapshot | None = None
     environment_reward: float | None = None
 
     def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +51,21 @@ class WeightChunk:
     checksum: str | None = None
 
 
+@dataclass(frozen=True)
+class WeightDestination:
+    """A rollout instance that a version is sent to.
+
+    Attributes:
+      name: name of the instance.
+      workers: number of its worker processes (its tensor-parallel degree).
+      life: number of its present life. After a restart its processes have to be met again.
+    """
+
+    name: str
+    workers: int
+    life: int
+
+
 class WeightReceiver(Protocol):
     """A worker that loads each version's weights: a rollout engine, or a hybrid worker that trains.
 
@@ -92,8 +107,12 @@ class WeightReceiver(Protocol):
 class WeightStager(Protocol):
     """The trainer's part of a weight sync: one snapshot at a time, staged chunk by chunk."""
 
-    async def open_weights(self, policy_version: int) -> int:
+    async def open_weights(self, policy_version: int, destinations: Sequence[WeightDestination] = ()) -> int:
         """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks.
+
+        Args:
+          policy_version: version of the parameters.
+          destinations: instances that will load it. They matter to transports that send (ipc, nccl), and not to memfd.
 
         Raises:
           LibraError: the state has another version, or the memory for the snapshot is too small.
@@ -130,7 +149,7 @@ class Relay(Protocol):
         """
         ...
 
-    async def listen(self, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, generation: int) -> Mapping[str, Any]:
         """Opens the link over which the relay receives from now on.
 
         Returns:
@@ -138,7 +157,7 @@ class Relay(Protocol):
         """
         ...
 
-    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None:
         """Starts to connect to the relay that listens at this address; closes an earlier link to that relay."""
         ...
 

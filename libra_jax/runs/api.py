@@ -222,7 +222,7 @@ async def start(
                 folder,
                 tools,
                 demonstrator,
-                take_epoch=functools.partial(workdirs.take_epoch, folder, take_over=take_over),
+                take_fencing_token=functools.partial(workdirs.take_fencing_token, folder, take_over=take_over),
                 at_signal=at_signal,
             )
         finally:  # the next run may use the workdir while libraries still clean up at this process's exit
@@ -401,8 +401,20 @@ def simulate(
     config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
 ) -> comparison.Comparison:
     """Simulates a cluster under scheduling policies: `libra_jax.simulate`."""
+
     run = comparison.prepare(libra_config.checked(config), policies)
-    return comparison.compare(run, policies, seeds, jobs=jobs, progress=lambda _: None)
+    # A thread of its own: the simulator runs an event loop of virtual time, a thread runs only one loop, and a
+    # notebook's thread has one already.
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="libra-simulation") as pool:
+        compared = pool.submit(comparison.compare, run, policies, seeds, jobs=jobs, progress=lambda _: None)
+        return compared.result()
+
+
+async def simulate_async(
+    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
+) -> comparison.Comparison:
+    """Simulates in a thread while the caller's event loop goes on: `libra_jax.simulate_async`."""
+    return await asyncio.to_thread(simulate, config, policies=policies, seeds=seeds, jobs=jobs)
 
 
 def plan(

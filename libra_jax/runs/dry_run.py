@@ -6,43 +6,46 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
 from libra_jax.agents import factories
+from libra_jax.agents.rewards import scoring, trial
 from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
-from libra_jax.planning import memory
+from libra_jax.planning import costs, memory
 from libra_jax.runs import wiring
 from libra_jax.telemetry import escapes
 
 PROMPT_CHARACTERS = 60
 
 
-def describe(
-    config: libra_config.RunConfig, notes: Sequence[str] = (), named: libra_config.RunConfig | None = None
-) -> str:
-    """Returns the resolved config, the policy, the tasks, the objective, the device mesh, the partition and the memory.
+def settings(config: libra_config.RunConfig) -> str:
+    """Returns every setting of a config as YAML, with secrets blacked out."""
+    plain = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: Sequence[trial.Scored] = ()) -> str:
+    """Returns the policy, the tasks, the reward, the objective, the device mesh, the partition and the memory.
 
     Args:
       config: the run's configuration.
       notes: sentences about the replacements of Hugging Face ids.
-      named: the configuration as it was given, with the ids; None takes `config`.
+      scored: what the reward functions made of `example`.
     """
     shape = wiring.known_shape(config)
     parts = placement.partition(config)
     trainer = config.trainer
     lines = [
-        yaml.safe_dump(
-            json.loads(json.dumps(escapes.redacted(libra_config.to_dict(named or config)), default=list)),
-            sort_keys=False,
-        ),
         f"policy      {_policy(config, shape)}",
         *(f"  {note}" for note in notes),
         f"tasks       {_tasks(config)}",
         f"reward      {_reward(config.reward)}",
+        *(f"  {one.name} gave {one.outcome.value:g} {EXAMPLE}" for one in scored if not one.outcome.problem),
         *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
         f"partition   {parts.total} devices",
@@ -69,7 +72,7 @@ def _trainer_memory(config: libra_config.RunConfig, shape: model_config.Transfor
     """Describes the memory of one of the trainer's devices; empty if the shape is not known."""
     if shape is None:
         return ""
-    state = memory.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
+    state = costs.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
     state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
     per_device = machine.bytes_text(state / (config.trainer.fsdp * config.trainer.tensor))
     training = machine.bytes_text(memory.trainer_bytes(config, shape))
@@ -139,7 +142,8 @@ def _elastic(config: libra_config.RunConfig) -> list[str]:
         count = len(config.rollout.tensor_parallel)
         names = ", ".join(placement.instance_name(number) for number in range(count - elastic.hybrid, count))
         replica = config.trainer.fsdp * config.trainer.tensor
-        lines.append(f"hybrid      {names}: also a replica of the trainer, over {replica} device{'s' * (replica > 1)}")
+        over = f"{replica} device{'s' * (replica > 1)}"
+        lines.append(f"hybrid      {names}: also a data-parallel replica of the trainer, over {over}")
     if elastic.resize:
         most, held = wiring.reach(config), config.trainer.devices + elastic.spare_devices
         where = f"; above {held}, in other processes" if most > held else " in the trainer's process"
@@ -162,14 +166,55 @@ def _tasks(config: libra_config.RunConfig) -> str:
         return f"{task.source} ({task.path} is not here)"
     count = f"{len(source):,} to train on" if isinstance(source, Sized) else "generated"
     file = f" from {task.path}" if task.path else ""
-    payload = source.task(0).payload
-    # Only the environment knows what the policy sees, and a dry run starts none. These are the names of the questions
-    # of environments that ship; any other payload is shown whole.
+    first = textwrap.shorten(_asked(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")
+    return f"{task.source}{file}, {count}; the first: {first}"
+
+
+def _asked(payload: Mapping[str, Any]) -> str:
+    """Returns the text of a task's question.
+
+    Only the environment knows what the policy sees, and a dry run starts none. The names are those of the questions of
+    environments that ship; any other payload is shown whole.
+    """
     text = next((payload[name] for name in ("prompt", "question", "expression", "issue") if name in payload), payload)
     # Of a prompt of several messages the last one asks. A payload of a user's own may have any other shape.
     if isinstance(text, list) and text and isinstance(text[-1], Mapping) and "content" in text[-1]:
         text = text[-1]["content"]
     plain = dict(text) if isinstance(text, Mapping) else text
-    shown = plain if isinstance(plain, str) else json.dumps(plain, default=str)
-    first = textwrap.shorten(shown, PROMPT_CHARACTERS, placeholder=" ...")
-    return f"{task.source}{file}, {count}; the first: {first}"
+    return plain if isinstance(plain, str) else json.dumps(plain, default=str)
+
+
+EXAMPLE = "for the first task with its own answer"
+"""What the reward functions are tried on, in a sentence."""
+
+
+def example(config: libra_config.RunConfig) -> trial.Example | None:
+    """Returns a rollout that answers the first task as the task's `answer` says; None if the tasks are not here.
+
+    Raises:
+      LibraError: the first task cannot be read.
+    """
+    try:
+        task = factories.task_source(config.task, config.seed).task(0)
+    except protocols.DataError:
+        return None
+    answers = task.payload.get("answer", "")
+    answer = str(answers[0] if isinstance(answers, list | tuple) and answers else answers)
+    asked = _asked(task.payload)
+    messages = protocols.Message("user", asked), protocols.Message("assistant", answer)
+    text = f"{asked}\n{answer}"
+    return trial.Example(task, scoring.Transcript(text, answer, messages=messages, environment_reward=1.0))
+
+
+def failures(config: libra_config.RunConfig, scored: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
+    """Returns sentences for the reward functions that a run would fail with, and for those that it might fail with."""
+    surely, perhaps = [], []
+    for one in scored:
+        factory = config.reward.parsed()[one.name].factory
+        said = f"config.reward.functions.{one.name}: {factory} {one.outcome.problem} {EXAMPLE}"
+        if one.failed:
+            surely.append(said)
+        elif one.outcome.problem:
+            why = "a run waits longer" if one.slow else "the transcript is made up here, so a real one may fare better"
+            perhaps.append(f"{said}; {why}")
+    return surely, perhaps

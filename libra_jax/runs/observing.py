@@ -62,13 +62,15 @@ def end_process() -> NoReturn:
 
 
 @contextlib.contextmanager
-def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch | None) -> Iterator[status.RunStatus]:
+def observed(
+    config: libra_config.RunConfig, workdir: Path, fencing_token: fencing.Token | None
+) -> Iterator[status.RunStatus]:
     """Writes `status.json` while the block runs and serves the health page. Yields the state that both show.
 
     Args:
       config: configuration of the run (`telemetry`).
       workdir: directory of the run.
-      epoch: the run's fencing token in the workdir; None disables fencing.
+      fencing_token: the run's fencing token in the workdir; None disables fencing.
 
     Raises:
       ConfigError: the health page cannot be served as `telemetry` says.
@@ -86,9 +88,9 @@ def observed(config: libra_config.RunConfig, workdir: Path, epoch: fencing.Epoch
     except protocols.DataError:  # the heartbeat replaces it at once
         earlier = None
     step = max(0, checkpoints.newest_step(workdir))
-    number = epoch.number if epoch else 0
+    number = fencing_token.number if fencing_token else 0
     run = status.RunStatus(config.name, config.steps, number, loop.time, waits, earlier=earlier, step=step)
-    guard = files.always if epoch is None else epoch.may_write
+    guard = files.always if fencing_token is None else fencing_token.may_write
     with contextlib.ExitStack() as closing:
         if config.telemetry.port:
             page = endpoint.Endpoint(config.telemetry, run)

@@ -44,6 +44,7 @@ SHARED = (
     "coordinator.max_staleness",
     "model.logits_chunk",
     "model.remat",
+    "planner.compiled",
     "planner.degrees",
     "planner.profile",
     "rollout.max_context",

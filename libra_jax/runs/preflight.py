@@ -95,7 +95,12 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     if platform is not None:
         for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
             feasibility.choose_attention(
-                config.model.attention, platform, tokens, shape.head_dim, config.model.compute_dtype
+                config.model.attention,
+                feasibility.Target(platform),
+                tokens,
+                shape.head_dim,
+                config.model.compute_dtype,
+                config.trainer.pack,
             )
     if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
@@ -184,10 +189,10 @@ def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
             f"config.trainer.platform: auto leaves all of the machine's devices to each of the {trainer.processes} "
             "processes of trainer.processes; name the platform: cpu, cuda or tpu"
         )
-    if config.rollout.transport != "memfd":
+    if config.rollout.transport == "ipc":
         raise protocols.ConfigError(
-            f"config.rollout.transport: {config.rollout.transport!r} serves a trainer of one process, and "
-            f"trainer.processes is {trainer.processes}; use 'memfd'"
+            "config.rollout.transport: 'ipc' hands memory of one process to engines on its GPUs, and trainer.processes "
+            f"is {trainer.processes}; use 'nccl' or 'memfd'"
         )
     if trainer.cores:
         raise protocols.ConfigError(
@@ -220,7 +225,7 @@ def _check_elastic(config: libra_config.RunConfig) -> None:
         )
     if config.cluster.backend != "ray":
         raise protocols.ConfigError(
-            "config.elastic.hybrid: a replica is a JAX process of its own; hybrid workers need "
+            "config.elastic.hybrid: a training side is a JAX process of its own; hybrid workers need "
             "--config.cluster.backend=ray"
         )
     needed = trainer.fsdp * trainer.tensor
@@ -228,8 +233,9 @@ def _check_elastic(config: libra_config.RunConfig) -> None:
     for number, devices in hybrid:
         if trainer.platform == "cuda" and needed > len(devices):
             raise protocols.ConfigError(
-                f"config.elastic.hybrid: a replica is one of the trainer's (fsdp {trainer.fsdp} x tensor "
-                f"{trainer.tensor}: {needed} devices), and hybrid instance {number} has {len(devices)}; make it wider"
+                "config.elastic.hybrid: a training side is a data-parallel replica of the trainer (fsdp "
+                f"{trainer.fsdp} x tensor {trainer.tensor}: {needed} devices), and hybrid instance {number} has "
+                f"{len(devices)}; make it wider"
             )
 
 

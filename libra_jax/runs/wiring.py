@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, context, evaluation, fencing, stopping
+from libra_jax.coordinator import checkpoint_store, checkpoints, evaluation, fencing, rollouts, stopping
+from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
@@ -73,7 +75,11 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     environment = {
         "auto": {},
         "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + spare)},
-        "cuda": {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ",".join(map(str, local))},
+        "cuda": {
+            "JAX_PLATFORMS": "cuda,cpu",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, local)),
+            **_memory_fraction(config.trainer.memory_fraction),
+        },
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
     return protocols.ActorSpec(
@@ -85,6 +91,17 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
         devices=devices,
         host=host,
     )
+
+
+def _memory_fraction(fraction: float) -> dict[str, str]:
+    """Returns the variable that makes JAX reserve this share of each GPU; nothing if the user has set the share.
+
+    JAX's own default of 0.75 leaves a quarter of each GPU unused if the trainer shares it with nothing.
+    """
+    # JAX refuses to start if its old and its new name are both set.
+    if {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
+        return {}
+    return {"XLA_CLIENT_MEM_FRACTION": f"{fraction:g}"}
 
 
 def trainer_processes(
@@ -106,7 +123,7 @@ def trainer_processes(
     return make
 
 
-def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+def training_side_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
     """Describes the training side of each hybrid worker, on devices that its instance has already leased."""
     count, trainer = config.elastic.hybrid, config.trainer
     if not count:
@@ -119,7 +136,9 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
         environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(needed)}
         if trainer.platform == "cuda":
             visible = ",".join(map(str, local[:needed]))
-            # The allocator must return freed memory to the device, because the engine needs it again when it wakes.
+            # The allocator must return freed memory to the device, because the engine needs rollout.gpu_memory_fraction
+            # of it again when it wakes. This allocator reserves nothing and knows no fraction: while the engine sleeps,
+            # the worker may use all that the engine has freed.
             allocator = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             environment = {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": visible, **allocator}
         arguments = {
@@ -129,7 +148,7 @@ def replica_specs(config: libra_config.RunConfig, workdir: Path) -> list[protoco
             "cores": config.elastic.cores[place : place + 1],
         }
         specs.append(
-            protocols.ActorSpec(f"replica-{number}", TRAINING_SIDE, arguments, environment=environment, host=host)
+            protocols.ActorSpec(f"hybrid-{number}", TRAINING_SIDE, arguments, environment=environment, host=host)
         )
     return specs
 
@@ -221,7 +240,7 @@ async def train(
     tools: toolkit.Toolkit,
     demonstrator: protocols.Demonstrator | None = None,
     *,
-    take_epoch: Callable[[], fencing.Epoch | None] = lambda: None,
+    take_fencing_token: Callable[[], fencing.Token | None] = lambda: None,
     at_signal: stopping.AtOnce = lambda _: None,
 ) -> coordinator.RunSummary:
     """Builds the run on the running event loop, completes it, and writes the report.
@@ -231,14 +250,14 @@ async def train(
       workdir: directory of the run, opened.
       tools: tools that the policy may call, open.
       demonstrator: solves tasks for the warm start; None only if the warm start takes no steps.
-      take_epoch: takes the run's fencing token in the workdir, which ends any run in there. Called after every check
-        that works without workers. A result of None disables fencing.
+      take_fencing_token: takes the run's fencing token in the workdir, which ends any run in there. Called after every
+        check that works without workers. A result of None disables fencing.
       at_signal: called at once on SIGINT and SIGTERM.
     """
     parts = _parts(config, workdir, tools, demonstrator)
-    epoch = take_epoch()
-    with observing.observed(config, workdir, epoch) as watcher:
-        summary = await _train(config, workdir, parts, epoch, watcher, at_signal)
+    fencing_token = take_fencing_token()
+    with observing.observed(config, workdir, fencing_token) as watcher:
+        summary = await _train(config, workdir, parts, fencing_token, watcher, at_signal)
         watcher.end("stopped" if summary.stopped else "done", summary.sentence)
     if config.telemetry.report and not summary.terminated:  # after a scheduler's SIGTERM, there is no time for it
         with stopping.caught(lambda *_: None, at_signal):  # the run is over: another signal must not lose its report
@@ -260,8 +279,8 @@ class _Parts:
       planner: decides who trains and who rolls out; None if `planner.period` is 0.
     """
 
-    specs: context.WorkerSpecs
-    agent: context.Agent
+    specs: parts_lib.WorkerSpecs
+    agent: rollouts.Agent
     scheduler: protocols.Scheduler
     planner: planner.GlobalPlanner | None
 
@@ -275,15 +294,15 @@ def _parts(
     shape = policy_shape(config, need_weights=True)
     engines = placement.Engines(config, shape, workdir)
     on_ray = config.cluster.backend == "ray"
-    specs = context.WorkerSpecs(
+    specs = parts_lib.WorkerSpecs(
         trainer=trainer_spec(config, workdir),
         engines=engines.specs(),
-        training_sides=replica_specs(config, workdir),
+        training_sides=training_side_specs(config, workdir),
         relays=relay_specs(config),
         make_engine=engines.add,
         make_trainer=functools.partial(trainer_processes, config, workdir) if on_ray else None,
     )
-    agent = context.Agent(
+    agent = rollouts.Agent(
         tasks=factories.task_source(config.task, config.seed),
         make_environment=factories.environment_factory(config.task, tools),
         tokenizer=tokenizers.create(config.task, config.model.path),
@@ -299,12 +318,12 @@ async def _train(
     config: libra_config.RunConfig,
     workdir: Path,
     parts: _Parts,
-    epoch: fencing.Epoch | None,
+    fencing_token: fencing.Token | None,
     watcher: status.RunStatus,
     at_signal: stopping.AtOnce,
 ) -> coordinator.RunSummary:
-    if epoch is not None:
-        epoch.check()
+    if fencing_token is not None:
+        fencing_token.check()
     kept = workdir / profiles.KEPT_FILE
     if config.planner.profile and config.planner.period and not kept.exists():
         partial = kept.with_suffix(".partial")
@@ -313,7 +332,7 @@ async def _train(
         partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
-    async with _surroundings(config, workdir, parts.agent, epoch, watcher, damaged) as (around, agent):
+    async with _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged) as (around, agent):
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
         summary = await run.run(at_signal)
         _add_files(config, workdir / "model")
@@ -324,16 +343,16 @@ async def _train(
 async def _surroundings(
     config: libra_config.RunConfig,
     workdir: Path,
-    agent: context.Agent,
-    epoch: fencing.Epoch | None = None,
+    agent: rollouts.Agent,
+    fencing_token: fencing.Token | None = None,
     watcher: status.RunStatus | None = None,
     damaged: Sequence[str] = (),
-) -> AsyncIterator[tuple[context.RunContext, context.Agent]]:
-    """Opens the recorder, the cluster and the reward. Yields the run's surroundings, and the agent with its reward.
+) -> AsyncIterator[tuple[parts_lib.RunContext, rollouts.Agent]]:
+    """Opens the recorder, the cluster and the reward. Yields the run's context, and the agent with its reward.
 
     `damaged` has a sentence for each damaged line that was cut from the workdir's records.
     """
-    guard = files.always if epoch is None else epoch.may_write
+    guard = files.always if fencing_token is None else fencing_token.may_write
     recorder = telemetry.create(config, workdir, asyncio.get_running_loop().time, guard=guard, watcher=watcher)
     if watcher is not None:
         watcher.recorder = recorder
@@ -354,7 +373,9 @@ async def _surroundings(
         composed = composition.opened(config.reward, actors, note=recorder.note, start_seconds=limits.reward_start)
         reward = await rewards.enter_async_context(composed)
         texts = samples.Samples(config.telemetry.samples, config.seed, agent.tokenizer)
-        around = context.RunContext(config, actors, recorder, workdir, epoch, texts, export=workdir / "model")
+        around = parts_lib.RunContext(
+            config, actors, recorder, workdir, fencing=fencing_token, samples=texts, export=workdir / "model"
+        )
         yield around, dataclasses.replace(agent, reward=reward)
     finally:
         await rewards.aclose()

@@ -56,7 +56,7 @@ def open_workdir(
     Args:
       config: configuration of the run.
       workdir: path of the workdir; None means the config's own.
-      take_over: accept a workdir in which a run lives: `take_epoch` will fence that run off.
+      take_over: accept a workdir in which a run lives: `take_fencing_token` will fence that run off.
       allow_changes: further settings that may differ, as returned by `changes.allowed_names`.
 
     Raises:
@@ -86,12 +86,10 @@ def tell_other_runs(config: libra_config.RunConfig) -> None:
     others = [folder for folder in others if len(folder.name) == len(path.name)]  # a hash follows the name
     if others:
         newest = max(others, key=lambda folder: folder.stat().st_mtime)
-        print(
-            f"note: {path} begins a new run; --workdir={newest} goes on in the newest that is there.", file=sys.stderr
-        )
+        print(f"note: {path} begins a new run; --workdir={newest} goes on in the newest.", file=sys.stderr)
 
 
-def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
+def take_fencing_token(workdir: Path, *, take_over: bool = False) -> fencing.Token:
     """Takes the workdir's next fencing token, which ends every earlier run in it. Call it last before the run begins.
 
     All checks must come before, because an earlier run does not come back.
@@ -104,7 +102,7 @@ def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
       ConfigError: the folder cannot be written.
     """
     try:
-        epoch = fencing.take(workdir, lambda: checkpoint_store.find(workdir).step)
+        fencing_token = fencing.take(workdir, lambda: checkpoint_store.find(workdir).step)
     except OSError as error:
         raise protocols.ConfigError(
             f"--workdir={workdir} cannot be used ({error.strerror or error}); choose a folder that can be written"
@@ -115,7 +113,7 @@ def take_epoch(workdir: Path, *, take_over: bool = False) -> fencing.Epoch:
             "accelerators: look after its processes.",
             file=sys.stderr,
         )
-    return epoch
+    return fencing_token
 
 
 def _has_ended(workdir: Path) -> bool:
@@ -133,8 +131,8 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
     existed, stored_file = path.exists(), path / "config.json"
     if allow_changes and not stored_file.exists():
         raise protocols.ConfigError(
-            f"--allow_changes: {path} holds no config.json, so no run is there to go on; give the --workdir of the run "
-            "that is to go on with other settings"
+            f"--allow_changes: {path} holds no config.json, so no run can go on; give the --workdir of the run that is "
+            "to go on with other settings"
         )
     if existed and not take_over:  # lock before reading; a refused config must leave no new folder behind
         _refuse_if_in_use(path)

@@ -89,6 +89,7 @@ def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Map
     size = bound.groups_per_step
     if len(finished) < size:
         return Selection()
+    # Group ids ascend as groups are dispatched; the sort is stable, so with spares the order of finishing stays.
     by_deadline = sorted(finished, key=lambda group: (finished[group], 0 if bound.spare else group))
     batch, later = by_deadline[:size], by_deadline[size:]
     # Running groups beyond what the steps after this one can still train in time, the most urgent first: for each
@@ -103,6 +104,7 @@ def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Map
         binding.extend(due[: max(0, excess)])
     if binding:
         return Selection(binding=tuple(binding))
+    # Without spares, admission and the test above leave a later step to every group, so nothing can be surplus.
     left = {group: finished[group] for group in later} | dict(running) if bound.spare else {}
     surplus = (group for group, version in left.items() if bound.last_step(version) <= step)
     return Selection(batch=tuple(batch), surplus=tuple(surplus))

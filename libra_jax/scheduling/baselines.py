@@ -32,19 +32,19 @@ class RoundRobin(slots.SlotScheduler):
     _last = ""
     _turn = 0
     _cycle: Sequence[buckets.Server] = ()
-
-    def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        self._cycle = ()  # made again from the live instances at the next pick
-        return super().on_instance_change(instances, now)
+    _cycle_of: buckets.Bucket | None = None
 
     def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
-        if not self._cycle:
+        # Each change of instances makes another bucket, so an unknown bucket means that the instances changed.
+        if bucket is not self._cycle_of:
+            self._cycle_of = bucket
             # By name, so that an instance that comes back after a restart keeps its place in the cycle.
             servers = sorted(bucket.servers, key=lambda server: server.name)
             first = next((place for place, server in enumerate(servers) if server.name > self._last), 0)
             self._cycle = servers[first:] + servers[:first]
             self._turn = 0
         server = self._cycle[self._turn]
+        # Ends: `pick` is called only if the bucket has a free slot.
         while server.load >= server.slots:
             self._turn = (self._turn + 1) % len(self._cycle)
             server = self._cycle[self._turn]
@@ -90,16 +90,6 @@ class Mlfq(slots.SlotScheduler):
 
     by_length = True
 
-    def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
-        super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
-        self._quanta = config.quanta or config.max_remaining_tokens
-
-    def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
-        placements = super().on_plan(planned, now)
-        if not self.config.quanta:  # else they are the user's, and hold for any layout
-            self._quanta = self.levels.bounds
-        return placements
-
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
         if returned and request.level and request.mark == request.generated_tokens:  # demoted at the tool call
@@ -133,7 +123,9 @@ class Mlfq(slots.SlotScheduler):
         level = request.level
         if level >= len(self.buckets) - 1:
             return False
-        if generated_tokens - request.mark < self._quanta[min(level, len(self._quanta) - 1)]:
+        # A user's quanta hold for any layout; bounds follow the plan, so they are read at each decision.
+        quanta = self.config.quanta or self.levels.bounds
+        if generated_tokens - request.mark < quanta[min(level, len(quanta) - 1)]:
             return False
         # One level at a time, as in the classic queue, no matter how far the request has outrun its quantum.
         request.level += 1
@@ -154,6 +146,7 @@ class LengthPredictor(slots.SlotScheduler):
     """
 
     by_length = True
+    lends = True
 
     def __init__(
         self,
@@ -163,7 +156,7 @@ class LengthPredictor(slots.SlotScheduler):
         seed: int = 0,
         degrees: Sequence[int] = (),
     ) -> None:
-        super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees)
+        super().__init__(config, degrees=degrees)
         self._truth = remaining
         self._seed = seed
 
@@ -177,9 +170,6 @@ class LengthPredictor(slots.SlotScheduler):
     def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = self.home(request, bucket.level)
         return bucket.least() if home is None or home.full else home
-
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
-        return True
 
 
 @functools.lru_cache(maxsize=65_536)  # a request is routed at each tool return, and seeding costs more than the rest

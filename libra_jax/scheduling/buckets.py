@@ -50,7 +50,7 @@ class Server:
       level: level of its bucket.
       load: requests that decode there.
       decoding: those requests, in the order in which they were placed.
-      residents: requests whose context is there, decoding or away (`cmlfq`).
+      residents: requests whose context the bucket holds, decoding or away (`cmlfq`).
       context: context tokens of the residents.
       urgency: sum of the residents' urgencies.
       urgent_tokens: sum of the residents' urgency times expected tokens.
@@ -232,6 +232,7 @@ class Levels:
 
     def of_degree(self, degree: int) -> int:
         """Returns the level of an instance of this degree."""
+        # Without bounds there is a single bucket, for instances of any degree.
         return self.degrees.index(degree) if self.bounds else 0
 
     def nearest(self, other: Levels, level: int) -> int:
@@ -242,6 +243,7 @@ class Levels:
 
     def of_length(self, tokens: float) -> int:
         """Returns the level that serves a request with `tokens` to generate."""
+        # A length at a bound belongs below it. Levels of degrees not seen yet do not exist: the widest stands in.
         return min(bisect.bisect_left(self.bounds, tokens), self.count - 1)
 
 
@@ -282,6 +284,7 @@ class Queue:
         versions, version = self._versions, request.dispatch_version
         versions[version] = versions.get(version, 0) + 1
         heapq.heappush(self._heap, (*self._order(request), request.ticket, request))
+        # A sweep at a multiple of the live entries costs each push a constant time in the mean.
         if len(self._heap) > 4 * self.size + HEAP_SLACK:
             self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
             heapq.heapify(self._heap)
@@ -291,6 +294,7 @@ class Queue:
         request.queue = None  # makes its heap entry stale
         self.size -= 1
         versions, version = self._versions, request.dispatch_version
+        # Versions only grow, so entries at zero would pile up over a run.
         if versions[version] == 1:
             del versions[version]
         else:
@@ -310,6 +314,7 @@ class Queue:
     def first(self) -> Entry | None:
         """Returns the entry of the request that goes next, which stays in the queue; None if nothing waits."""
         heap = self._heap
+        # With nobody waiting all entries are stale; `push` sweeps them when they are many.
         while self.size and heap:
             first = heap[0]
             request = first[-1]
@@ -348,7 +353,7 @@ class Bucket:
     def add(self, server: Server) -> None:
         """Adds an instance with the load that it has."""
         server.level = self.level
-        server.noted = math.inf
+        server.noted = math.inf  # an entry in the heap of its former bucket is gone with that bucket
         self.servers.append(server)
         self.slots += server.slots
         self.free += server.slots - server.load
@@ -388,6 +393,7 @@ class Bucket:
         if server.load >= server.slots:
             return
         busy = self._busy(server)
+        # An entry below the present value is corrected when it surfaces (`least`); one above it would never be found.
         if busy < server.noted:
             server.noted = busy
             heap = self._heap
@@ -411,6 +417,7 @@ class Crowds:
     def joined(self, server: Server) -> None:
         """Notes that a request began to wait for the instance."""
         size = server.queue.size
+        # Up to its noted size the instance has an entry that is high enough; `longest` corrects it downwards.
         if size > server.crowd:
             server.crowd = size
             heapq.heappush(self._heap, (-size, server.place, server))

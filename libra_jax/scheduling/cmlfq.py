@@ -69,7 +69,6 @@ class Cmlfq(slots.SlotScheduler):
         self.evidence = evidence.Evidence(config)
         super().__init__(
             config,
-            bounds=config.max_remaining_tokens,
             order="group_completion",
             degrees=degrees,
             learner=self.evidence,
@@ -92,6 +91,7 @@ class Cmlfq(slots.SlotScheduler):
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self.rates.clear()  # costs may have been calibrated since
         live = {instance.name for instance in instances}
+        # Before the buckets are made again, because an account is closed with the bucket that it was kept in.
         for request in self.requests.values():
             if request.home is not None and request.home.name not in live:
                 self._evict(request)
@@ -124,6 +124,7 @@ class Cmlfq(slots.SlotScheduler):
     ) -> list[protocols.Placement]:
         request = self.requests[request_id]
         request.generated_tokens = generated_tokens
+        # Held-out tasks must not teach, as in `slots`; an aborted request has not grown to its end.
         if completed and generated_tokens and request.group_id != protocols.EVALUATION_GROUP:
             self._growth += GROWTH_SHARE * (request.context_now / generated_tokens - self._growth)
         self._evict(request)
@@ -155,6 +156,7 @@ class Cmlfq(slots.SlotScheduler):
 
     def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
         room = self.config.cache_share * server.instance.cache_tokens
+        # A resident is counted already. An empty instance takes any request, or one larger than `room` never ran.
         if not room or request.home is server or not server.residents:
             return True
         return server.footprint + self._footprint(request) <= room
@@ -162,6 +164,7 @@ class Cmlfq(slots.SlotScheduler):
     def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
         own, wanted = self.buckets[request.level], request.wanted
+        # The reserve: a short request in the last slots would make the next long one wait.
         if own.level < bucket.level and bucket.free <= self.config.reserve * bucket.slots:
             return False
         server = bucket.least()
@@ -174,8 +177,10 @@ class Cmlfq(slots.SlotScheduler):
             waited_for, queue, count = wanted, wanted.queue.size, wanted.instance.slots
         else:
             waited_for, queue, count = own.servers[0], own.queue.size, own.slots
+        # A slot that is waited for comes free on a full instance, so its pace is the one of all slots.
         there = self._pace(waited_for, waited_for.instance.slots, 0)
         wait = queue * self._turn_tokens * there / count
+        # The prefill of a moved context holds up everybody who decodes there.
         cost = self._turn_tokens * (here - there) + move * (1 + server.residents)
         if wait > cost:
             request.gain = wait - cost
@@ -193,6 +198,7 @@ class Cmlfq(slots.SlotScheduler):
             server.context += context - context_then
             server.urgency += urgency - urgency_then
             server.urgent_tokens += urgency * remaining - urgency_then * remaining_then
+            # Tells the bucket's heap that the context shrank. It corrects growth when the entry comes up (`Bucket`).
             if context < context_then:
                 self.buckets[server.level].eased(server)
         else:
@@ -285,6 +291,7 @@ class Cmlfq(slots.SlotScheduler):
 
     def _pace(self, server: buckets.Server, decoding: int, joining: int) -> float:
         """Returns seconds a token with `decoding` requests on the server and `joining` more tokens of context there."""
+        # Requests beyond the slots wait, and slow nobody.
         decoding = 1 if decoding < 1 else server.slots if decoding > server.slots else decoding
         context = (server.context + joining) // decoding
         shift = context.bit_length() - 3  # `costs.rounded`, without the call: this is the innermost function
@@ -308,6 +315,7 @@ class Cmlfq(slots.SlotScheduler):
         power, context = self._power, request.context_now
         here = request.home is server
         others = server.residents - here
+        # At home its context is in the sum already, as of its last account: only the growth since then joins.
         pace = self._pace(server, others + 1, context - request.held[0] if here else context)
         seconds_to_move = self.rates.move(request.context_at, server.instance, cost_model.rounded(context))
         # A move costs several times its seconds: loads even out by themselves before it has paid off.
@@ -325,6 +333,7 @@ class Cmlfq(slots.SlotScheduler):
         self._urgency = power * urgency
         if not others:
             return own
+        # What the others lose: the difference of the paces with and without it, and its prefill.
         slower = pace - self._pace(server, others, -request.held[0] if here else 0)
         return own + server.urgency * (max(0.0, slower) * shared + move)
 
@@ -343,13 +352,14 @@ class CmlfqPaper(slots.SlotScheduler):
 
     def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
         self.paths = evidence.PathStatistics(config)
-        super().__init__(config, bounds=config.max_remaining_tokens, degrees=degrees, learner=self.paths)
+        super().__init__(config, degrees=degrees, learner=self.paths)
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
         if returned and (node := self.paths.known(request.track)) is not None:
             request.remaining = node.mean
             level = self.levels.of_length(node.mean)
+            # The published test of certainty: a spread that crosses a bound says nothing of the bucket.
             if level == self.levels.of_length(node.quantile(0.9)):
                 request.level = level
         level = min(request.level, len(self.buckets) - 1)
@@ -357,10 +367,12 @@ class CmlfqPaper(slots.SlotScheduler):
         return level
 
     def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
+        # Only a new request holds no cache anywhere, so only it may start in another bucket at no cost.
         return not request.served_by
 
     def seat(
         self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
     ) -> protocols.Placement:
+        # Wherever it was placed, it stays until the statistics agree on another bucket.
         request.level = server.level
         return super().seat(request, server, reason)

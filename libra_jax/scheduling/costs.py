@@ -51,6 +51,7 @@ class LinearCosts:
 
     def speed(self, degree: int) -> float:
         """Returns the speed of an instance of this degree relative to one device."""
+        # Each further device adds less than a whole one, because collectives take a part of it.
         return 1.0 + (degree - 1) * self.coefficients.scaling
 
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
@@ -96,12 +97,13 @@ class Rates:
         key = instance.tensor_parallel, decoding, context
         rate = self.known.get(key)
         if rate is None:
+            # Over many tokens, since the context grows meanwhile and one token's time would leave that out.
             seconds = self._costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
             rate = self.known[key] = seconds / RATE_TOKENS
         return rate
 
     def move(self, source: str, target: protocols.Instance, context: int) -> float:
-        """Returns seconds to bring a rounded context there; 0 if it is there already or nowhere."""
+        """Returns seconds to bring a rounded context there; 0 if the instance holds it already, or no instance does."""
         if not source or source == target.name:
             return 0.0
         key = target.tensor_parallel, context  # where it comes from does not change the price

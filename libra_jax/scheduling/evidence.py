@@ -199,6 +199,7 @@ class Evidence:
         # The first edge of `by_prompt` is the prompt itself, at which the whole length was left as well.
         remaining = track.remaining(generated_tokens)
         self.by_prompt.add((track.prompt_id, *track.path), (generated_tokens, *remaining))
+        # The root alone, for the hazard; what the path teaches below it follows as lessons.
         self.by_suffix.add((), (generated_tokens,))
         # True remainders beside predicted ones: a running least-squares fit of the factor's power, in logarithms.
         kept = 1.0 - SIBLINGS_FORGOTTEN
@@ -206,6 +207,7 @@ class Evidence:
             error = math.log((generated_tokens - track.marks[place] + 1.0) / (mean + 1.0))
             errors, factors = self._siblings
             self._siblings = kept * errors + factor * error, kept * factors + factor**2
+        # The first returns of an endless path suffice, so that no single request fills the windows.
         before, failures, largest = None, 0, 0
         for key, mark in zip(track.path[: 2 * self._depth], track.marks, strict=False):
             failures, largest = _counted(key, failures, largest)
@@ -266,6 +268,7 @@ class Evidence:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns JSON-able statistics. Live requests are left out: they arrive again after a restart."""
+        # Lessons are not stored, so they are taken in first.
         self._learn(len(self._lessons))
         return {
             "by_prompt": self.by_prompt.snapshot(),
@@ -303,6 +306,7 @@ class Evidence:
     def _survived(self, track: Track, generated_tokens: int) -> None:
         """Adds to the prompt's hazard what the request has got through since it was last asked about."""
         hazard = -math.log(self.by_suffix.root.above(generated_tokens))
+        # The whole hazard replaces the request's former part: the curve itself may have changed since.
         track.prompt.hazard += hazard - track.hazard
         track.hazard = hazard
 
@@ -314,6 +318,7 @@ class Evidence:
             if clock >= parent.due:
                 self._renew(tree, parent)
             node.blend = _shrunk(node.blend, parent.blend, tree.weight(node), self._prior)
+        # One more trajectory changes an old tree less than a young one, so renewals get rarer as it grows.
         node.due = clock + 1 + min(MOST_TRAJECTORIES, clock // RENEWALS)
 
     def _blend(
@@ -328,6 +333,7 @@ class Evidence:
             weight = tree.weight(node)
             if since:
                 mine = node.sketch_after(since)
+                # Only samples that lasted as long are evidence.
                 weight *= node.above(since)
             else:
                 mine = node.sketch() if node.samples else ()
@@ -345,6 +351,7 @@ class PathStatistics:
     def __init__(self, config: configuration.SchedulerConfig) -> None:
         self._config = config
         limits = config.window, config.tree_nodes
+        # One edge deeper, because the prompt itself is the first edge.
         self.by_prompt = prefix_tree.PrefixTree(*limits, config.path_depth + 1, config.half_life)
         self.shared = prefix_tree.PrefixTree(*limits, config.path_depth, config.half_life)
 
@@ -411,5 +418,6 @@ def _shrunk(mine: prefix_tree.Sketch, behind: prefix_tree.Sketch, weight: float,
     """Blends a node's own sketch with that of the evidence behind it; either may be empty."""
     if not mine or not behind:
         return mine or behind
+    # n / (n + prior) of empirical Bayes. A list comprehension: this is faster than a generator for six numbers.
     share = weight / (weight + prior)
     return tuple([old + share * (new - old) for old, new in zip(behind, mine, strict=True)])

@@ -43,6 +43,8 @@ class Heddle(slots.SlotScheduler):
       costs: costs of decoding.
     """
 
+    lends = True
+
     def __init__(self, config: configuration.SchedulerConfig, costs: cost_model.Costs) -> None:
         self.evidence = evidence.Evidence(config)
         super().__init__(config, order="longest_first", learner=self.evidence)
@@ -74,11 +76,9 @@ class Heddle(slots.SlotScheduler):
             return bucket.least() if server.full else server
         return home if home.degree == server.degree or server.full else server
 
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
-        return True
-
     def place(self, now: float) -> list[protocols.Placement]:
         """Fills the free slots, then pre-empts where a queue's longest request still waits."""
+        # Read first: the base class forgets which instances were touched when it has filled the slots.
         joined = [server for server in self._touched if server.queue.size]
         placements = super().place(now)
         bucket = self.buckets[0]
@@ -94,16 +94,19 @@ class Heddle(slots.SlotScheduler):
             shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
             # An aged request keeps its place: it was placed because it had waited long enough.
             if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
-                shortest.wanted = server  # its context is there
+                shortest.wanted = server  # it holds the context
                 placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
+                # The base class's, which does not pre-empt again: one event displaces at most one request a queue.
                 placements += super().place(now)
         return placements
 
     def _run_of(self, request: buckets.Request) -> buckets.Server:
-        """Returns the instance whose run the request's length lies in."""
+        """Returns the instance whose run the request's length lies in; cuts the runs again after a turnover."""
         if not self._floors or self._judged * TURNOVER > max(len(self.requests), TURNOVER * CHUNKS):
             self._cut()
+        # Floors are negated so that they ascend as bisection needs, the longest run first.
         place = bisect.bisect_left(self._floors, -request.remaining)
+        # A request shorter than all that the cuts knew belongs to the shortest run.
         return self._runs[min(place, len(self._runs) - 1)]
 
     def _cut(self) -> None:
@@ -147,6 +150,7 @@ def presorted_cuts(
     Returns:
       (first, last) of each server's run.
     """
+    # best[last] is the slowest run's time, if the servers so far serve chunks [0, last).
     best = [0.0] + [math.inf] * chunks
     choices: list[list[int]] = []
     for server in servers:
@@ -161,6 +165,7 @@ def presorted_cuts(
                     following[last], choice[last] = worst, first
         best = following
         choices.append(choice)
+    # Backwards from the last server, which ends at the last chunk.
     cuts = []
     last = chunks
     for choice in reversed(choices):

@@ -12,6 +12,7 @@ import bisect
 import collections
 import itertools
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ NO_TOOL = "environment"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Rollout:
     """The part of a recorded trajectory that counts here.
 
     Attributes:
@@ -95,7 +96,7 @@ class PredictionQuality:
     confusion: tuple[tuple[int, ...], ...]
 
 
-def attempt(record: Mapping[str, Any]) -> Attempt:
+def rollout(record: Mapping[str, Any]) -> Rollout:
     """Reads a record of a trace."""
     turns, step = record["turns"], record.get("step")
     returns = tuple(
@@ -103,20 +104,20 @@ def attempt(record: Mapping[str, Any]) -> Attempt:
         for turn in turns[:-1]
     )
     generated = tuple(turn["generated_tokens"] for turn in turns)
-    return Attempt(record["prompt_id"], step if isinstance(step, int) else None, generated, returns)
+    return Rollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns)
 
 
 def measure(
-    attempts: Collection[Attempt], config: configuration.SchedulerConfig | None = None
+    rollouts: Collection[Rollout], config: configuration.SchedulerConfig | None = None
 ) -> PredictionQuality | None:
     """Judges the evidence on the rollouts of one run; None if no tool ever returned.
 
     Args:
-      attempts: rollouts in the order in which they were trained.
+      rollouts: rollouts in the order in which they were trained.
       config: the scheduler's settings; None takes the defaults.
     """
     left: dict[evidence.Key, list[int]] = collections.defaultdict(list)
-    for one in attempts:
+    for one in rollouts:
         for state, remaining in zip(one.returns, _remaining(one), strict=True):
             left[evidence.causal_key(state)].append(remaining)
     if not left:
@@ -126,12 +127,10 @@ def measure(
     # A bound at the largest value would leave the bucket above it empty.
     judge = _Judge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
     known = evidence.Evidence(config or configuration.SchedulerConfig())
-
-    def step_of(pair: tuple[int, Attempt]) -> int:
-        index, one = pair
-        return index // STEP_TRAJECTORIES if one.step is None else one.step
-
-    for number, (_, step) in enumerate(itertools.groupby(enumerate(attempts), key=step_of)):
+    steps = [at // STEP_TRAJECTORIES if one.step is None else one.step for at, one in enumerate(rollouts)]
+    # Grouped without sorting: the file's order is the order of training, and nothing may be learnt before its time.
+    by_step = itertools.groupby(zip(steps, rollouts, strict=True), key=operator.itemgetter(0))
+    for number, (_, step) in enumerate(by_step):
         judge.take_step([one for _, one in step], known, judged=number > 0)
     return judge.quality(left)
 
@@ -159,39 +158,40 @@ class _Judge:
         self._right_by_state = 0
         self._sum = self._squares = self._errors = 0.0
 
-    def take_step(self, step: Sequence[Attempt], known: evidence.Evidence, *, judged: bool) -> None:
+    def take_step(self, step: Sequence[Rollout], known: evidence.Evidence, *, judged: bool) -> None:
         """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends."""
         tracks = [known.start(one.prompt_id, 0) for one in step]
         marks = [list(itertools.accumulate(one.generated)) for one in step]
+        # By tokens generated: rollouts of a step run side by side at one speed, so this is the order in time.
         events = ((mark, place, turn) for place, ends in enumerate(marks) for turn, mark in enumerate(ends))
         for generated, place, turn in sorted(events):
             one, track = step[place], tracks[place]
-            if turn < len(one.returns):
-                known.observe(track, one.returns[turn], generated)
-                if judged:
-                    left = marks[place][-1] - generated
-                    self._compare(evidence.causal_key(one.returns[turn]), known.predict(track, generated), left)
+            if turn == len(one.returns):  # the last output ends the rollout
+                known.finish(track, generated)
+                for state, remaining in zip(one.returns, _remaining(one), strict=True):
+                    self._after[evidence.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
                 continue
-            known.finish(track, generated)
-            for state, remaining in zip(one.returns, _remaining(one), strict=True):
-                self._after[evidence.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
-
-    def _compare(self, key: evidence.Key, sketch: prefix_tree.Sketch, remaining: int) -> None:
-        """Takes in one return: its causal state, what was predicted, and what was left in truth."""
-        bucket = bisect.bisect_left(self._bounds, remaining)
-        likely = [0.0] * (len(self._bounds) + 1)
-        for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True):
-            likely[bisect.bisect_left(self._bounds, tokens)] += mass
-        self._confusion[bucket][likely.index(max(likely))] += 1
-        seen = self._after[key]
-        self._right_by_state += bucket == seen.index(max(seen))
-        expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
-        self._sum += remaining
-        self._squares += remaining**2
-        self._errors += (remaining - expected) ** 2
+            known.observe(track, one.returns[turn], generated)
+            # Not even asked in the first step: a prediction is kept in the track and teaches when the track ends.
+            if not judged:
+                continue
+            sketch, remaining = known.predict(track, generated), marks[place][-1] - generated
+            bucket = bisect.bisect_left(self._bounds, remaining)
+            likely = [0.0] * (len(self._bounds) + 1)
+            for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True):
+                likely[bisect.bisect_left(self._bounds, tokens)] += mass
+            self._confusion[bucket][likely.index(max(likely))] += 1
+            # The rival knows the causal state alone; before it has seen one it names the lowest bucket.
+            seen = self._after[evidence.causal_key(one.returns[turn])]
+            self._right_by_state += bucket == seen.index(max(seen))
+            expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
+            self._sum += remaining
+            self._squares += remaining**2
+            self._errors += (remaining - expected) ** 2
 
     def quality(self, left: Mapping[evidence.Key, Sequence[int]]) -> PredictionQuality:
         """Returns the quality of all predictions, given the tokens left after each causal state."""
+        # The most frequent first; equally frequent ones by name, so that a report repeats exactly.
         states = []
         for (tool, size_class, status), values in sorted(left.items(), key=lambda item: (-len(item[1]), item[0])):
             p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
@@ -214,7 +214,7 @@ class _Judge:
         )
 
 
-def _remaining(one: Attempt) -> list[int]:
+def _remaining(one: Rollout) -> list[int]:
     """Returns the tokens left after each return."""
     return list(itertools.accumulate(reversed(one.generated[1:])))[::-1]
 

@@ -73,7 +73,7 @@ class Node:
         """Adds a sample (tokens) of the tree's trajectory number `stamp`; the oldest leaves a full window."""
         samples = self.samples
         mass = self.mass
-        if stamp != self.stamp:
+        if stamp != self.stamp:  # earlier samples are discounted to the present before this one counts 1
             mass *= 0.5 ** ((stamp - self.stamp) / half_life)
             self.stamp = stamp
         if (count := len(samples)) < window:
@@ -84,6 +84,7 @@ class Node:
         else:
             samples[self._next] = sample
             self._next = (self._next + 1) % window
+            # No window weighs more than the samples that it holds.
             self.mass = mass + 1.0 if mass + 1.0 < window else float(window)
         self._changes += 1
         self._ordered = None
@@ -111,7 +112,7 @@ class Node:
 
     def above(self, tokens: float) -> float:
         """Returns the share of the window above `tokens`, no less than half a sample: unseen is not impossible."""
-        ordered = self._ordered or self.ordered()
+        ordered = self._ordered or self.ordered()  # mostly sorted already, and then a call would cost the most
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
 
@@ -243,6 +244,7 @@ class PrefixTree:
                 stamp = max(node.stamp + clock - other.clock, mine.stamp)
                 self._fill(mine, both, stamp, weight * 2.0 ** ((clock - stamp) / self.half_life))
             self.use(mine)
+        # Ours go last, in their former order, so that nodes of the other tree alone are evicted first.
         for node in ours:
             self._used.move_to_end(node)
         self._shrink()
@@ -272,6 +274,7 @@ class PrefixTree:
             )
             self._fill(node, samples[-self.window :], stamp, mass)
             made.append(node)
+        # A snapshot lists the most recently used first.
         for node in reversed(made[1:]):
             self._used.move_to_end(node)
         self._shrink()
@@ -294,6 +297,7 @@ class PrefixTree:
 
     def use(self, node: Node) -> None:
         """Marks the node and those above it as the most recently used."""
+        # From the leaf upwards, so that a parent always counts as used later than its children (`_shrink`).
         move, parent = self._used.move_to_end, node.parent
         while parent is not None:
             move(node)
@@ -301,6 +305,7 @@ class PrefixTree:
 
     def _shrink(self) -> None:
         while len(self._used) >= self.nodes:
+            # A leaf: its children would be older still (`use`), and would have gone before.
             node, _ = self._used.popitem(last=False)
             parent = node.parent
             assert parent is not None

@@ -34,6 +34,7 @@ def create(
         buckets.check(config.max_remaining_tokens, degrees)
     if costs is None:
         costs = cost_model.LinearCosts(config.costs)
+    # No default but the last case: config has checked that the policy is one of `POLICIES`.
     match config.policy:
         case "cmlfq":
             return cmlfq.Cmlfq(config, costs, degrees=degrees)

@@ -49,32 +49,33 @@ class SlotScheduler:
 
     Args:
       config: the policy's settings.
-      bounds: bounds of the buckets; empty makes one bucket of all instances.
       order: the ordering that "auto" stands for.
       degrees: tensor-parallel degrees of the layout, if they are known.
       learner: what the policy learns from finished requests; None learns nothing.
       busy: maps an instance to how busy it is, to find the least busy of a bucket.
 
     Attributes:
-      by_length: whether the policy tells requests apart by the tokens left to generate; others have one bucket always.
+      by_length: whether the policy tells requests apart by the tokens left to generate, in buckets bounded by
+        `scheduler.max_remaining_tokens`; other policies have one bucket always.
+      lends: whether a free slot goes to any request that waits elsewhere; `serves` may decide by request instead.
       overflow_every: events with waiting requests between two looks for slots to serve other queues with.
     """
 
     by_length: bool = False
+    lends: bool = False
     overflow_every: int = 1
 
     def __init__(
         self,
         config: configuration.SchedulerConfig | None = None,
         *,
-        bounds: Sequence[int] = (),
         order: str = "fcfs",
         degrees: Sequence[int] = (),
         learner: Learner | None = None,
         busy: Callable[[buckets.Server], float] = buckets.share_in_use,
     ) -> None:
         self.config = config = config or configuration.SchedulerConfig()
-        self.levels = buckets.Levels(bounds, degrees)
+        self.levels = buckets.Levels(config.max_remaining_tokens if self.by_length else (), degrees)
         self.learner = learner
         self._order = buckets.ORDERS[order if config.ordering == "auto" else config.ordering]
         self._busy = busy
@@ -122,18 +123,20 @@ class SlotScheduler:
 
         Sets `request.gain` if it is true and the policy expects anything of the move.
         """
-        return False
+        return self.lends
 
     # Events (`protocols.Scheduler`).
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         live = {instance.name for instance in instances}
         lost = [request for server in self.servers.values() if server.name not in live for request in server.decoding]
+        # In the order in which they were placed, which their tickets of long ago no longer tell.
         displaced = sorted(lost, key=lambda item: item.seated)
         waiting = [item for item in self.requests.values() if item.queue is not None]
         for request in [*displaced, *waiting]:
             self.withdraw(request)
-            request.wanted = None
+            request.wanted = None  # that instance may be lost; `route` decides again below
+        # Some of these instances are lost, and `_enqueue` below notes the others again.
         self._touched.clear()
         self.levels.learn(instances)
         self._rebuild(instances)
@@ -145,6 +148,7 @@ class SlotScheduler:
             request.reason = ENGINE_LOST
         for request in sorted([*displaced, *waiting], key=lambda item: item.ticket):
             self._enqueue(request, self.route(request, now))
+        # Tickets have changed, and an entry under an old ticket counts as stale.
         self._ages = deque(sorted((item.since, item.ticket, item) for item in [*displaced, *waiting]))
         return self.place(now)
 
@@ -158,12 +162,14 @@ class SlotScheduler:
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
+        # Evaluation requests share one group id, but no step waits for them together: each is a group of its own.
         group = (
             buckets.Group() if request.group_id == protocols.EVALUATION_GROUP else self._groups.get(request.group_id)
         )
         if group is None:
             group = self._groups[request.group_id] = buckets.Group()
         group.live += 1
+        # After a resume, or a failure, a request brings tokens along: turn and budget count from there.
         generated = request.generated_tokens
         item = buckets.Request(
             request.request_id,
@@ -215,7 +221,7 @@ class SlotScheduler:
         self.withdraw(request)
         request.group.live -= 1
         if not request.group.live:
-            self._groups.pop(request.group_id, None)
+            self._groups.pop(request.group_id, None)  # groups of evaluation requests are not in the table
         if self.learner is not None:
             assert request.track is not None
             # Held-out tasks must not teach: what is learnt steers training.
@@ -258,6 +264,7 @@ class SlotScheduler:
         request.wanted = None
         server.decoding[request] = None
         self.buckets[server.level].occupy(server)
+        # A move is a change of instance, so a request's first placement is none.
         if not source or source == server.name:
             return protocols.Placement(request.request_id, server.name)
         if source not in self.servers:  # that is why it had to leave, no matter what it has waited for since
@@ -308,6 +315,7 @@ class SlotScheduler:
             request.level = wanted.level
             self._touched.append(wanted)
             wanted.queue.push(request)
+            # After the push, because the queue's size is what is compared.
             self._crowds.joined(wanted)
             return
         if not self.buckets[level].slots:  # its instances are lost or still to come: the nearest bucket stands in
@@ -327,6 +335,7 @@ class SlotScheduler:
             for level in range(len(self.buckets))
         ]
         for place, instance in enumerate(instances):
+            # The same object, if the instance has stayed: its decoding requests and residents refer to it.
             server = old.get(instance.name) or buckets.Server(instance, place, buckets.Queue(self._order))
             server.announce(instance, place)
             self.servers[instance.name] = server
@@ -339,12 +348,21 @@ class SlotScheduler:
         """Gives free slots to waiting requests: to the aged first, then to each queue's own, then to others."""
         placements: list[protocols.Placement] = []
         if self._waiting:
+            # The first entry may be stale, and then the look below does no more than remove it.
             if self._ages[0][0] <= now - self.config.ageing_seconds:
                 self._place_aged(now, placements)
             # Only instances that were touched by this event can have begun to have both a free slot and a queue.
             for server in self._touched:
-                if server.queue.size and server.load < server.slots:
-                    self._serve_own(server, placements)
+                queue = self.buckets[server.level].queue
+                while server.load < server.slots and (mine := server.queue.first()) is not None:
+                    # Both queues hold requests for this slot, so they compete by rank as if they were one queue. If
+                    # the bucket's first request has no room here, another instance can take it.
+                    chosen = queue.first()
+                    if chosen is None or mine < chosen or not self.admits(chosen[-1], server):
+                        if not self.admits(mine[-1], server):
+                            break
+                        chosen = mine
+                    self._take(chosen[-1], server, chosen[-1].reason, placements)
             for bucket in self.buckets:
                 while bucket.free > 0 and (first := bucket.queue.first()) is not None:
                     request = first[-1]
@@ -375,6 +393,7 @@ class SlotScheduler:
 
     def _place_aged(self, now: float, placements: list[protocols.Placement]) -> None:
         """Gives free slots, those of the nearest buckets first, to the requests that have waited the longest."""
+        # Entries are appended as time goes on, so the first is the oldest, and the search ends at the first young one.
         ages, limit = self._ages, now - self.config.ageing_seconds
         while ages:
             since, ticket, request = ages[0]
@@ -388,17 +407,6 @@ class SlotScheduler:
                 request.aged = True
             ages.popleft()
 
-    def _serve_own(self, server: buckets.Server, placements: list[protocols.Placement]) -> None:
-        """Fills an instance's free slots while requests wait for it in particular; its bucket's queue competes."""
-        queue = self.buckets[server.level].queue
-        while server.load < server.slots and (mine := server.queue.first()) is not None:
-            chosen = queue.first()
-            if chosen is None or mine < chosen or not self.admits(chosen[-1], server):
-                if not self.admits(mine[-1], server):
-                    return
-                chosen = mine
-            self._take(chosen[-1], server, chosen[-1].reason, placements)
-
     def _overflow(self, placements: list[protocols.Placement]) -> None:
         """Gives free slots to requests that wait elsewhere: first for other buckets, then for particular instances.
 
@@ -410,6 +418,7 @@ class SlotScheduler:
             for other in self._near[bucket.level]:
                 while bucket.free > 0 and (first := other.queue.first()) is not None and self.serves(bucket, first[-1]):
                     self._take(first[-1], self.pick(first[-1], bucket), OVERFLOW, placements)
+        # Last, because these requests give a cache up that the others do not have.
         for bucket in self.buckets:
             while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
                 first = crowded.queue.first()

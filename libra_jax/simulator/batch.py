@@ -68,6 +68,7 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
+        # With the life: a trajectory that began again shares no prefix with its former self.
         return self.trajectory.trajectory_id, self.trajectory.life
 
     @property
@@ -111,6 +112,7 @@ class Pace:
 
     def seconds(self, steps: int) -> float:
         """Returns the seconds of the first `steps` steps."""
+        # Products of whole numbers first: they are exact, however long a run of steps is.
         growth = self.decoding * (steps * (steps - 1) // 2)
         return steps * self.fixed + self.per_context * (steps * self.context + growth)
 
@@ -203,11 +205,13 @@ class Batch:
         """Returns the number of planned steps that are complete now."""
         if self._pace is None:
             return 0
+        # At a boundary the timer may not have fired yet, and no step beyond the planned ones has begun.
         return min(self._planned, self._pace.steps((self._loop.time() - self._began) / self._factor))
 
     def _settle(self, request: Request, step: int) -> None:
         """Counts the tokens of a decoding request up to the end of a step."""
         count = step - request.since
+        # A request that left gets no more tokens, though it keeps its place until the step's end.
         if count and request.state != "gone":
             self._sample(request, count)
         request.since = step
@@ -256,6 +260,7 @@ class Batch:
 
     def _plan_soon(self) -> None:
         """Begins a step at this instant, after everything that arrives at this instant."""
+        # Siblings arrive at one instant; begun at once, the first step would hold only one of them.
         if self._timer is None and not self._paused and self._alive:
             self._timer = self._loop.call_soon(self._begin)
 
@@ -272,6 +277,7 @@ class Batch:
         assert self._pace is not None
         if self._timer is not None:
             self._timer.cancel()
+        # From the beginning of the run, not from now, so that rounding does not add up over interruptions.
         self._planned = steps
         self._timer = self._loop.call_at(self._began + self._pace.seconds(steps) * self._factor, self._boundary)
 
@@ -284,10 +290,23 @@ class Batch:
         self._used += steps * decoding
         self._context += steps * decoding
         self._timer = self._pace = None
+        # Before anything is streamed, because a prefill's first token is sampled in the step that ends here.
         if self._prefill is not None:
             self._prefill.steps -= steps
             if self._prefill.steps <= 0:
-                self._end_prefill(self._prefill)
+                prefill, self._prefill = self._prefill, None
+                for request in prefill.requests:
+                    if request.state == "gone":
+                        self._used -= request.length
+                        self._hold(request)
+                        continue
+                    # The step of the last chunk samples the first token, as in vLLM.
+                    self._sample(request, 1)
+                    self._used += 1
+                    self._context += request.length
+                    request.state, request.since = "decoding", self._steps
+                    self._decoding[request] = None
+                    self._stream(request)
         while self._due and self._due[0][0] <= self._steps:
             due, _, _, request = heapq.heappop(self._due)
             # The heap keeps outdated entries; only an entry that matches `request.due` counts.
@@ -305,6 +324,7 @@ class Batch:
         self._timer = None
         if self._paused or not self._alive or self._pace is not None:
             return
+        # One prefill at a time: the next requests are admitted when it has ended.
         if self._prefill is None:
             self._admit()
         steps = self._make_room()
@@ -339,6 +359,7 @@ class Batch:
             if (requests and tokens + new > chunk) or self._used + request.length + spare > self._capacity:
                 break
             self._waiting.popleft()
+            # The held prefix becomes a part of the running request, so it is not counted twice.
             self._held_tokens -= self._held.pop(request.key, 0)
             self._used += request.length
             self._evict(self._capacity - self._used)
@@ -354,23 +375,9 @@ class Batch:
             steps = -(-tokens // chunk)
             self._prefill = Prefill(requests, steps, tokens / steps, seconds / steps)
 
-    def _end_prefill(self, prefill: Prefill) -> None:
-        """Ends a prefill: the step of the last chunk samples each request's first token."""
-        self._prefill = None
-        for request in prefill.requests:
-            if request.state == "gone":
-                self._used -= request.length
-                self._hold(request)
-                continue
-            self._sample(request, 1)
-            self._used += 1
-            self._context += request.length
-            request.state, request.since = "decoding", self._steps
-            self._decoding[request] = None
-            self._stream(request)
-
     def _retire_leaving(self) -> None:
         """Removes ended and departed requests from the batch; holds their prefixes in case they return."""
+        # Only between steps: a step computes their tokens to its end, and takes the time for them.
         for request in self._leaving:
             del self._decoding[request]
             request.length += self._steps - request.since  # plus the step that was running when it left
@@ -419,6 +426,7 @@ class Batch:
 
     def _hold(self, request: Request) -> None:
         """Keeps a request's prefix while there is room, in case that its trajectory returns."""
+        # Popped first, so that it counts as the most recently used.
         self._held_tokens += request.length - self._held.pop(request.key, 0)
         self._held[request.key] = request.length
         self._evict(self._capacity - self._used)

@@ -118,19 +118,15 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
             bounds += [float(least["path"][done - 1]), float(least["work"][:done].sum())]
         else:
             first = 0 if step == eta else step  # the batch at eta completes every earlier block
-            bounds.append(_release(ends, step, eta) + float(path[first : step + 1].max()))
-            bounds += [
-                _release(ends, earlier, eta) + float(work[earlier : step + 1].sum()) for earlier in range(step + 1)
-            ]
+            # When admission lets each block begin: with the version that is eta before it, the first eta + 1 at once.
+            released = [ends[block - eta - 1] if block > eta else 0.0 for block in range(step + 1)]
+            bounds.append(released[step] + float(path[first : step + 1].max()))
+            bounds += [begin + float(work[block : step + 1].sum()) for block, begin in enumerate(released)]
         begins.append(max(bounds))
         ends.append(begins[-1] + (float(least["train"][:size].sum()) if step <= eta else float(train[step].sum())))
         if step == min(eta, steps - 1):  # by now the first batches have trained exactly the first blocks
             ends[-1] = max(ends[-1], begins[0] + float(trained[step + 1]))
     return ends[-1]
-
-
-def _release(ends: Sequence[float], block: int, eta: int) -> float:
-    return ends[block - eta - 1] if block > eta else 0.0
 
 
 def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model: costs.CostModel) -> float:

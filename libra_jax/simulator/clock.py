@@ -51,6 +51,7 @@ class Clock(asyncio.SelectorEventLoop):
         Raises:
           NotImplementedError: this run catches no signals.
         """
+        # The coordinator takes this error for a platform without signals, and lets them end the run.
         if not self._signals:
             raise NotImplementedError("this run catches no signals")
         super().add_signal_handler(sig, callback, *args)
@@ -69,6 +70,7 @@ class Clock(asyncio.SelectorEventLoop):
         self, executor: concurrent.futures.Executor | None, function: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
         """Runs the function at once, in no virtual time: the clock does not wait for threads."""
+        # A real thread would run in wall time, in which the virtual clock could jump over any deadline.
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(function(*args))
@@ -105,6 +107,7 @@ class Clock(asyncio.SelectorEventLoop):
                 timer = heapq.heappop(timers)[2]
                 timer._scheduled = False  # type: ignore[attr-defined]
                 ready.append(timer)
+            # Only those that are ready now, as asyncio does: what they schedule comes after due timers.
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:

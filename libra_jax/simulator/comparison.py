@@ -74,8 +74,10 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
     # Making each scheduler checks its settings.
     for policy in policies:
         _scheduler(with_policy(run, policy), costs.SchedulingCosts(run.simulation.cost_model()), lambda request: 0)
-    steps = workloads.planned_steps(run.workload, work, run.coordinator.groups_per_step, run.steps)
-    run = dataclasses.replace(run, steps=steps)
+    # A trace sets the steps: those in which each of its prompts is replayed `passes` times, the last step in part.
+    if isinstance(work, traces.Replay) and run.workload.passes:
+        steps = -(-len(work.prompts) * run.workload.passes // run.coordinator.groups_per_step)
+        run = dataclasses.replace(run, steps=max(1, steps))
     workloads.check_fits(work, run, run.simulation)
     return run
 
@@ -158,6 +160,7 @@ def compare(
             f"[{number}/{len(runs)}] {made['policy']}, seed {made['seed']}: "
             f"{made['step_seconds']['mean']:.1f} s a step (simulated in {made['wall_seconds']:.1f} s)"
         )
+    # Once a seed, since a bound holds for every policy.
     bounds = list(_each(bound_seconds, seeded, jobs))
     return Comparison(entries, sum(bounds) / len(bounds))
 
@@ -174,6 +177,7 @@ def sensitivity(
     """
     base = compare(run, policies, seeds, jobs=jobs, progress=progress)
     reference, moves = report.order(base.entries), []
+    # One at a time: all combinations would take a run for each of 2^n.
     for name, value in costs.moved(run.simulation.coefficients, MOVE):
         coefficients = dataclasses.replace(run.simulation.coefficients, **{name: value})  # type: ignore[arg-type]
         simulation = dataclasses.replace(run.simulation, coefficients=coefficients)
@@ -255,18 +259,23 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
                 signal.signal(signal.SIGINT, handler)
         yield executor
     except BaseException:
-        executor.shutdown(wait=False, cancel_futures=True)
+        # The interpreter's exit handler writes to the executor's manager thread, so it must have ended by then.
+        # Only a shutdown that waits joins the thread. That also waits for calls at work, which are killed meanwhile.
+        shutdown = threading.Thread(target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        shutdown.start()
         time.sleep(DROP_SECONDS)
         mine = set(multiprocessing.active_children()) - before
         for worker in mine:
             worker.kill()
         for worker in mine:
             worker.join(END_SECONDS)
+        shutdown.join(END_SECONDS)
         raise
     executor.shutdown()
 
 
 def _begin(parent: int) -> None:
+    # Killed with -9, the parent cannot end its workers. Only Linux lets a process ask for the parent's death.
     if sys.platform == "linux":
         parent_death.die_with_parent(parent)
 

@@ -81,6 +81,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
 
     async def start(self) -> protocols.EngineInfo:
         """Begins to serve after `start_seconds`."""
+        # Here, not when it is made: an actor may be made before its loop runs.
         self._loop = asyncio.get_running_loop()
         if self._start_seconds:
             await asyncio.sleep(self._start_seconds)
@@ -96,6 +97,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         for request in self._decoding:
             self._settle(request, self._steps + done)
         self._alive = False
+        # A sleeping engine has given its devices up, so they do not count as its own.
         if not self._asleep:
             self.counters.alive_seconds += self._loop.time() - self._started
         if self._timer is not None:
@@ -153,6 +155,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         """Continues decoding; after new weights, prefills every request again first."""
         self._check()
         self._paused = False
+        # Once for all updates of the pause: keys and values of the old weights are worth nothing under the new.
         if self._stale:
             self._drop_cache()
         self._plan_soon()
@@ -167,7 +170,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         """Takes its devices back; the cache is empty."""
         self._check()
         await asyncio.sleep(self._wake_seconds)
-        self._check()
+        self._check()  # it may have died meanwhile
         self._asleep, self._started = False, self._loop.time()
         self._stale = True
 
@@ -213,7 +216,24 @@ class Engine(batch.Batch, protocols.RolloutEngine):
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._leave(mine)
+            # The stream may end early: what was sampled and not delivered stays with the trajectory, which the next
+            # engine continues, and its cache stays with the instance.
+            before = mine.state
+            if self._alive and before == "decoding":
+                self._settle(mine, self._steps + self._done())
+            undelivered = [run for delta in mine.deltas for run in cast(trajectory.Runs, delta.policy_versions).runs()]
+            mine.trajectory.unstreamed = undelivered + mine.spans
+            mine.deltas.clear()
+            mine.spans = []
+            mine.state, mine.due = "gone", -1
+            if before == "waiting":
+                self._waiting.remove(mine)
+            elif before == "decoding" and self._alive:
+                self._leaving.append(mine)
+                if self._pace is not None:
+                    self._interrupt()  # the request keeps its place until the end of the step
+                else:
+                    self._retire_leaving()
 
     def _arrive(self, request: protocols.GenerationRequest) -> batch.Request:
         """Queues a request for the rest of its script's turn, within its limits."""
@@ -224,6 +244,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         turns, at = rollout.script.turns, context.turn
         # A turn beyond the script is one stop token: a tool that timed out took the place of the script's end.
         scripted = (max(1, turns[at].generated_tokens) if at < len(turns) else 1) - context.sampled
+        # What the request may still generate, by its own limit and by the engine's.
         limit = min(request.sampling.max_tokens, self._max_context - len(context))
         # Tokens that the last engine sampled and did not stream belong to this request now.
         spans, rollout.unstreamed = rollout.unstreamed, []
@@ -239,6 +260,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             spans=spans,
         )
         self._arrivals += 1
+        # Nothing is left to sample: its last engine had sampled it all, or a limit is reached. Only the end is missing.
         if made.left <= 0:
             self._stream(made)
             return made
@@ -248,25 +270,6 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         elif self._prefill is None:  # a prefill under way ends before the next admission anyway
             self._interrupt()
         return made
-
-    def _leave(self, request: batch.Request) -> None:
-        """Ends the stream: undelivered tokens stay with the trajectory, and its cache stays with the instance."""
-        before = request.state
-        if self._alive and before == "decoding":
-            self._settle(request, self._steps + self._done())
-        undelivered = [run for delta in request.deltas for run in cast(trajectory.Runs, delta.policy_versions).runs()]
-        request.trajectory.unstreamed = undelivered + request.spans
-        request.deltas.clear()
-        request.spans = []
-        request.state, request.due = "gone", -1
-        if before == "waiting":
-            self._waiting.remove(request)
-        elif before == "decoding" and self._alive:
-            self._leaving.append(request)
-            if self._pace is not None:
-                self._interrupt()  # the request keeps its place until the end of the step
-            else:
-                self._retire_leaving()
 
 
 class Fleet:
@@ -300,6 +303,7 @@ class Fleet:
             it from the beginning.
         """
         rollout, at_first = self._config.rollout, number < len(self._slots)
+        # Kept here by number: restarts make the engine again from this spec, and go on counting.
         self.counters.append(batch.Counters())
         self.degrees.append(degree)
         arguments = {
@@ -315,7 +319,7 @@ class Fleet:
         }
         return protocols.ActorSpec(f"engine-{number}", "libra_jax.simulator.engine:Engine", arguments)
 
-    def replica(
+    def training_side(
         self,
         engine_spec: protocols.ActorSpec,
         channels: training_side.Channels,
@@ -331,17 +335,18 @@ class Fleet:
         Raises:
           ConfigError: its devices do not hold the parameters and gradient sums.
         """
-        degree, member = engine_spec.arguments["degree"], engine_spec.name
+        degree, worker = engine_spec.arguments["degree"], engine_spec.name
         if isinstance(self._model, costs.CostModel):  # costs fitted to a recording know no memory
             need = REPLICA_BYTES * self._model.parameters / degree
             room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
             if need > room:
                 raise protocols.ConfigError(
-                    f"config.elastic.hybrid: a replica on {degree} {self._model.sheet.name} needs {need / 1e9:.0f} GB "
-                    f"a device for parameters and gradient sums, and has {room / 1e9:.0f}; make wider instances hybrid"
+                    f"config.elastic.hybrid: a training side on {degree} {self._model.sheet.name} needs "
+                    f"{need / 1e9:.0f} GB a device for parameters and gradient sums, and has {room / 1e9:.0f}; make "
+                    "wider instances hybrid"
                 )
         arguments = {
-            "member": member,
+            "worker": worker,
             "devices": degree,
             "model": self._model,
             "channels": channels,
@@ -349,7 +354,7 @@ class Fleet:
             "warm_seconds": self._warm_seconds,
             "masks": self._config.task.masks,
         }
-        return protocols.ActorSpec(f"replica-{member}", "libra_jax.simulator.training_side:Replica", arguments)
+        return protocols.ActorSpec(f"hybrid-{worker}", "libra_jax.simulator.training_side:TrainingSide", arguments)
 
     def busy_share(self, seconds: float) -> float:
         """Returns the share of the device-seconds in which instances ran steps."""

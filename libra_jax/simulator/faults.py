@@ -29,22 +29,22 @@ class FaultConfig:
     slow_factor: float = 3.0  # factor on the time of each step on a slow node
     late_weights: float = 0.0  # share of weight snapshots that are late
     late_seconds: float = 60.0  # mean delay of late snapshots (exponential)
-    replica_life_seconds: float = 0.0  # mean life of a hybrid worker's training side (exponential), at each start
-    replica_hang: float = 0.0  # share of calls to a hybrid worker's training side that never return
-    replica_slow: float = 0.0  # share of training shares that take `slow_factor` times as long
+    training_side_life_seconds: float = 0.0  # mean life of a hybrid worker's training side (exponential), at each start
+    training_side_hang: float = 0.0  # share of calls to a hybrid worker's training side that never return
+    training_side_slow: float = 0.0  # share of training shares that take `slow_factor` times as long
     engine_hang: float = 0.0  # share of a hybrid worker's engine's sleep and wake calls that never return
     channel_failure: float = 0.0  # share of the trainer's openings and closings of a gradient channel that fail
 
     def __post_init__(self) -> None:
-        for name in ("engine_life_seconds", "late_seconds", "replica_life_seconds"):
+        for name in ("engine_life_seconds", "late_seconds", "training_side_life_seconds"):
             configuration.check(getattr(self, name) >= 0, f"faults.{name}", "must not be negative")
         for name in (
             "tool_hang",
             "environment_crash",
             "slow_node",
             "late_weights",
-            "replica_hang",
-            "replica_slow",
+            "training_side_hang",
+            "training_side_slow",
             "engine_hang",
             "channel_failure",
         ):
@@ -59,16 +59,17 @@ def parts(config: FaultConfig, seed: int) -> world.Parts:
         # Without faults, nothing is drawn, which would slow the simulation.
         return world.Parts()
     rollouts = itertools.count()
-
-    def rng(name: str) -> random.Random:
-        return random.Random(f"{seed}/{name}")
-
-    # Engines and hybrid workers draw by name and life, so every policy meets the same faults there.
+    # Engines and hybrid workers draw by name and life, so every policy meets the same faults there. Rollouts draw by
+    # the order in which they begin, which a policy changes.
     return world.Parts(
-        engine=lambda life, **arguments: Engine(config, rng(f"{arguments['name']}/{life}"), **arguments),
-        environment=lambda book: Environment(config, rng(f"environment/{next(rollouts)}"), book),
-        trainer=lambda life, **arguments: Trainer(config, rng("trainer"), **arguments),
-        replica=lambda life, **arguments: Replica(config, rng(f"replica/{arguments['member']}/{life}"), **arguments),
+        engine=lambda life, **arguments: Engine(
+            config, random.Random(f"{seed}/{arguments['name']}/{life}"), **arguments
+        ),
+        environment=lambda book: Environment(config, random.Random(f"{seed}/environment/{next(rollouts)}"), book),
+        trainer=lambda life, **arguments: Trainer(config, random.Random(f"{seed}/trainer"), **arguments),
+        make_training_side=lambda life, **arguments: TrainingSide(
+            config, random.Random(f"{seed}/replica/{arguments['worker']}/{life}"), **arguments
+        ),
     )
 
 
@@ -146,7 +147,7 @@ class Trainer(trainer.Trainer):
             await asyncio.sleep(self._rng.expovariate(1.0 / self._faults.late_seconds))
 
 
-class Replica(training_side.Replica):
+class TrainingSide(training_side.TrainingSide):
     """One life of a hybrid worker's training side: it may be short, any call may hang, any share may be slow."""
 
     def __init__(self, faults: FaultConfig, rng: random.Random, **arguments: Any) -> None:
@@ -157,16 +158,17 @@ class Replica(training_side.Replica):
     async def start(self) -> protocols.TrainerInfo:
         """Starts, and draws this life's faults."""
         info = await super().start()
-        if self._faults.replica_life_seconds:
-            life = self._rng.expovariate(1.0 / self._faults.replica_life_seconds)
+        if self._faults.training_side_life_seconds:
+            life = self._rng.expovariate(1.0 / self._faults.training_side_life_seconds)
             self._death = asyncio.get_running_loop().call_later(life, self.kill)
         return info
 
     async def _called(self, call: str) -> None:
         """Hangs, or slows a share down."""
-        await _perhaps_hang(self._rng, self._faults.replica_hang)
+        await _perhaps_hang(self._rng, self._faults.training_side_hang)
+        # Of this share alone: `training_side_slow` counts shares, not lives.
         if call == "contribute":
-            slow = self._rng.random() < self._faults.replica_slow
+            slow = self._rng.random() < self._faults.training_side_slow
             self.slowdown = self._faults.slow_factor if slow else 1.0
         await super()._called(call)
 

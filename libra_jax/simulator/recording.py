@@ -137,6 +137,7 @@ def read(workdir: Path) -> Recording:
             "record a run with elastic.hybrid at 0"
         )
     numbers = _numbers(workdir / metrics.METRICS_FILE, config)
+    # Twice, as records and as scripts, in the same order.
     records = trace.read(workdir / trace.TRACE_FILE)
     played = traces.read(workdir / trace.TRACE_FILE)
     groups = _groups(workdir / trace.TRACE_FILE, records, played, config)
@@ -171,6 +172,7 @@ def read(workdir: Path) -> Recording:
 def _config(path: Path) -> configuration.RunConfig:
     try:
         values = json.loads(path.read_text())
+        # A run of an earlier version may use names that have changed since.
         return configuration.parse(configuration.RunConfig, configuration.renamed(values))
     except OSError as error:
         raise protocols.DataError(
@@ -263,6 +265,7 @@ def _step(
             payload = sum(turn["payload_tokens"] for turn in turns[:-1])
             generated = sum(turn["generated_tokens"] for turn in turns)
             lengths.append(int(record["prompt_tokens"] + generated + payload))
+        # Sorted below: the order in which rollouts ended is chance, and the same work must compare equal.
         done = tuple((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in turns)
         work.append((record["prompt_tokens"], done))
     return Step(number, parts, tuple(lengths), tuple(sorted(work, key=repr)), tuple(script for _, script in rollouts))

@@ -99,6 +99,7 @@ def bars(axes: Any, names: Sequence[str], means: Sequence[float], spreads: Seque
     axes.barh(places, list(means), xerr=errors, color="#4c78a8", ecolor="#333333", capsize=3, height=0.6)
     axes.set_yticks(list(places), short(names))
     axes.set_ylim(len(names) - 0.4, -0.6)
+    # Figures stand beyond the spread, so the axis needs its ends and not only the means.
     ends = [mean + sign * spread for mean, spread in zip(means, spreads, strict=True) for sign in (-1, 1)]
     least, most = min(0.0, *ends), max(0.0, *ends)
     for place, mean, spread in zip(places, means, spreads, strict=True):
@@ -162,6 +163,7 @@ def to_json(
       subject: model, machine and lengths (`comparison.Subject`).
       config: settings that all entries have in common.
     """
+    # In one order of keys, so that two outputs can be compared line by line.
     ordered = [{key: entry[key] for key in KEYS} for entry in entries]
     written = {"for": subject, "policies": ordered, "bound_seconds": bound_seconds, "config": config}
     return json.dumps(written, indent=2) + "\n"
@@ -185,6 +187,7 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
         mine = [entry for entry in entries if entry["policy"] == policy]
         lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
         mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
+        # Replacing drops the long rollouts first, so such a policy's step time is of easier work: the reader must know.
         if lost:
             replaced.append(
                 f"{policy}: {lost:,} rollouts replaced ({lost / (lost + trained):.1%} of those begun); those trained "
@@ -266,7 +269,7 @@ def read_quality(path: Path) -> prediction_quality.PredictionQuality | None:
     Raises:
       DataError: the trace cannot be used; the message names file and line.
     """
-    return prediction_quality.measure([prediction_quality.attempt(record) for record in trace.read(path)])
+    return prediction_quality.measure([prediction_quality.rollout(record) for record in trace.read(path)])
 
 
 def quality_table(found: prediction_quality.PredictionQuality) -> str:

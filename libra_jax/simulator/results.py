@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import config as configuration
@@ -79,6 +79,7 @@ class Result:
         return {"mean": statistics.fmean(ordered), **rank}
 
 
+@dataclass(eq=False)
 class StepRecorder:
     """A `protocols.Recorder` that keeps only what a `Result` is made of.
 
@@ -90,12 +91,11 @@ class StepRecorder:
       notes: sentences.
     """
 
-    def __init__(self) -> None:
-        self.steps: list[Mapping[str, float]] = []
-        self.decisions: list[Mapping[str, Any]] = []
-        self.transitions: list[Mapping[str, Any]] = []
-        self.pool_sizes: list[timeline.PoolSizes] = []
-        self.notes: list[str] = []
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    decisions: list[Mapping[str, Any]] = field(default_factory=list)
+    transitions: list[Mapping[str, Any]] = field(default_factory=list)
+    pool_sizes: list[timeline.PoolSizes] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self.steps.append(scalars)

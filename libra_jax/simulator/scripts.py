@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,6 +155,7 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
     Raises:
       ConfigError: a payload is requested but no tool is called, or turns are requested and the payload is unknown.
     """
+    # The last turn's return is never shown, so it counts for nothing.
     calls = [turn for script in drawn for turn in script.turns[:-1]]
     if wanted.payload_tokens is not None and wanted.turns in (None, 1) and (wanted.turns or not calls):
         raise protocols.ConfigError(
@@ -182,7 +183,15 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
         shaped = [dataclasses.replace(one, prompt_tokens=wanted.prompt_tokens) for one in shaped]
     # Last, because the turns above keep each rollout's total and this step sets it.
     if wanted.generated is not None:
-        lengths = list(_lengths(shaped, wanted.generated))
+        totals = [one.generated_tokens for one in shaped]
+        if isinstance(wanted.generated, LogNormal):
+            # By rank, so that the longest stays the longest and a policy finds the same rollouts hard.
+            ranks = sorted(range(len(shaped)), key=totals.__getitem__)
+            by_rank = dict(zip(ranks, wanted.generated.sample(len(shaped)), strict=True))
+            lengths = [by_rank[index] for index in range(len(shaped))]
+        else:
+            factor = wanted.generated / statistics.fmean(totals)
+            lengths = [max(1, round(factor * total)) for total in totals]
         shaped = [
             dataclasses.replace(one, turns=_long(one.turns, tokens))
             for one, tokens in zip(shaped, lengths, strict=True)
@@ -190,20 +199,10 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
     return shaped
 
 
-def _lengths(drawn: Sequence[Script], generated: LogNormal | float) -> Iterator[int]:
-    """Yields the generated tokens that each rollout shall have."""
-    if not isinstance(generated, LogNormal):
-        factor = generated / statistics.fmean(script.generated_tokens for script in drawn)
-        yield from (max(1, round(factor * script.generated_tokens)) for script in drawn)
-        return
-    ascending = sorted(range(len(drawn)), key=lambda index: drawn[index].generated_tokens)
-    wanted = dict(zip(ascending, generated.sample(len(drawn)), strict=True))
-    yield from (wanted[index] for index in range(len(drawn)))
-
-
 def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn, ...]:
     """Returns the same turns with `tokens` generated tokens; if there are more turns than tokens, drops the first
     turns."""
+    # A turn has at least one token. The last turns are kept, since the answer is among them.
     kept, before = turns[-tokens:], 0
     total = sum(max(1, turn.generated_tokens) for turn in kept)
     made, seen = [], 0

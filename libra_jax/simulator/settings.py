@@ -50,6 +50,7 @@ class SimulatedRun(configuration.RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Set here, these fields would change nothing, and the user would believe that another machine was simulated.
         plain = configuration.RunConfig()
         for name in ("planner.hardware", "model.preset", "model.path"):
             group, _, leaf = name.partition(".")

@@ -64,6 +64,7 @@ class Replay:
         if self.shuffle:
             position = _order(len(self.prompts), f"{self.seed}/{epoch}")[position]
         recorded = self.prompts[position]
+        # What was recorded is replayed as it was; only siblings that nobody recorded are made up.
         if sample < len(recorded) or self.sigma == 0:
             return recorded[sample % len(recorded)]
         rng = random.Random(f"{self.seed}/{task_index}/{sample}")
@@ -127,6 +128,7 @@ def _rows(path: Path) -> list[tuple[str, scripts.Script]]:
         turns = tuple(
             protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
         )
+        # Other ends, such as an answer, follow from the script; a limit of the recorded run would not.
         finish = record.get("finish")
         limit = finish if finish in protocols.LIMITS else None
         rows.append((record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)))

@@ -32,13 +32,6 @@ class TrainingLog:
     generated: int = 0
     busy_seconds: float = 0.0
 
-    def forget(self) -> None:
-        """Forgets the training of a lost trainer; the seconds stay, because they were spent."""
-        self.trained.clear()
-        self.parts.clear()
-        self.staleness.clear()
-        self.generated = 0
-
 
 @dataclass(frozen=True)
 class OnMesh:
@@ -130,7 +123,12 @@ class Trainer:
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts at version 0; forgets what a lost trainer was given, because no state contains it any more."""
-        self._log.forget()
+        log = self._log
+        log.trained.clear()
+        log.parts.clear()
+        log.staleness.clear()
+        log.generated = 0
+        # `busy_seconds` stays, because the lost trainer has spent them.
         sizes = (self._devices, 1, 1) if self._mesh is None else self._mesh.sizes
         mesh = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
         return protocols.TrainerInfo(0, self._model.parameters, mesh, "simulated")
@@ -148,25 +146,28 @@ class Trainer:
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         core, parts = training_side.split(lengths, shares)
         computed = {"": list(core)}
+        # The core's own part first, as in a real step: shares arrive meanwhile and are added at its end.
         began = asyncio.get_running_loop().time()
         await self._train([lengths[index] for index in core])
         own = asyncio.get_running_loop().time() - began
         counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
-        sent = [share for share in shares if parts[share.member]]  # an empty share is never sent
+        sent = [share for share in shares if parts[share.worker]]  # an empty share is never sent
         taken = await self._collect(batch.policy_version, sent, own)
         if shares:
             counts["shares/wait_seconds"] = asyncio.get_running_loop().time() - began - own
         for share in sent:
-            part = taken.get(share.member)
+            part = taken.get(share.worker)
             if part is not None:
                 counts["shares/micro_batches"] += training_side.counted(part, lengths)
-                computed[share.member] = list(part)
+                computed[share.worker] = list(part)
                 continue
+            # A late share costs time and never a gradient: the core computes it itself.
             counts["shares/late"] += 1.0
-            counts[f"shares/late/{share.member}"] = 1.0
-            await self._train([lengths[index] for index in parts[share.member]])
-            computed[""] += parts[share.member]
+            counts[f"shares/late/{share.worker}"] = 1.0
+            await self._train([lengths[index] for index in parts[share.worker]])
+            computed[""] += parts[share.worker]
         names = [trajectory.trajectory_id for trajectory in trajectories]
+        # Every step's rollouts by who computed them, so that tests can tell a gradient lost or taken twice.
         self._log.parts.append({who: [names[index] for index in part] for who, part in computed.items()})
         for name in itertools.chain.from_iterable(self._log.parts[-1].values()):
             self._log.trained[name] = self._log.trained.get(name, 0) + 1
@@ -189,13 +190,15 @@ class Trainer:
             limit = max(deadline, now + self._late_seconds) if late else deadline
             part = await self._channels.receive(share, version, limit - now)
             if part is None:
-                self._channels.close(share.member)
+                # As in a real step: a late worker gets no further share until it has joined again.
+                self._channels.close(share.worker)
                 late = True
             else:
-                taken[share.member] = part
+                taken[share.worker] = part
         return taken
 
     async def _train(self, lengths: Sequence[int]) -> None:
+        # A step of masked rollouts only, or of shares only, has no work of its own and no fixed time either.
         if not lengths:
             return
         if self._mesh is None:
@@ -209,30 +212,31 @@ class Trainer:
         """Returns the held version."""
         return self._version
 
-    async def give_up_step(self) -> bool:
+    async def abort_step(self) -> bool:
         """Returns False: no scheduler stops a simulation."""
         return False
 
     async def _called(self, call: str) -> None:
         """Begins a call that fault injection may break: it overrides this method."""
 
-    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, worker: str, generation: int) -> Mapping[str, Any]:
         """Opens a channel."""
         await self._called("listen")
-        self._channels.close(member)
-        self._channels.listening[member] = epoch
-        return {"epoch": epoch}
+        # Ends the connection under a former generation; that worker has to join again.
+        self._channels.close(worker)
+        self._channels.listening[worker] = generation
+        return {"generation": generation}
 
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         """Does nothing: the channel is ready when the hybrid worker has joined."""
         await self._called("connect")
 
-    async def dismiss(self, member: str) -> None:
+    async def dismiss(self, worker: str) -> None:
         """Closes a channel."""
         await self._called("dismiss")
-        self._channels.close(member)
+        self._channels.close(worker)
 
-    async def open_weights(self, policy_version: int) -> int:
+    async def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         """Returns 1: a snapshot is one chunk."""
         return 1
 

@@ -28,9 +28,9 @@ class Channels:
     sums: dict[str, tuple[int, int, Sequence[int]]] = field(default_factory=dict)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def send(self, member: str, epoch: int, version: int, part: Sequence[int]) -> None:
+    def send(self, worker: str, generation: int, version: int, part: Sequence[int]) -> None:
         """Delivers a worker's gradient sums."""
-        self.sums[member] = epoch, version, part
+        self.sums[worker] = generation, version, part
         self.arrived.set()
 
     async def receive(self, share: protocols.Share, version: int, seconds: float) -> Sequence[int] | None:
@@ -44,12 +44,14 @@ class Channels:
         loop = asyncio.get_running_loop()
         limit = loop.time() + seconds
         # A closed channel, or a newer membership generation, ends the wait at once.
-        while self.listening.get(share.member) == share.epoch == self.connected.get(share.member):
-            if share.member in self.sums:
-                *found, part = self.sums.pop(share.member)
-                if found == [share.epoch, version]:
+        while self.listening.get(share.worker) == share.generation == self.connected.get(share.worker):
+            if share.worker in self.sums:
+                *found, part = self.sums.pop(share.worker)
+                # Late sums of an earlier step may lie here still: gradients of older weights.
+                if found == [share.generation, version]:
                     return part
                 continue
+            # One event for all workers, so that it tells only that something has changed, and the loop looks again.
             self.arrived.clear()
             left = limit - loop.time()
             if left <= 0:
@@ -60,10 +62,10 @@ class Channels:
                 break
         return None
 
-    def close(self, member: str) -> None:
+    def close(self, worker: str) -> None:
         """Closes a worker's channel and drops its content."""
         for held in (self.listening, self.connected, self.sums):
-            held.pop(member, None)
+            held.pop(worker, None)
         self.arrived.set()
 
 
@@ -90,13 +92,13 @@ def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[li
       lengths: tokens of each sequence.
       shares: shares of the step.
     """
-    fractions = {"": 1.0 - sum(share.fraction for share in shares), **{item.member: item.fraction for item in shares}}
-    parts: dict[str, list[int]] = {member: [] for member in fractions}
+    fractions = {"": 1.0 - sum(share.fraction for share in shares), **{item.worker: item.fraction for item in shares}}
+    parts: dict[str, list[int]] = {worker: [] for worker in fractions}
     # Deals each sequence to the one that is owed the most tokens by its fraction.
     owed = dict.fromkeys(fractions, 0.0)
     for index, length in enumerate(lengths):
-        for member, fraction in fractions.items():
-            owed[member] += fraction * length
+        for worker, fraction in fractions.items():
+            owed[worker] += fraction * length
         chosen = max(owed, key=owed.__getitem__)
         owed[chosen] -= length
         parts[chosen].append(index)
@@ -109,11 +111,11 @@ def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
     return len(lengths) * sum(lengths[index] for index in part) / max(1, sum(lengths))
 
 
-class Replica(protocols.Replica):
+class TrainingSide(protocols.TrainingSide):
     """The training side of a hybrid worker on virtual time.
 
     Args:
-      member: name of the hybrid worker.
+      worker: name of the hybrid worker.
       devices: number of the worker's devices.
       model: costs of training and loading.
       channels: gradient channels to the trainer.
@@ -128,7 +130,7 @@ class Replica(protocols.Replica):
 
     def __init__(
         self,
-        member: str,
+        worker: str,
         *,
         devices: int,
         model: costs.Costs,
@@ -138,7 +140,7 @@ class Replica(protocols.Replica):
         warm_seconds: float = 0.0,
         masks: Masks | None = None,
     ) -> None:
-        self.member = member
+        self.worker = worker
         self.slowdown = 1.0
         self._masks = masks
         self._train_seconds = train_seconds
@@ -152,16 +154,16 @@ class Replica(protocols.Replica):
         self._warmed = False
         self._alive = True
         self._version = protocols.NO_VERSION
-        self._epoch = 0
+        self._generation = 0
 
     def kill(self) -> None:
         """Dies as a process would: every running and later call raises `WorkerLost`."""
         self._alive = False
-        self._channels.close(self.member)
+        self._channels.close(self.worker)
 
     def _check_alive(self) -> None:
         if not self._alive:
-            raise protocols.WorkerLost(f"the replica of {self.member} is gone; it is restarted when it is needed")
+            raise protocols.WorkerLost(f"the training side of {self.worker} is gone; it is restarted when it is needed")
 
     async def _called(self, call: str) -> None:
         """Begins a call that fault injection may break: it overrides this method."""
@@ -170,7 +172,7 @@ class Replica(protocols.Replica):
     async def _take(self, seconds: float) -> None:
         self._check_alive()
         await asyncio.sleep(seconds)
-        self._check_alive()
+        self._check_alive()  # killed meanwhile, a process would never have answered
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts after `start_seconds`."""
@@ -184,6 +186,7 @@ class Replica(protocols.Replica):
     async def start_weight_update(self, policy_version: int) -> None:
         """Drops the held version: the second weight verb."""
         await self._called("start_weight_update")
+        # A load that fails halfway leaves mixed weights, which are no version.
         self._version = protocols.NO_VERSION
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
@@ -201,34 +204,35 @@ class Replica(protocols.Replica):
         await self._take(0.0 if self._warmed else self._warm_seconds)
         self._warmed = True
 
-    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+    async def join(self, generation: int, address: Mapping[str, Any]) -> None:
         """Connects, if the trainer still listens under this membership generation."""
         await self._called("join")
         await self._take(0.0)
-        if self._channels.listening.get(self.member) != epoch:
-            raise protocols.LibraError(f"the trainer does not listen for {self.member} under epoch {epoch}")
-        self._channels.connected[self.member] = self._epoch = epoch
+        if self._channels.listening.get(self.worker) != generation:
+            raise protocols.LibraError(f"the trainer does not listen for {self.worker} under generation {generation}")
+        self._channels.connected[self.worker] = self._generation = generation
 
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
         """Computes its share, if the share is not empty, and sends it; does not wait for the core trainer."""
         await self._called("contribute")
         began = asyncio.get_running_loop().time()
         if self._version != batch.policy_version:
-            raise protocols.LibraError(f"the replica of {self.member} holds version {self._version}")
+            raise protocols.LibraError(f"the training side of {self.worker} holds version {self._version}")
         lengths = [len(trajectory.token_ids) for trajectory in trained(batch, self._masks)]
-        mine = split(lengths, shares)[1][self.member]
+        # Trainer and workers split by the same rule, so no list of sequences has to be sent.
+        mine = split(lengths, shares)[1][self.worker]
         if not mine:
             return {"seconds": 0.0, "micro_batches": 0.0, "bytes": 0.0}
         training = self._train_seconds([lengths[index] for index in mine])
         await self._take(self.slowdown * (training + self._send_seconds))
-        self._channels.send(self.member, self._epoch, batch.policy_version, mine)
+        self._channels.send(self.worker, self._generation, batch.policy_version, mine)
         seconds = asyncio.get_running_loop().time() - began
         return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
 
     async def leave(self) -> None:
         """Drops the version and the membership generation."""
         await self._called("leave")
-        self._version, self._epoch = protocols.NO_VERSION, 0
+        self._version, self._generation = protocols.NO_VERSION, 0
 
     async def shutdown(self) -> None:
         """Ends. Idempotent."""

@@ -40,6 +40,7 @@ class Runs(Sequence[Any]):
         if count <= 0:
             return
         end = self._ends[-1] + count if self._ends else count
+        # Neighbours are kept different, so that equal sequences have equal runs (`__eq__`).
         if self._values and self._values[-1] == value:
             self._ends[-1] = end
         else:
@@ -76,6 +77,7 @@ class Runs(Sequence[Any]):
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError("a run-length sequence has slices of step 1 only")
+        # Costs as many steps as the slice has runs, not tokens.
         part = Runs(name=self.name)
         at = bisect.bisect_right(self._ends, start)
         while start < stop:
@@ -161,6 +163,7 @@ class Trajectory(protocols.Trajectory):
         self._segments: list[tuple[protocols.TokenSource, int, protocols.TokenDelta | None]] = []
         self._generated = 0
 
+    # By identity: the dataclass compares every field, which here would build the per-token ones, and has no hash.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -232,6 +235,7 @@ class Trajectory(protocols.Trajectory):
 
     def _of_deltas(self, name: str, elsewhere: float) -> Runs:
         values = Runs()
+        # Text was not sampled: it has no log-probability and no version.
         for _, count, delta in self._segments:
             if delta is None:
                 values.append_run(elsewhere, count)
@@ -264,6 +268,7 @@ class Book:
 
     def prompt_tokens(self, prompt_id: str) -> int:
         """Returns the tokens of a task's prompt."""
+        # Kept, because a workload draws the whole script again at each call, and all siblings ask.
         known = self._prompt_tokens.get(prompt_id)
         if known is None:
             known = self._prompt_tokens[prompt_id] = self._workload.script(int(prompt_id), 0).prompt_tokens
@@ -319,6 +324,7 @@ class ScriptedEnvironment:
 
     async def step(self, output: str) -> protocols.StepResult:
         """Runs the tool that the script's turn calls; `output` is the rollout's name, as `CountedText` decodes it."""
+        # Told by the output's name: an environment learns of its task only, and siblings share that.
         turns = self._book.script(output).turns
         at, self._turn = self._turn, self._turn + 1
         if at < len(turns):  # else a tool that timed out took the place of the script's end

@@ -127,6 +127,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> costs.Calibration:
     by_degree: dict[int, dict[str, list[calibration.Stream]]] = {
         degree: collections.defaultdict(list) for degree in recorded.config.rollout.tensor_parallel
     }
+    # Streams of later steps are left out: the twin must not know what it predicts.
     for stream in recorded.streams_of(steps):
         by_degree[recorded.degree(stream.instance)][stream.instance].append(stream)
     engines = {degree: calibration.fit_engine(list(mine.values())) for degree, mine in by_degree.items()}
@@ -150,6 +151,7 @@ def levelled(recorded: recording.Recording, steps: int, model: costs.Calibration
     The level covers what the fit to single streams does not see: the time between turns, and steps that queue behind
     each other.
     """
+    # A fixed point: a step's time is not linear in the engines' costs, since tools and queues take a part of it.
     level = 1.0
     measured = [step.parts.rollout for step in recorded.steps[:steps]]
     scaled = model
@@ -166,6 +168,7 @@ def levelled(recorded: recording.Recording, steps: int, model: costs.Calibration
 
 def replay(recorded: recording.Recording, model: costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
     """Returns the simulated seconds of the first `steps` steps."""
+    # Evaluations and checkpoints are not in the recorded seconds, and `recording.read` takes no run that moved.
     given = recorded.config
     config = dataclasses.replace(
         given,
@@ -204,6 +207,7 @@ def spread(steps: Sequence[tuple[Hashable, float]]) -> tuple[float | None, int, 
     repeated = [seconds for seconds in kinds.values() if len(seconds) > 1]
     if not repeated:
         return None, 0, 0
+    # Each kind's mean takes a degree of freedom, so kinds of two steps do not make the spread look small.
     count = sum(map(len, repeated))
     squares = 0.0
     for alike in repeated:
@@ -217,7 +221,8 @@ FEW_STEPS = 8
 
 
 def table(made: Twin) -> str:
-    """Returns a line for each held-out step, with measured and predicted seconds of its parts, and the verdict."""
+    """Returns a line for each held-out step, with measured and predicted seconds of its parts; then the fitted costs,
+    and how well they predict."""
     columns = [f"{part} {kind}" for part in PARTS for kind in ("s", "twin")]
     rows = [("step", *columns, "error")]
     pairs = list(zip(made.measured, made.predicted, strict=True))
@@ -225,11 +230,6 @@ def table(made: Twin) -> str:
         seconds = (getattr(parts, part) for part in PARTS for parts in (measured, predicted))
         error = (predicted.total - measured.total) / measured.total
         rows.append((str(number), *(f"{value:.3f}" for value in seconds), f"{error:+.1%}"))
-    return "\n".join([*report.aligned(rows, left=0), "", *sentences(made)])
-
-
-def sentences(made: Twin) -> list[str]:
-    """Returns the fitted costs, and how well they predict."""
     steps = len(made.measured)
     lines = [f"calibrated on steps 1-{made.calibrated}, predicted steps {made.calibrated + 1}-{steps}"]
     for degree, engine in sorted(made.model.engines.items()):
@@ -262,7 +262,7 @@ def sentences(made: Twin) -> list[str]:
             f"This is the mean of {steps - made.calibrated} steps, which says little: record a run of "
             f"{2 * FEW_STEPS} steps or more."
         )
-    return lines
+    return "\n".join([*report.aligned(rows, left=0), "", *lines])
 
 
 def to_json(made: Twin) -> str:

@@ -179,6 +179,7 @@ def _seconds(rng: random.Random, median: float, most: float) -> float:
 def _split(total: int, count: int, rng: random.Random) -> list[int]:
     """Splits `total` into `count` parts of at least 1 each, unevenly (gamma-distributed weights of shape 2)."""
     weights = [rng.gammavariate(2.0, 1.0) for _ in range(count)]
+    # One token each is set aside, so that rounding down never leaves a turn empty.
     scale = (total - count) / sum(weights)
     parts = [1 + int(weight * scale) for weight in weights]
     parts[-1] += total - sum(parts)
@@ -297,6 +298,7 @@ def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int,
     Returns:
       Ascending bounds, one for each degree but the largest.
     """
+    # By tokens, not by trajectories: a bucket's load is what it has to decode.
     lengths = sorted(script.generated_tokens for prompt in workload.prompts for script in prompt)
     tokens, taken, bounds = sum(lengths), 0, [0]
     longer = iter(lengths)
@@ -310,14 +312,6 @@ def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int,
         # Bounds must ascend strictly.
         bounds.append(max(length, bounds[-1] + 1))
     return tuple(bounds[1:])
-
-
-def planned_steps(config: WorkloadConfig, workload: scripts.Workload, groups_per_step: int, steps: int) -> int:
-    """Returns the training steps of the run: `steps`, or for a trace the number that replays it `config.passes`
-    times."""
-    if isinstance(workload, traces.Replay) and config.passes:
-        return max(1, -(-len(workload.prompts) * config.passes // groups_per_step))
-    return steps
 
 
 def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simulation: world.SimulationConfig) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import context
+from libra_jax.coordinator import parts as parts_lib
+from libra_jax.coordinator import rollouts
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
@@ -88,15 +89,17 @@ class Parts:
       engine: makes an engine, given the number of its life from 0 and the arguments of `engine.Engine`.
       environment: makes a rollout's environment.
       trainer: makes a trainer, given the number of its life and the arguments of `trainer.Trainer`.
-      replica: makes the training side of a hybrid worker, given the number of its life and the arguments of
-        `training_side.Replica`.
+      make_training_side: makes the training side of a hybrid worker, given the number of its life and the arguments of
+        `training_side.TrainingSide`.
       handle: makes the handle of an actor, given its name and the actor.
     """
 
     engine: Callable[..., engine.Engine] = lambda life, **arguments: engine.Engine(**arguments)
     environment: Callable[[trajectory.Book], protocols.Environment] = trajectory.ScriptedEnvironment
     trainer: Callable[..., trainer.Trainer] = lambda life, **arguments: trainer.Trainer(**arguments)
-    replica: Callable[..., training_side.Replica] = lambda life, **arguments: training_side.Replica(**arguments)
+    make_training_side: Callable[..., training_side.TrainingSide] = lambda life, **arguments: (
+        training_side.TrainingSide(**arguments)
+    )
     handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 
 
@@ -108,7 +111,7 @@ class Cluster:
         self._makers = {
             "libra_jax.simulator.engine:Engine": parts.engine,
             "libra_jax.simulator.trainer:Trainer": parts.trainer,
-            "libra_jax.simulator.training_side:Replica": parts.replica,
+            "libra_jax.simulator.training_side:TrainingSide": parts.make_training_side,
         }
         self._actors: dict[str, Any] = {}
         self._lives: dict[str, int] = {}
@@ -117,6 +120,7 @@ class Cluster:
         """Makes the actor in place. Factories other than the simulated machines' are called as they are."""
         # A restarted actor begins another life, with faults of its own.
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
+        # By the factory's name, as a real cluster gets it, so the coordinator cannot tell the difference.
         if spec.factory in self._makers:
             made = self._makers[spec.factory](life, **spec.arguments)
         else:
@@ -166,14 +170,13 @@ def run(
       ConfigError: the run asks for something that a simulation cannot do, or the cluster cannot hold it.
       LibraError: what ended the run, in one sentence.
     """
+    # Before anything is made: a setting that nobody would read must not pass in silence.
     _check(config, simulation)
     model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or results.StepRecorder()
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
     fleet = engine.Fleet(config, simulation.slots, model, simulation.warm_seconds)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
-    mesh, planned = _mesh(config, simulation, model), None
-    if config.planner.period:
-        planned = _planner(config, simulation, model)
+    mesh, planned = _mesh_and_planner(config, simulation, model)
     channels, elastic = training_side.Channels(), config.elastic
 
     def alone(devices: int, lengths: Sequence[int]) -> float:
@@ -182,8 +185,8 @@ def run(
             return model.train_seconds(lengths, devices)
         return dataclasses.replace(mesh, sizes=(1, 1, devices)).train_seconds(lengths)
 
-    replicas = (
-        [fleet.replica(spec, channels, alone) for spec in specs[len(specs) - elastic.hybrid :]]
+    sides = (
+        [fleet.training_side(spec, channels, alone) for spec in specs[len(specs) - elastic.hybrid :]]
         if elastic.hybrid
         else []
     )
@@ -202,9 +205,10 @@ def run(
         },
     )
     made = coordinator.Coordinator(
-        context.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),  # where nothing is saved
-        context.WorkerSpecs(spec, specs, replicas, make_engine=fleet.spec),
-        context.Agent(
+        # Nothing is saved, so the folder does not exist.
+        parts_lib.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),
+        parts_lib.WorkerSpecs(spec, specs, sides, make_engine=fleet.spec),
+        rollouts.Agent(
             trajectory.NumberedTasks(),
             lambda: environment(book),
             trajectory.CountedText(),
@@ -213,6 +217,7 @@ def run(
         make_scheduler(costs.SchedulingCosts(model), book.remaining),
         planned,
     )
+    # Wall time of the run alone, without the making of its parts.
     began = time.perf_counter()
     with _seldom_collected():
         summary = clock.run(made.run(), longest=simulation.longest_seconds, signals=False)  # nothing to save
@@ -250,9 +255,22 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
     )
 
 
-def _mesh(config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs) -> trainer.OnMesh | None:
+def _mesh_and_planner(
+    config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs
+) -> tuple[trainer.OnMesh | None, planner.GlobalPlanner | None]:
+    """Returns the trainer's mesh and the planner that changes it; None for each that the run does not have.
+
+    Raises:
+      ConfigError: a planner has no mesh to start from, the costs say nothing of meshes, or the run does not fit.
+    """
     if not simulation.train_mesh:
-        return None
+        configuration.check(
+            not config.planner.period,
+            "simulation.train_mesh",
+            "is what a planner starts from: give (data, fsdp, tensor)",
+        )
+        return None, None
+    # Costs that were fitted to a recording know the time of one mesh only, the recorded one.
     configuration.check(
         isinstance(model, costs.CostModel), "simulation.train_mesh", "needs costs computed from a hardware sheet"
     )
@@ -260,20 +278,12 @@ def _mesh(config: configuration.RunConfig, simulation: SimulationConfig, model: 
     data, fsdp, tensor = simulation.train_mesh
     made = meshes.Trainer.of_run(config, model.sheet)
     meshes.check_fits(model, made, (data, fsdp, tensor), "simulation.train_mesh")
-    return trainer.OnMesh((data, fsdp, tensor), model, made, config.planner.resize_seconds)
-
-
-def _planner(
-    config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs
-) -> planner.GlobalPlanner:
-    configuration.check(
-        bool(simulation.train_mesh), "simulation.train_mesh", "is what a planner starts from: give (data, fsdp, tensor)"
-    )
-    assert isinstance(model, costs.CostModel)
-    data, fsdp, tensor = simulation.train_mesh
+    mesh = trainer.OnMesh((data, fsdp, tensor), model, made, config.planner.resize_seconds)
+    if not config.planner.period:
+        return mesh, None
+    # Hybrid workers stay out of plans: the elastic policy switches them, and a plan moves the core's devices only.
     devices = simulation.train_devices + sum(plans.core_degrees(config))
     setting = forecast.Setting.of_run(config, model, devices, slots=simulation.slots)
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(
-        config.planner, setting, plans.of_run(config, (data, fsdp, tensor)), masks=config.task.masks
-    )
+    begin = plans.of_run(config, (data, fsdp, tensor))
+    return mesh, planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks)

@@ -24,7 +24,7 @@ TIMES = {"wait": "rollout/wait_seconds", "train": "train/seconds", "sync": "sync
 WIDTH = 120
 """Largest number of columns of a step's line."""
 
-LESS_IMPORTANT = ("mismatch", "moves", "loss", "staleness", "sync", "train", "wait")
+LESS_IMPORTANT = ("trained", "mismatch", "moves", "loss", "mfu", "staleness", "sync", "train", "wait")
 """Parts that a step's line leaves out if it is too long, in this order."""
 
 LOST = "console"
@@ -41,6 +41,7 @@ def seconds_text(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
+        # From ten minutes on, the seconds are noise.
         return f"{whole // 60} min {whole % 60} s" if whole < 600 and whole % 60 else f"{whole // 60} min"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
@@ -51,6 +52,7 @@ def sparkline(values: list[float]) -> str:
     if not finite:
         return ""
     low, high = min(finite), max(finite)
+    # Equal values all draw the lowest block; their scale would divide by zero.
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values)
 
@@ -80,6 +82,7 @@ class Pace:
         """Seconds that the remaining steps take at the recent pace. None until two steps have ended."""
         if len(self._ends) < 2:
             return None
+        # Of the last steps only: the first ones compile, and would make the estimate far too long.
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
         return (self.steps - last) * (ended - began) / (last - first) if last > first else None
 
@@ -108,6 +111,7 @@ class Speed:
         """Tokens per second. None while the speed is not known."""
         if not self._steps:
             return self._told
+        # The ratio of sums: a mean of the steps' rates would count a short step as much as a long one.
         return sum(tokens for tokens, _ in self._steps) / sum(seconds for _, seconds in self._steps)
 
 
@@ -119,6 +123,7 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
       pace: Pace of the run.
       scalars: Numbers of the step. `tokens_per_second` is that of the last steps.
     """
+    # Padded to the width of the last step, so that columns stay aligned over the run.
     parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
     if (reward := scalars.get("reward/mean")) is not None:
         parts["reward"] = f"reward {reward:z.3f}"
@@ -126,6 +131,12 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
         parts["held-out"] = f"held-out {evaluation:z.3f}"
     if rate := scalars.get("tokens_per_second"):
         parts["speed"] = f"{rate:,.0f} tokens/s"
+    if (trained := scalars.get("train/tokens_per_second")) is not None:
+        # On one device both speeds are the same, and one of them is enough.
+        each = scalars.get("train/tokens_per_second_per_device", trained)
+        parts["trained"] = f"trained {trained:,.0f}/s" + (f" ({each:,.0f} a device)" if each < trained else "")
+    if (mfu := scalars.get("train/mfu")) is not None:
+        parts["mfu"] = f"MFU {mfu:.0%}"
     if (staleness := scalars.get("staleness/max")) is not None:
         parts["staleness"] = f"staleness {staleness:.0f}"
     if (loss := scalars.get("loss")) is not None:
@@ -166,6 +177,7 @@ class PlainConsole(sinks.Sink):
         self._warn = warn
         self._pace = Pace(steps, clock())
         self._speed = Speed()
+        # The first status is never held back.
         self._last_line = float("-inf")
         self._lost = False
         self._held: dict[str, str] = {}
@@ -175,6 +187,7 @@ class PlainConsole(sinks.Sink):
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())
         self._speed.step_ended(scalars)
+        # A line shows the speed of the last steps in place of the step's own (see `Speed`).
         shown = {name: value for name, value in scalars.items() if name != "tokens_per_second"}
         if (speed := self._speed.tokens_per_second) is not None and "tokens_per_second" in scalars:
             shown["tokens_per_second"] = speed
@@ -188,21 +201,19 @@ class PlainConsole(sinks.Sink):
             # Starts and the first compilation take minutes without a step's line, so the reader is told what is going
             # on.
             self._held[worker] = text
-            self._tell_later()
-
-    def _tell_later(self) -> None:
-        if self._timer is None:
-            with contextlib.suppress(RuntimeError):  # no event loop runs
-                left = max(0.0, self._last_line + STATUS_SECONDS - self._clock())
-                self._timer = asyncio.get_running_loop().call_later(left, self._tell_held)
+            if self._timer is None:
+                self._tell_held()
 
     def _tell_held(self) -> None:
-        """Prints what workers have done since the last line, if that line is old enough."""
+        """Prints what workers have done since the last line. If that line is too young, calls itself again later."""
         self._timer = None
         if not self._held or self._pace.done:
             return
-        if self._clock() - self._last_line < STATUS_SECONDS:  # another line was printed meanwhile
-            self._tell_later()
+        if self._clock() - self._last_line < STATUS_SECONDS:
+            # Without an event loop, no timer can start; the next status tries again.
+            with contextlib.suppress(RuntimeError):
+                left = max(0.0, self._last_line + STATUS_SECONDS - self._clock())
+                self._timer = asyncio.get_running_loop().call_later(left, self._tell_held)
             return
         held, self._held = self._held, {}
         text = "; ".join(f"{worker}: {doing}" for worker, doing in held.items())

@@ -59,7 +59,7 @@ class Collector(registry.Collector):
     def collect(self) -> Iterator[core.Metric]:
         view = self._run.view()
         yield core.GaugeMetricFamily("libra_healthy", "1 while /health answers 200.", float(_is_well(view)))
-        yield core.GaugeMetricFamily("libra_epoch", "Starts of this run in its workdir.", view["epoch"])
+        yield core.GaugeMetricFamily("libra_fencing_token", "Starts of this run in its workdir.", view["fencing_token"])
         yield core.CounterMetricFamily("libra_steps", "Training steps taken, earlier starts' included.", view["step"])
         failures = core.CounterMetricFamily("libra_worker_failures", "Times that a worker was lost.", labels=["worker"])
         replaced = core.CounterMetricFamily(
@@ -77,33 +77,27 @@ class Collector(registry.Collector):
             doing.add_metric([escapes.visible(name), state], 1.0)
             seconds.add_metric([escapes.visible(name)], worker["seconds"])
         yield from (failures, replaced, doing, seconds)
-        yield from _scalars({name: value for name, value in view["scalars"].items() if value is not None})
-
-
-def _scalars(scalars: Mapping[str, float]) -> Iterator[core.Metric]:
-    """Yields the scalars as gauges.
-
-    `reward/mean` becomes libra_reward_mean, and `tool/calculator/calls` libra_tool_calls{tool="calculator"}.
-
-    If two names become the same, each keeps its own name in a label.
-    """
-    named: dict[str, dict[str, float]] = collections.defaultdict(dict)
-    tools: dict[str, dict[str, float]] = collections.defaultdict(dict)
-    for name, value in scalars.items():
-        if found := _TOOL.fullmatch(name):
-            tools[f"libra_tool_{found['what']}"][found["tool"]] = value
-        elif not name.startswith(status.REPLACED):
-            named["libra_" + re.sub(r"\W", "_", name, flags=re.ASCII)][name] = value
-    for label, families in (("tool", tools), ("name", named)):
-        for family, values in families.items():
-            first, *others = values
-            if label == "name" and not others:
-                yield core.GaugeMetricFamily(family, f"{escapes.visible(first)} of the last step.", values[first])
+        # `reward/mean` becomes libra_reward_mean, and `tool/calculator/calls` libra_tool_calls{tool="calculator"}.
+        named: dict[str, dict[str, float]] = collections.defaultdict(dict)
+        tools: dict[str, dict[str, float]] = collections.defaultdict(dict)
+        for name, value in view["scalars"].items():
+            if value is None:
                 continue
-            gauge = core.GaugeMetricFamily(family, "Of the last step.", labels=[label])
-            for called, value in values.items():
-                gauge.add_metric([escapes.visible(called)], value)
-            yield gauge
+            if found := _TOOL.fullmatch(name):
+                tools[f"libra_tool_{found['what']}"][found["tool"]] = value
+            elif not name.startswith(status.REPLACED):  # these are counters, above
+                named["libra_" + re.sub(r"\W", "_", name, flags=re.ASCII)][name] = value
+        for label, families in (("tool", tools), ("name", named)):
+            for family, values in families.items():
+                first, *others = values
+                if label == "name" and not others:
+                    yield core.GaugeMetricFamily(family, f"{escapes.visible(first)} of the last step.", values[first])
+                    continue
+                # If two names become the same, each keeps its own name in a label: Prometheus refuses a family twice.
+                gauge = core.GaugeMetricFamily(family, "Of the last step.", labels=[label])
+                for called, value in values.items():
+                    gauge.add_metric([escapes.visible(called)], value)
+                yield gauge
 
 
 class Endpoint:
@@ -137,6 +131,7 @@ class Endpoint:
         # The address family is a class attribute of socketserver, so each family needs its own subclass.
         kind = type("_Family", (_Server,), {"address_family": socket.AF_INET6 if host.version == 6 else socket.AF_INET})
         try:
+            # The config writes -1 for any free port, and a socket 0.
             self._server: _Server = kind((config.host, max(0, config.port)), _Quiet)
         except OSError as error:
             raise protocols.ConfigError(
@@ -146,6 +141,7 @@ class Endpoint:
         self._server.set_app(self._answer)
         written = f"[{config.host}]" if host.version == 6 else config.host
         self.url = f"http://{written}:{self._server.server_port}"
+        # A daemon, so that a run that fails before `close` still ends.
         self._thread = threading.Thread(target=self._server.serve_forever, name="libra-health", daemon=True)
         self._thread.start()
 

@@ -25,6 +25,7 @@ _HIDDEN = (
 # The two joiners (U+200C, U+200D) are kept: Persian, Indic scripts and emoji need them, and they reorder nothing.
 _CONTROLS = re.compile(f"[{_HIDDEN}\ud800-\udfff]")
 _CONTROLS_AND_LINES = re.compile(f"[{_HIDDEN}\ud800-\udfff\t\n]")
+# Without surrogates: `files.json_line` replaces those when it encodes the text.
 _RAW_IN_JSON = re.compile(f"[{_HIDDEN}]")
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 

@@ -53,6 +53,7 @@ KEEP_BYTES = 1024 * 1024
 def whole_lines_end(path: Path) -> int:
     """Returns the byte offset after the last newline of the file. 0 for an empty or missing file."""
     try:
+        # Read backwards in pieces, because a run's file may take gigabytes and its last lines are short.
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             while end > 0:
@@ -101,6 +102,7 @@ class RecordFile:
         if not self._pending:
             return
         try:
+            # Asked at each append: another start of the run may have taken the workdir over since the last one.
             if self._guard():
                 self._append(b"".join(self._pending))
         except OSError as error:
@@ -150,6 +152,7 @@ class RecordFile:
         if self._closed:
             return
         self.flush()
+        # What a full disk has kept waiting is lost here, because no later flush comes.
         self._closed = True
         self._pending.clear()
         if self._descriptor is not None:
@@ -163,6 +166,7 @@ class LineFile(RecordFile):
 
     def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
         try:
+            # Cut before anything is appended, or the next record would continue the torn line.
             end = whole_lines_end(path)
             if path.exists() and path.stat().st_size > end:
                 os.truncate(path, end)
@@ -178,6 +182,7 @@ class LineFile(RecordFile):
 def finite(value: Any) -> Any:
     """Returns the value as strict JSON accepts it: None for not-finite numbers, plain values for 0-d arrays."""
     if getattr(value, "ndim", None) == 0:
+        # Arrays of numpy and JAX that hold one number. Neither package is imported here.
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -194,6 +199,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     A record that is not empty gets `checksum` as its last field. `damage` finds damaged lines with it.
     """
     try:
+        # As it is first: `finite` walks the whole record, and few records need it.
         text = json.dumps(record, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):
         text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False, default=str)
@@ -253,6 +259,7 @@ def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with file:
         for number, line in enumerate(file, start=1):
+            # A whole record ends with a newline, so a kill has torn this one.
             if not line.endswith(b"\n"):
                 return
             if problem := damage(line):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -62,11 +61,6 @@ def find(name: str) -> Metric | None:
     return _BY_NAME.get(name) or next((metric for metric in _PATTERNS if metric.covers(name)), None)
 
 
-def strict() -> bool:
-    """Returns whether recorders refuse names that are not registered."""
-    return bool(os.environ.get(STRICT_VARIABLE))
-
-
 def check(names: Iterable[str]) -> None:
     """Refuses names that are not registered.
 
@@ -95,10 +89,23 @@ _STEP = _table(
     ("rollout/seconds", "seconds", "time in which at least one group ran"),
     ("rollout/wait_seconds", "seconds", "time in which training waited for its batch"),
     ("train/seconds", "seconds", "time of the trainer's step"),
+    ("train/tokens_per_second", "tokens/second", "`tokens/processed` over `train/seconds`"),
+    ("train/tokens_per_second_per_device", "tokens/second", "the same for each of `train/devices`"),
+    (
+        "train/mfu",
+        "share",
+        "model FLOPs utilisation: `train/flops` over `train/seconds` and the peak of `train/devices`; without a "
+        "known peak (`trainer.peak_flops`) it is left out",
+    ),
     ("sync/seconds", "seconds", "time of the weight sync to all engines"),
     ("checkpoint/seconds", "seconds", "time spent in checkpoints since the step before"),
     ("coordinator/seconds_per_request", "seconds", "coordinator's own time for a request, a mean"),
     ("tokens_per_second", "tokens/second", "tokens generated for training since the step before, over `step/seconds`"),
+    (
+        "rollout/tokens_per_second_per_device",
+        "tokens/second",
+        "`tokens_per_second` for each device of the serving engines",
+    ),
     ("tokens/generated", "tokens", "tokens generated for training since the step before"),
     ("tokens/trained", "tokens", "generated tokens of the batch that are not masked"),
     ("tokens/mean", "tokens", "generated tokens of a rollout, mean over the batch"),
@@ -114,7 +121,7 @@ _STEP = _table(
         "groups",
         "those of one reason: environment, reward, zero_variance, stale, redundant",
     ),
-    ("voids/attempts", "rollouts", "rollouts that a crash of their environment voided"),
+    ("voids/rollouts", "rollouts", "rollouts that a crash of their environment voided"),
     ("voids/most_of_a_prompt", "rollouts", "most of them that one prompt had"),
     ("finish/<reason>", "share", "rollouts that ended so: answered, length, max_turns, max_tokens, ..."),
 )
@@ -160,9 +167,12 @@ _TRAINER = _table(
     ("advantage/max", "1", "largest advantage"),
     ("groups/without_gradient", "share", "groups whose trained tokens have no advantage"),
     ("tokens/processed", "tokens", "tokens of the packed batch, prompts and tool returns included"),
+    ("train/flops", "FLOPs", "model FLOPs of the step, without padding: 6ND + causal attention"),
+    ("train/devices", "devices", "devices of the step, those of hybrid workers included"),
     ("padding_fraction", "share", "padding of the packed batch"),
     ("micro_batches", "count", "micro-batches of the step"),
     ("compiled_shapes", "count", "micro-batch programs compiled so far"),
+    ("train/compile_seconds", "seconds", "time in which the step waited for programs to be compiled"),
     ("target_probability", "share", "probability of a demonstration's token, mean; in `warm_start/` alone"),
     (f"warm_start/{METRIC}", "", "trainer's number of the last warm-start step"),
     ("trainer/restarts", "count", "restarts of the trainer in this session; only if there were any"),
@@ -178,7 +188,7 @@ _SHARES = _table(
     ("shares/wait_seconds", "seconds", "time in which the core waited for hybrid workers"),
     ("shares/bytes", "bytes", "gradient sums received from hybrid workers"),
     ("hybrid/training", "workers", "hybrid workers that train"),
-    ("hybrid/epoch", "count", "membership generation of the hybrid pool"),
+    ("hybrid/generation", "count", "membership generation of the hybrid pool"),
     ("hybrid/now_seconds", "seconds", "step time predicted for the pool as it is"),
     ("hybrid/then_seconds", "seconds", "step time predicted for the best other split of the pool"),
 )
@@ -260,6 +270,7 @@ def plain(scalars: Mapping[str, Any]) -> dict[str, float]:
 def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
     """Returns the object of `metrics.jsonl` for a step."""
     nonfinite = {name: str(value) for name, value in scalars.items() if not math.isfinite(value)}
+    # A scalar named `step` must not replace the record's own.
     record: dict[str, Any] = {"step": step}
     record.update((name, None if name in nonfinite else value) for name, value in scalars.items() if name != "step")
     if nonfinite:
@@ -272,6 +283,7 @@ def decode(record: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
     nonfinite = record.get("nonfinite")
     if isinstance(nonfinite, Mapping):
+        # Only these texts: any other would let `float` raise, and the file may come from another program.
         numbers.update((name, float(text)) for name, text in nonfinite.items() if text in ("nan", "inf", "-inf"))
     return numbers
 

@@ -7,7 +7,6 @@ figure is made, because only the end of a run needs it.
 
 from __future__ import annotations
 
-import functools
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +125,7 @@ def figure(draw: Callable[[Any], None], height: float = HEIGHT, *, wide: bool = 
     for width in (BROAD, NARROW) if wide else (NARROW,):
         columns = min(panels, 2 if width > NARROW else 1)
         rows = -(-panels // columns)
+        # In a context, because the settings belong to the process and its other pictures.
         with matplotlib.rc_context(_STYLE):
             made = Figure(figsize=(width, height * rows), layout="constrained")
             axes = list(made.subplots(rows, columns, squeeze=False, sharex=panels > 1).flat)
@@ -173,7 +173,15 @@ def lines(
         axes.yaxis.set_major_formatter((lambda value, _: f"{100 * value:z.3g}%") if percent else thousands)
         if whole:
             whole_ticks(axes.yaxis)
-        _set_scale(axes, [value for line in shown for value in line.values.values()], scale)
+        values = [value for line in shown for value in line.values.values()]
+        low, high = min(values), max(values)
+        if scale == "share" and low >= 0 and high <= 1:
+            axes.set_ylim(0, 1.03)
+        elif scale == "log" and low > 0 and high > FAR * low:
+            axes.set_yscale("log")
+        elif scale in ("zero", "log"):
+            # All values may be 0, and axes need a top above their bottom.
+            axes.set_ylim(bottom=min(0.0, low), top=1.08 * max(0.0, high) or float(low >= 0))
         for text, steps in (marks or {}).items():
             for index, step in enumerate(steps):
                 axes.axvline(step, color=TEAL, linewidth=1.2, linestyle=":", label=None if index else text)
@@ -207,16 +215,6 @@ def _draw_line(axes: Any, line: Line) -> None:
     axes.plot(steps, values, clip_on=False, label=label(line.label) or "_", **style)
 
 
-def _set_scale(axes: Any, values: Sequence[float], scale: Scale) -> None:
-    low, high = min(values), max(values)
-    if scale == "share" and low >= 0 and high <= 1:
-        axes.set_ylim(0, 1.03)
-    elif scale == "log" and low > 0 and high > FAR * low:
-        axes.set_yscale("log")
-    elif scale in ("zero", "log"):
-        axes.set_ylim(bottom=min(0.0, low), top=1.08 * max(0.0, high) or float(low >= 0))
-
-
 def stack(axes: Any, parts: Mapping[str, Curve], colours: Mapping[str, str]) -> None:
     """Stacks curves with the same steps on a step axis: as areas, or as bars if there are few steps."""
     columns = {name: thinned(part) for name, part in parts.items()}
@@ -247,6 +245,7 @@ def moving_mean(curve: Curve, width: int = 5) -> dict[int, float]:
 def thinned(curve: Curve) -> tuple[list[float], list[float]]:
     """Returns steps and values, averaged over consecutive steps so that at most `MOST_POINTS` are left."""
     steps, values = list(curve), list(curve.values())
+    # Rounded up, so that at most MOST_POINTS runs are left. An empty curve has size 0, which `range` refuses.
     size = -(-len(steps) // MOST_POINTS)
     runs = [slice(begin, begin + size) for begin in range(0, len(steps), size or 1)]
     return [sum(steps[r]) / len(steps[r]) for r in runs], [sum(values[r]) / len(values[r]) for r in runs]
@@ -264,6 +263,7 @@ def step_axis(axes: Any) -> None:
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1))
     first, last = axes.dataLim.intervalx
+    # Half a step of room where a few bars stand, which are nearly one step wide.
     room = max(0.5 if last - first < FEW_POINTS else 0.0, 0.01 * (last - first))
     axes.set_xlim(first - room, last + room)
 
@@ -271,6 +271,7 @@ def step_axis(axes: Any) -> None:
 def name_rows(axes: Any, names: Sequence[str]) -> None:
     """Names the rows of a picture, the first at the top."""
     axes.set_yticks(range(len(names)), [label(name) for name in names])
+    # Limits from high to low put the first row at the top.
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
@@ -301,6 +302,7 @@ def svg(made: Any) -> str:
     # Without a date in the metadata, the same data gives the same file.
     made.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
+    # An element inside of a page has no XML declaration.
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     for name, colour in _STAND_INS.items():
@@ -318,6 +320,7 @@ def standalone(picture: str) -> str:
     """Returns a picture of a page as the text of a separate file, in the colours of a light page."""
     # A wide picture has two elements, and the broad one comes first.
     picture = picture.partition("</svg>")[0] + "</svg>\n"
+    # A separate file has no style sheet, so each variable becomes the colour that it stands for.
     for name, colour in LIGHT.items():
         picture = picture.replace(f"var(--{name})", colour)
     picture = picture.replace("var(--font)", "sans-serif")
@@ -367,14 +370,9 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
       lead: Sentences under the heading. Parts between double asterisks are bold.
       sections: Cards, in order.
     """
-    values = {"title": title, "heading": heading, "lead": lead, "sections": sections}
-    return _environment().get_template("page.html.j2").render(values, light=LIGHT, dark=DARK)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("libra_jax.telemetry"),
+        # Everything that the template shows, a model's text too, passes `finalize` first and HTML's own escapes then.
         autoescape=True,
         finalize=_visible,
         undefined=jinja2.StrictUndefined,
@@ -382,7 +380,8 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["bold"] = _bold
-    return environment
+    values = {"title": title, "heading": heading, "lead": lead, "sections": sections}
+    return environment.get_template("page.html.j2").render(values, light=LIGHT, dark=DARK)
 
 
 def _visible(value: Any) -> Any:

@@ -27,7 +27,7 @@ DONE = "done"
 
 NOTE = (
     "Devices of each pool over the time that the run ran. A symbol stands where a transition ended, its line where it "
-    "began. The trainer's core keeps its program: a hybrid worker helps it as a whole replica."
+    "began. The trainer's core keeps its program: a hybrid worker helps it as a whole data-parallel replica."
 )
 
 COST_NOTE = (
@@ -199,6 +199,7 @@ def draw(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition] = ()
     times, columns = stacked(sizes, max((end, *(time for pairs in shown.values() for _, time in pairs))))
     if not columns or times[-1] <= times[0]:
         return ""
+    # Never exhausted: the last unit suits any time.
     _, unit_seconds, unit = next(row for row in _UNITS if times[-1] - times[0] >= row[0])
     moments = [time / unit_seconds for time in times]
 
@@ -237,15 +238,35 @@ def sections(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition],
       end: End of the run in seconds.
     """
     out = []
+    # Pools that never changed would make a picture of flat stripes.
     moved = bool(changes) or any(change.devices != sizes[0].devices for change in sizes)
     if moved and (picture := draw(sizes, changes, end)):
         out.append(page.Section("Pools", picture, note=NOTE, wide=True))
     if not changes:
         return out
     heads = ("way", "done", "failed", "cancelled", "took", "phases", "moved", *_STALLS, "commonest reasons")
-    ways = dict.fromkeys(change.way for change in changes)
-    costs = page.Table(heads, [_cost(way, [change for change in changes if change.way == way]) for way in ways])
-    out.append(page.Section("Transitions", table=costs, note=COST_NOTE, wide=True))
+    rows = []
+    for way in dict.fromkeys(change.way for change in changes):
+        alike = [change for change in changes if change.way == way]
+        # Times and bytes are those of done transitions: one that failed ended early, and would look cheap.
+        done = [change for change in alike if change.outcome == DONE]
+        counts = Counter(change.outcome for change in alike)
+        names = dict.fromkeys(name for change in done for name in change.phases)
+        phases = {name: _median(change.phases.get(name, math.nan) for change in done) for name in names}
+        reasons = Counter(change.reason for change in alike if change.reason).most_common()
+        named = [f"{reason} ({count:,})" for reason, count in reasons[:MOST_REASONS]]
+        further = len(reasons) - len(named)
+        row = (
+            way,
+            *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
+            _seconds(_median(change.end - change.start for change in done)),
+            ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items()),
+            _size(_median(change.bytes for change in done)),
+            *(_seconds(_stalled(alike, side)) for side in _STALLS.values()),
+            "; ".join(named) + (f"; {further:,} more" if further else ""),
+        )
+        rows.append(row)
+    out.append(page.Section("Transitions", table=page.Table(heads, rows), note=COST_NOTE, wide=True))
     if lost := [change for change in changes if change.outcome != DONE]:
         out.append(_listed("Transitions that came to nothing", lost))
     return [*out, _listed("Every transition", changes, folded=True)]
@@ -262,25 +283,6 @@ def sentence(changes: Sequence[Transition]) -> str:
     text += f" and {lost:,} came to nothing" if lost else ""
     stalls = " and ".join(f"{side} for {_seconds(_stalled(changes, side))}" for side in _STALLS.values())
     return f"{text}; together they stalled {stalls}."
-
-
-def _cost(way: str, changes: Sequence[Transition]) -> tuple[str, ...]:
-    done = [change for change in changes if change.outcome == DONE]
-    counts = Counter(change.outcome for change in changes)
-    names = dict.fromkeys(name for change in done for name in change.phases)
-    phases = {name: _median(change.phases.get(name, math.nan) for change in done) for name in names}
-    reasons = Counter(change.reason for change in changes if change.reason).most_common()
-    named = [f"{reason} ({count:,})" for reason, count in reasons[:MOST_REASONS]]
-    further = len(reasons) - len(named)
-    return (
-        way,
-        *(f"{counts[outcome]:,}" for outcome in (DONE, "failed", "cancelled")),
-        _seconds(_median(change.end - change.start for change in done)),
-        ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items()),
-        _size(_median(change.bytes for change in done)),
-        *(_seconds(_stalled(changes, side)) for side in _STALLS.values()),
-        "; ".join(named) + (f"; {further:,} more" if further else ""),
-    )
 
 
 def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:

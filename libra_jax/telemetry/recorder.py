@@ -18,7 +18,13 @@ from libra_jax.telemetry import console, files, metrics, samples, screen, sinks,
 FLUSH_SECONDS = 1.0
 """Longest time in seconds that a record waits in memory, if further records arrive."""
 
-LINE_FILES = (trace.TRACE_FILE, samples.SAMPLES_FILE, files.PLANS_FILE, files.TRANSITIONS_FILE)
+LINE_FILES = (
+    metrics.METRICS_FILE,
+    trace.TRACE_FILE,
+    samples.SAMPLES_FILE,
+    files.PLANS_FILE,
+    files.TRANSITIONS_FILE,
+)
 """Files of the workdir with one JSON object per record."""
 
 
@@ -73,6 +79,7 @@ class RunRecorder:
         self._timeline = timeline_file
         self._lines = lines
         self._sinks = taking
+        # Files come before viewers, so that a viewer that fails costs no record.
         self._all: list[files.LineFile | timeline.TimelineFile | sinks.Sink] = [*lines.values(), timeline_file, *taking]
         self._strict = strict
         self._flushed_at = clock()
@@ -85,6 +92,7 @@ class RunRecorder:
         numbers = metrics.plain(scalars)
         if self._strict:
             metrics.check(numbers)
+        self._lines[metrics.METRICS_FILE].append(metrics.encode(step, numbers))
         for sink in self._sinks:
             sink.metrics(step, numbers)
         self.flush()
@@ -141,6 +149,7 @@ class RunRecorder:
     def close(self) -> None:
         """Flushes and closes everything, and restores the terminal. Idempotent."""
         if not self._closed:
+            # Set first: after an error of one item, a second close must not close the others twice.
             self._closed = True
             for item in self._all:
                 item.close()
@@ -181,18 +190,18 @@ def create(
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
     # Made before the console, because the files may already warn while they are opened.
     warn = _Warnings()
-    taking: list[sinks.Sink] = [sinks.MetricsFile(workdir, warn, guard)]
+    lines = {name: files.LineFile(workdir / name, warn, guard) for name in LINE_FILES}
+    taking: list[sinks.Sink] = []
     if config.telemetry.tensorboard:
         taking.append(sinks.TensorBoardSink(workdir, warn, guard))
     if config.telemetry.wandb_project:
         taking.append(sinks.WandbSink(config, workdir, warn))
     timeline_file = timeline.TimelineFile(workdir, clock, warn, guard)
-    lines = {name: files.LineFile(workdir / name, warn, guard) for name in LINE_FILES}
     if config.telemetry.console:
         make = screen.LiveConsole if sys.stdout.isatty() else console.PlainConsole
         warn.console = make(config.name, config.steps, sys.stdout, clock, warn)
     taking += [item for item in (watcher, warn.console) if item is not None]
-    return RunRecorder(clock, timeline_file, lines, taking, strict=metrics.strict())
+    return RunRecorder(clock, timeline_file, lines, taking, strict=bool(os.environ.get(metrics.STRICT_VARIABLE)))
 
 
 def cut_back(workdir: Path, step: int) -> list[str]:
@@ -223,6 +232,7 @@ def cut_back(workdir: Path, step: int) -> list[str]:
         (samples.SAMPLES_FILE, step),
         (files.PLANS_FILE, step),
         (files.TRANSITIONS_FILE, step),
+        # Kept whole: it tells about starts of the run and not about steps that are taken again.
         (files.CONFIG_HISTORY_FILE, sys.maxsize),
     ):
         try:
@@ -254,6 +264,7 @@ def _cut(path: Path, step: int) -> list[tuple[int, str]]:
             if why := files.damage(line):
                 damaged.append((number, why))
                 continue
+            # A record without a step goes with the record before it.
             recorded = json.loads(line).get("step")
             if isinstance(recorded, int):
                 keep = recorded <= step

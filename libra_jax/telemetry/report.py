@@ -107,14 +107,14 @@ def load(workdir: Path) -> Run:
     lengths: list[int] = []
     tools = tool_report.Tally()
     moves: Counter[str] = Counter()
-    judged: deque[prediction_quality.Attempt] = deque(maxlen=KEPT_ROLLOUTS)
+    judged: deque[prediction_quality.Rollout] = deque(maxlen=KEPT_ROLLOUTS)
     for record in files.whole_json_lines(workdir / trace.TRACE_FILE):
         turns = [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
         lengths.append(sum(turn.get("generated_tokens") or 0 for turn in turns))
         tools.add(record)
         moves.update(trace.move_reasons(turns))
         if trace.is_record(record):
-            judged.append(prediction_quality.attempt(record))
+            judged.append(prediction_quality.rollout(record))
     steps = metrics.read(workdir / metrics.METRICS_FILE)
     if not (steps or spans or lengths or pools):
         raise DataError(
@@ -233,9 +233,18 @@ def _learning(run: Run) -> list[str]:
     if rewards := list(run.curve("reward/mean").values()):
         size = min(WINDOW, len(rewards) // 2)  # the two windows must not share a step
         if size:
-            ends = rewards[:size], rewards[-size:]
-            means = f" (means of the first and the last {size} steps{_noise(*ends)})" if size > 1 else ""
-            out.append(_change("The training reward", *map(statistics.fmean, ends)) + f"{means}.")
+            before, after = map(statistics.fmean, (rewards[:size], rewards[-size:]))
+            means = ""
+            if size > 1:
+                # The difference against its standard error, by Student's t. Windows of 2 steps need 4.3 errors.
+                spread = statistics.variance(rewards[:size]) + statistics.variance(rewards[-size:])
+                error, difference = math.sqrt(spread / size), abs(after - before)
+                noise = ""
+                if 0.005 <= difference <= STUDENT[2 * (size - 1)] * error:
+                    vary = math.sqrt(size) * error / math.sqrt(2)
+                    noise = f"; steps vary by {vary:.2f}, so the difference is within the noise"
+                means = f" (means of the first and the last {size} steps{noise})"
+            out.append(_change("The training reward", before, after) + f"{means}.")
         else:
             out.append(f"The training reward was **{rewards[0]:z.2f}**.")
     if scores := list(run.curve("evaluation/accuracy").items()):
@@ -253,19 +262,6 @@ def _change(name: str, first: float, last: float) -> str:
     return f"{name} {'rose' if last > first else 'fell'} from {first:z.2f} to **{last:z.2f}**"
 
 
-def _noise(before: Sequence[float], after: Sequence[float]) -> str:
-    """Says that two windows of equal size, of two steps or more, differ by no more than their steps' own noise.
-
-    The difference is compared with its standard error by Student's t at 95%. Windows of 2 steps need 4.3 errors.
-    """
-    size = len(before)
-    error = math.sqrt((statistics.variance(before) + statistics.variance(after)) / size)
-    difference = abs(statistics.fmean(after) - statistics.fmean(before))
-    if difference < 0.005 or difference > STUDENT[2 * (size - 1)] * error:
-        return ""
-    return f"; steps vary by {math.sqrt(size) * error / math.sqrt(2):.2f}, so the difference is within the noise"
-
-
 def _moves(run: Run) -> str:
     """Returns how often requests moved between engines, and the cost. Empty if none moved."""
     moves = run.curve("routing/moves")
@@ -276,10 +272,12 @@ def _moves(run: Run) -> str:
     text = f"Requests moved to another instance **{times}**, with {tokens / count:,.0f} tokens of context"
     waits: list[Sequence[float]] = [list(run.curve(f"routing/{name}_seconds").values()) for name in ("move", "stay")]
     if all(waits):
+        # The high median is a time that was measured, and not a mean of two.
         after_move, without = (f"{1e3 * statistics.median_high(seconds):,.0f} ms" for seconds in waits)
         text += f"; first tokens came after {after_move}, those of requests that stayed after {without}"
     if right := run.curve("routing/one_shot_accuracy"):
         judged = run.curve("routing/judged")
+        # Weighted by the rollouts that were judged, which differ from step to step.
         share = sum(value * judged[step] for step, value in right.items()) / sum(judged[step] for step in right)
         text += f". The first decision after a tool return named the right bucket for {share:.0%}"
     reasons = [f"{reason.replace('_', ' ')} {run.moves[reason]:,}" for reason in MoveReason if run.moves[reason]]

@@ -95,6 +95,7 @@ def ends(found: Iterable[Sample]) -> list[Sample]:
             continue
         if not first or sample.step == first[0].step:
             first.append(sample)
+        # The file is in the order of steps, so a new step ends the one that was kept until now.
         if last and sample.step != last[0].step:
             last.clear()
         last.append(sample)
@@ -117,29 +118,27 @@ def parse(record: Mapping[str, Any]) -> Sample:
                 seconds = _number(turn.get("tool_seconds"), 0)
                 title = escapes.visible(f"turn {number}: {tool}, {turn.get('status')}, {seconds:.2f} s")
             pieces.append(Piece(title, str(turn.get("returned") or ""), "tool"))
-    return Sample(
-        step=record["step"],
-        evaluation=bool(record.get("evaluation")),
-        prompt_id=str(record.get("prompt_id") or ""),
-        reward=_number(record.get("reward")),
-        rank=int(_number(record.get("rank"), 0)),
-        of=int(_number(record.get("of"), 0)),
-        headline=_headline(record),
-        pieces=pieces,
-    )
-
-
-def _headline(record: Mapping[str, Any]) -> str:
-    parts = [f"evaluation at version {record['step']}" if record.get("evaluation") else f"step {record['step']}"]
+    evaluated = bool(record.get("evaluation"))
+    headline = [f"evaluation at version {record['step']}" if evaluated else f"step {record['step']}"]
     reward = f"reward {_number(record.get('reward')):.3g}"
     components = record.get("reward_parts")
     if isinstance(components, dict) and components:
         reward += " (" + ", ".join(f"{name} {_number(value):.3g}" for name, value in components.items()) + ")"
-    parts += [reward, f"rank {record.get('rank')} of {record.get('of')}", f"finish {record.get('finish')}"]
-    if not record.get("evaluation"):
-        parts.append(f"policy version {record.get('policy_version')}, group {record.get('group_id')}")
-    parts.append(f"rollout {record.get('trajectory_id')}")
-    return escapes.visible(" · ".join(parts))
+    headline += [reward, f"rank {record.get('rank')} of {record.get('of')}", f"finish {record.get('finish')}"]
+    # An evaluation's rollouts are in no group, and their version is the headline's first part.
+    if not evaluated:
+        headline.append(f"policy version {record.get('policy_version')}, group {record.get('group_id')}")
+    headline.append(f"rollout {record.get('trajectory_id')}")
+    return Sample(
+        step=record["step"],
+        evaluation=evaluated,
+        prompt_id=str(record.get("prompt_id") or ""),
+        reward=_number(record.get("reward")),
+        rank=int(_number(record.get("rank"), 0)),
+        of=int(_number(record.get("of"), 0)),
+        headline=escapes.visible(" · ".join(headline)),
+        pieces=pieces,
+    )
 
 
 def _number(value: object, otherwise: float = math.nan) -> float:

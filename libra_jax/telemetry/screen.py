@@ -32,6 +32,9 @@ NUMBERS = {
     "reward/mean": ("reward", ".3f"),
     "evaluation/accuracy": ("held-out", ".3f"),
     "tokens_per_second": ("tokens/s", ",.0f"),
+    "train/tokens_per_second": ("trained/s", ",.0f"),
+    "train/tokens_per_second_per_device": ("a device", ",.0f"),
+    "train/mfu": ("MFU", ".0%"),
     "staleness/max": ("staleness", ".0f"),
     "loss": ("loss", ".4g"),
     "mismatch/kl": ("mismatch KL", ".1e"),
@@ -49,13 +52,24 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
     """
     dead = verdict.startswith("DEAD")
     ended = dead or bool(view["ended"])
-    head = f"   version {view['policy_version']}   start {view['epoch']} of this run"
+    head = f"   version {view['policy_version']}   start {view['fencing_token']} of this run"
     lines: list[RenderableType] = [Text.assemble((f"step {view['step']}/{view['steps']}", "bold"), head)]
-    lines += map(_text, _age(view, ended=ended))
+    # In the time zone of the machine that shows the screen, which may not be the run's.
+    started, first = (
+        datetime.datetime.fromtimestamp(view.get(name, view["began"])).strftime("%Y-%m-%d %H:%M:%S")
+        for name in ("began", "first_began")
+    )
+    took = console.seconds_text(view["seconds"])
+    began = f"began {started}, " + (f"ran for {took}" if ended else f"{took} ago")
+    lines.append(_text(f"process {view['pid']} on {view['host']}, {began}"))
+    whole = view.get("run_seconds", view["seconds"])  # all starts together; missing in files of older versions
+    if whole > view["seconds"]:
+        lines.append(_text(f"the run began {first} and has run {console.seconds_text(whole)} in all"))
     if verdict:
         lines.append(_text(verdict, style="bold red" if dead else "bold"))
     lines += [_text(problem, style="bold red") for problem in view["problems"]]
     lines += numbers(view)
+    # After a good end nobody works any more. After a failure, the table shows where the run stopped.
     if not view["ended"] or view["ended"]["how"] == "failed":
         lines.append(workers(view["workers"], ended=ended))
     for title, counts in (("workers lost", view["failures"]), ("groups replaced", view["replaced"])):
@@ -66,7 +80,7 @@ def picture(view: Mapping[str, Any], verdict: str = "") -> RenderableType:
         # A deadline of None means no limit.
         limit = "any time" if wait["deadline"] is None else f"{wait['deadline']:g} s"
         lines.append(_text(f"waits: {wait['subject']} {wait['seconds']:.0f} of {limit}", style="dim"))
-    lines += notes(view)
+    lines += [_text(note, style="dim", overflow="fold") for note in view["notes"]]
     if view["endpoint"] and not view["ended"]:
         lines.append(_text(f"{view['endpoint']}/health and /metrics", style="dim"))
     return framed(lines, view["run"])
@@ -81,24 +95,9 @@ def framed(lines: Sequence[RenderableType], run: str) -> RenderableType:
 def text(view: Mapping[str, Any], verdict: str = "") -> str:
     """Returns the screen as plain text."""
     stream = io.StringIO()
+    # Without colours: readers of the health page get plain text.
     Console(file=stream, width=WIDTH, color_system=None).print(picture(view, verdict))
     return stream.getvalue()
-
-
-def _age(view: Mapping[str, Any], *, ended: bool) -> list[str]:
-    """Returns when this start of the run began and how long it has run. Adds the total if there were earlier starts."""
-    took = console.seconds_text(view["seconds"])
-    # In the time zone of the machine that shows the screen, which may not be the run's.
-    started, first = (
-        datetime.datetime.fromtimestamp(view.get(name, view["began"])).strftime("%Y-%m-%d %H:%M:%S")
-        for name in ("began", "first_began")
-    )
-    began = f"began {started}, " + (f"ran for {took}" if ended else f"{took} ago")
-    lines = [f"process {view['pid']} on {view['host']}, {began}"]
-    whole = view.get("run_seconds", view["seconds"])
-    if whole > view["seconds"]:
-        lines.append(f"the run began {first} and has run {console.seconds_text(whole)} in all")
-    return lines
 
 
 def _text(content: str, **looks: Any) -> Text:
@@ -138,11 +137,6 @@ def workers(doing: Mapping[str, Mapping[str, Any]], *, ended: bool = False, fold
     return table
 
 
-def notes(view: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns the last notes."""
-    return [_text(note, style="dim", overflow="fold") for note in view["notes"]]
-
-
 class _Terminal(Console):
     """A rich console that raises on a broken pipe. rich's own console would end the process."""
 
@@ -174,6 +168,7 @@ class LiveConsole(status.RunStatus):
         self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
         self._evaluation: tuple[int, float] | None = None
         self._console = _Terminal(file=stream)
+        # Without auto_refresh: `_redraw` catches the loss of the terminal, and a thread of rich would not.
         self._live = Live(
             get_renderable=self._picture, console=self._console, auto_refresh=False, vertical_overflow="crop"
         )
@@ -188,6 +183,7 @@ class LiveConsole(status.RunStatus):
         except (OSError, ValueError) as error:
             self._lost(error)
         self._thread.start()
+        # A process that ends without `close` would leave standard output redirected.
         atexit.register(self.close)
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -247,4 +243,5 @@ class LiveConsole(status.RunStatus):
             lines.append(Text.assemble(("reward, last steps ", "dim"), spark))
         if view["workers"]:
             lines.append(workers(view["workers"], fold=False))
-        return framed([*lines, *notes(view)], view["run"])
+        lines += [_text(note, style="dim", overflow="fold") for note in view["notes"]]
+        return framed(lines, view["run"])

@@ -98,6 +98,22 @@ class Plot:
 PLOTS = (
     Plot("Generated tokens a second", {"tokens_per_second": ""}, smooth=True),
     Plot(
+        "Tokens a second and device",
+        {"train/tokens_per_second_per_device": "trained", "rollout/tokens_per_second_per_device": "generated"},
+        "Trained: tokens of the batch over the trainer's own seconds, prompts and tool returns included, for each of "
+        "its devices. Generated: sampled tokens over the step's seconds, for each device of the engines.",
+        colour=page.GREEN,
+        smooth=True,
+    ),
+    Plot(
+        "Model FLOPs utilisation of training",
+        {"train/mfu": ""},
+        "6ND and causal attention of the batch without padding, over the trainer's own seconds and its devices' peak. "
+        "The first step of a start compiles its programs.",
+        colour=page.PURPLE,
+        percent=True,
+    ),
+    Plot(
         "Staleness",
         {"staleness/max": ""},
         "Versions between a group's first dispatch and the step that trains on it; the oldest group of a step.",
@@ -184,6 +200,7 @@ def reward(steps: Steps) -> list[page.Section]:
 def reward_parts(steps: Steps) -> list[page.Section]:
     """Returns the value, time and cache of each reward function; nothing if the environment's own reward is alone."""
     names = {name for scalars in steps.values() for name in scalars if name.startswith("reward/")}
+    # One slash, because the further numbers of a function have two.
     functions = {name for name in names - {"reward/mean", "reward/std"} if name.count("/") == 1}
     if functions <= {"reward/environment"}:
         return []
@@ -238,6 +255,7 @@ def step_parts(steps: Steps) -> dict[str, dict[int, float]]:
     parts = {part: {step: found.get(step, 0.0) for step in numbers} for part, found in curves.items()}
     if curves and (whole := curve(steps, "step/seconds")):
         known = {step: sum(part[step] for part in parts.values()) for step in numbers}
+        # Never negative: parts may overlap, and a stack cannot show less than nothing.
         parts["other"] = {step: max(0.0, whole.get(step, 0.0) - known[step]) for step in numbers}
     return parts
 
@@ -279,6 +297,7 @@ def plan(steps: Steps, decisions: Sequence[Mapping[str, Any]]) -> list[page.Sect
         rows = []
         for decision in decisions:
             numbers = (decision[name] for name in ("present_seconds", "best_seconds", "move_seconds"))
+            # JSON has no infinity, so a plan that cannot run has null.
             seconds = ("∞" if number is None else f"{number:,.1f}" for number in numbers)
             verdict = f"{'moved' if decision['moved'] else 'stayed'}: {decision['reason']}"
             best = decision["plan"]
@@ -309,6 +328,7 @@ def lengths(generated_tokens: Sequence[int]) -> list[page.Section]:
             bins = numpy.geomspace(low, high + 1, 31)
             axes.set_xscale("log")
         else:
+            # Whole widths: a bin between two whole numbers would stay empty.
             width = max(1, -(-int(high - low + 1) // 30))
             bins = numpy.arange(low, high + width + 1, width)
         axes.hist(values, bins=bins, color=page.PURPLE, alpha=0.85)
@@ -411,6 +431,7 @@ def busy_share(spans: Sequence[protocols.Span], start: float, end: float) -> flo
     """Returns the part of [start, end] in which at least one span is open."""
     covered, reached = 0.0, start
     for span in sorted(spans, key=lambda span: span.start):
+        # From where the earlier spans ended, so that time under several spans counts once.
         covered += max(0.0, min(span.end, end) - max(span.start, reached))
         reached = max(reached, min(span.end, end))
     return covered / (end - start)

@@ -1,4 +1,4 @@
-"""Where a run's events go: `metrics.jsonl`, TensorBoard, and Weights & Biases if the config asks for it."""
+"""Where a run's events go besides its files: TensorBoard, and Weights & Biases if the config asks for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import escapes, files, metrics, samples
+from libra_jax.telemetry import escapes, files, samples
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
@@ -46,23 +46,6 @@ class Sink:
         """Ends the sink."""
 
 
-class MetricsFile(Sink):
-    """Writes `metrics.jsonl`."""
-
-    def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
-        self._file = files.LineFile(workdir / metrics.METRICS_FILE, warn, guard)
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends one step's object."""
-        self._file.append(metrics.encode(step, scalars))
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
     """Returns tensorboardX's modules for event messages and record framing.
 
@@ -82,17 +65,6 @@ def _import_tensorboardx() -> tuple[ModuleType, ModuleType]:
     return events, records
 
 
-def _tensorboard_folder(workdir: Path) -> Path:
-    """Returns the folder of the run's events. TensorBoard names a run after the folder with its events.
-
-    A resumed run keeps the folder of its first session, even if its workdir was renamed. Runs of an older version that
-    wrote into `tensorboard` itself continue there.
-    """
-    parent = workdir / TENSORBOARD_FOLDER
-    begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
-    return min(begun, default=parent / (workdir.resolve().name or "run"))
-
-
 class TensorBoardSink(Sink):
     """Writes the scalars of a step as one TensorBoard event.
 
@@ -107,7 +79,11 @@ class TensorBoardSink(Sink):
 
     def __init__(self, workdir: Path, warn: files.Warn, guard: files.Guard = files.always) -> None:
         self._events, self._records = _import_tensorboardx()
-        folder = _tensorboard_folder(workdir)
+        # TensorBoard names a run after the folder with its events. A resumed run keeps the folder of its first session,
+        # even if its workdir was renamed. Runs of an older version that wrote into `tensorboard` itself continue there.
+        parent = workdir / TENSORBOARD_FOLDER
+        begun = [path.parent for path in (*parent.glob("*.libra"), *parent.glob("*/*.libra"))]
+        folder = min(begun, default=parent / (workdir.resolve().name or "run"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = [int(name.suffixes[-2][1:]) for name in folder.glob("events.out.tfevents.*.libra")]
@@ -132,6 +108,7 @@ class TensorBoardSink(Sink):
         """Voids the events of earlier sessions from this session's first step on."""
         if self._purge:
             self._purge = False
+            # TensorBoard drops what earlier files have from a START's step on, so redone steps are not drawn twice.
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._write(self._events.Event(wall_time=time.time(), step=step, session_log=start))
 
@@ -194,12 +171,14 @@ class WandbSink(Sink):
                 dir=str(workdir),
                 config=escapes.redacted(config_lib.to_dict(run_config)),
             )
+            # Written at once, so that a run that is killed early is continued there, too.
             id_file.write_text(f"{self._run.id}\n")
         except Exception as error:  # the errors of init have no common base class
             raise ConfigError(f"config.telemetry.wandb_project: Weights & Biases did not start: {error}") from error
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Passes one step's numbers and samples to the package's own sender process."""
+        # Emptied first, so that an error of the package does not let rows pile up step by step.
         rows, self._rows = self._rows, {}
         try:
             tables = {kind: self._wandb.Table(columns=SAMPLE_COLUMNS, data=data) for kind, data in rows.items()}
@@ -210,6 +189,7 @@ class WandbSink(Sink):
     def sample(self, sample: samples.Sample) -> None:
         """Keeps a rollout for the table that is sent with the step's numbers."""
         kind = "evaluation_samples" if sample.evaluation else "samples"
+        # `samples.parse` puts the prompt first, even an empty one.
         prompt, *turns = (f"{piece.title}\n{piece.shown()}" for piece in sample.pieces)
         row = [sample.step, sample.rank, sample.reward, sample.headline, prompt, "\n".join(turns)]
         self._rows.setdefault(kind, []).append(row)

@@ -69,7 +69,7 @@ class RunStatus(sinks.Sink):
     Args:
       name: Name of the run.
       steps: Number of training steps of the whole run.
-      epoch: Fencing token of this start of the run in its workdir.
+      fencing_token: Fencing token of this start of the run in its workdir.
       clock: Returns the current seconds on the event loop's clock.
       waits: Returns the waits that are under way.
       earlier: Last view of the previous start in the workdir. None for the first start.
@@ -84,7 +84,7 @@ class RunStatus(sinks.Sink):
         self,
         name: str,
         steps: int,
-        epoch: int,
+        fencing_token: int,
         clock: Callable[[], float],
         waits: Callable[[], Sequence[Waiting]] = tuple,
         *,
@@ -98,7 +98,7 @@ class RunStatus(sinks.Sink):
         self._fixed = {
             "run": name,
             "steps": steps,
-            "epoch": epoch,
+            "fencing_token": fencing_token,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "place": machine.identity(),
@@ -107,9 +107,13 @@ class RunStatus(sinks.Sink):
         }
         known = earlier or {}
         first = known.get("first_began", known.get("began"))
-        self._fixed["first_began"] = first if _is_number(first) else self._fixed["began"]
         ran = known.get("run_seconds", known.get("seconds"))
-        self._ran_before = float(ran) if _is_number(ran) else 0.0
+        # The earlier file may be of another version or damaged. Values that are no finite numbers are ignored.
+        first, ran = (
+            value if isinstance(value, int | float) and math.isfinite(value) else None for value in (first, ran)
+        )
+        self._fixed["first_began"] = self._fixed["began"] if first is None else first
+        self._ran_before = 0.0 if ran is None else float(ran)
         self._ended_at: float | None = None
         self._speed = console.Speed()
         self._workers: dict[str, tuple[str, float]] = {}
@@ -124,6 +128,7 @@ class RunStatus(sinks.Sink):
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes one training step's numbers."""
+        # A new object each time, because another thread may be reading the old one in `view`.
         self._step, self._scalars = step, dict(scalars)
         self._speed.step_ended(scalars)
         for name, count in scalars.items():
@@ -195,10 +200,6 @@ class RunStatus(sinks.Sink):
         }
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def _process_began(pid: int) -> int:
     """Returns the ticks from the host's start to the process's start.
 
@@ -226,7 +227,7 @@ def _object(**properties: Mapping[str, Any]) -> dict[str, Any]:
 SCHEMA = _object(
     run={"type": "string"},
     steps={"type": "integer"},
-    epoch={"type": "integer"},
+    fencing_token={"type": "integer"},
     host={"type": "string"},
     pid={"type": "integer"},
     place={"type": "string"},
@@ -264,7 +265,7 @@ class Record(TypedDict):
 
     run: str
     steps: int
-    epoch: int
+    fencing_token: int
     host: str
     pid: int
     place: str
@@ -296,6 +297,7 @@ def read(workdir: Path) -> Record | None:
     try:
         text = file.read_bytes()
         record: Record = json.loads(text, parse_constant=_refuse)
+        # Before the schema, whose message would blame a field of damaged bytes.
         if problem := files.damage(text):
             raise ValueError(problem)
         jsonschema.validate(record, SCHEMA)
@@ -389,26 +391,20 @@ class Heartbeat:
                 # A blocked loop does not run this, so that its silence grows in the view.
                 self._loop.call_soon_threadsafe(self._run.answered)
             self._write()
-            self._look_for_stuck_loop()
-
-    def _look_for_stuck_loop(self) -> None:
-        """Names the line of a user's code that blocks the event loop, once per blockage.
-
-        This thread does it, because the blocked loop cannot.
-        """
-        seconds = self._run.view()["loop_silent_seconds"]
-        if seconds < STUCK_SECONDS:
-            self._told_stuck = False
-        elif not self._told_stuck:
-            self._told_stuck = True
-            place = user_code.running(sys._current_frames().get(self._thread_of_loop))
-            if place:
-                print(
-                    f"warning: {escapes.visible(place)}, has kept the event loop for {seconds:.0f} s, and nothing else "
-                    "of the run goes on meanwhile; call what blocks by asyncio.to_thread.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            seconds = self._run.view()["loop_silent_seconds"]
+            if seconds < STUCK_SECONDS:
+                self._told_stuck = False
+            elif not self._told_stuck:
+                # Once per blockage. This thread names the line of a user's code, because the blocked loop cannot.
+                self._told_stuck = True
+                place = user_code.running(sys._current_frames().get(self._thread_of_loop))
+                if place:
+                    print(
+                        f"warning: {escapes.visible(place)}, has kept the event loop for {seconds:.0f} s, and nothing "
+                        "else of the run goes on meanwhile; call what blocks by asyncio.to_thread.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     def _write(self) -> None:
         if not self._guard():

@@ -108,7 +108,19 @@ class TimelineFile:
                     f"{path.name} was damaged, and {len(damaged)} of its lines are removed, the first of them line "
                     f"{damaged[0]}.",
                 )
-            resumed = self._recover(path)
+            good = 0  # byte offset after the last whole event
+            for good, event in _whole_events(path):  # noqa: B007  # the last offset is used below
+                if event.get("ph") != "M":
+                    self._end = max(self._end, event["ts"] + event.get("dur", 0))
+                elif event.get("name") == "process_name":
+                    self._rows[event["args"]["name"]] = _Row(event["pid"])
+            # Cuts off an event that a kill left torn, and the "]" of a session that ended: more events follow.
+            if path.exists():
+                os.truncate(path, good)
+            if good:
+                with path.open("ab") as file:
+                    file.write(b",\n")
+            resumed = good > 0
         except OSError as error:
             warn(str(path), f"{path.name} cannot be read ({error.strerror or error}); a new timeline begins.")
         # The times of this session continue where the earlier ones ended.
@@ -119,24 +131,6 @@ class TimelineFile:
             self._event({"name": "session resumed", "ph": "i", "s": "g", "ts": self._offset, "pid": 0, "tid": 0})
         else:
             self._file.write(b"[\n")
-
-    def _recover(self, path: Path) -> bool:
-        """Reads where an earlier session ended, and prepares its file for more events.
-
-        Returns False if it has no event.
-        """
-        good = 0
-        for good, event in _whole_events(path):  # noqa: B007  # the last offset is used below
-            if event.get("ph") != "M":
-                self._end = max(self._end, event["ts"] + event.get("dur", 0))
-            elif event.get("name") == "process_name":
-                self._rows[event["args"]["name"]] = _Row(event["pid"])
-        if path.exists():
-            os.truncate(path, good)
-        if good:
-            with path.open("ab") as file:
-                file.write(b",\n")
-        return good > 0
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
         """Adds a span. A span that began before the session is cut at its start. Not-finite times are dropped."""
@@ -195,6 +189,7 @@ class TimelineFile:
         if row is None:
             row = self._rows[track] = _Row(pid=max((row.pid for row in self._rows.values()), default=0) + 1)
             self._metadata("process_name", row.pid, 0, {"name": track})
+            # Rows of the same rank keep the order in which they began.
             self._metadata("process_sort_index", row.pid, 0, {"sort_index": row_order(track) * 1000 + row.pid})
         return row
 

@@ -101,8 +101,10 @@ class Tally:
                 continue
             calls = self.tools.setdefault(tool, Calls())
             calls.outcomes[step, status] += 1
-            calls.seconds.append(_number(turn.get("tool_seconds")))
-            calls.payload_tokens.append(_number(turn.get("payload_tokens")))
+            # Both get a value for each call, so that their quantiles are over the same calls.
+            for name, values in (("tool_seconds", calls.seconds), ("payload_tokens", calls.payload_tokens)):
+                value = turn.get(name)
+                values.append(float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0)
 
 
 def sections(tally: Tally) -> list[page.Section]:
@@ -128,10 +130,11 @@ def sections(tally: Tally) -> list[page.Section]:
     rows = []
     for name, calls in by_calls:
         counts = calls.outcomes.total(), *(calls.of_status(status) for status in trace.STATUSES)
+        spread = _quantiles(calls.seconds, (0.5, 0.9, 1.0))
         row = (
             name,
             *(f"{count:,}" for count in counts),
-            *(_seconds(value) for value in _quantiles(calls.seconds, (0.5, 0.9, 1.0))),
+            *(f"{1e3 * value:,.1f} ms" if value < 1 else f"{value:,.2f} s" for value in spread),
             *(f"{value:,.0f}" for value in _quantiles(calls.payload_tokens, (0.5, 0.9))),
         )
         rows.append(row)
@@ -180,16 +183,8 @@ def _quantiles(values: Iterable[float], shares: Iterable[float]) -> list[float]:
     return [ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in shares]
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
-
-
 def _range(steps: Sequence[int]) -> str:
     return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
 # Pictures -------------------------------------------------------------------------------------------------------
@@ -199,6 +194,7 @@ def draw_outcomes(by_tool: Mapping[str, Calls], steps: Sequence[int]) -> str:
     """Draws the calls per step, stacked by status, with one panel per tool."""
 
     def draw(panels: Any) -> None:
+        # A single panel comes without a list.
         panels = panels if isinstance(panels, list) else [panels]
         for axes, (name, calls) in zip(panels, by_tool.items(), strict=True):
             counts = calls.outcomes  # includes zeros, because stacked curves need the same steps
@@ -223,6 +219,7 @@ def draw_seconds(by_tool: Mapping[str, Sequence[float]]) -> str:
 
     def draw(axes: Any) -> None:
         for place, values in enumerate(by_tool.values()):
+            # A logarithmic axis has no place for 0.
             low, first, median, third, high = (max(value, least) for value in values)
             style = {"color": page.BLUE, "solid_capstyle": "butt"}
             axes.plot([low, high], [place, place], linewidth=1.4, **style)
@@ -251,6 +248,7 @@ def draw_turns(shares: Mapping[str, Mapping[int, float]]) -> str:
             bars: dict[int, float] = {}
             for count, share in counted.items():
                 bars[min(count, MOST_BARS)] = bars.get(min(count, MOST_BARS), 0.0) + share
+            # The bars of the histograms stand side by side around the whole number.
             at = [count + (place - (len(shares) - 1) / 2) * width for count in bars]
             axes.bar(at, list(bars.values()), width=width, color=colours[place % 2], alpha=0.85, label=name)
         page.whole_ticks(axes.xaxis)

@@ -87,6 +87,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def _check_record(record: Mapping[str, Any], where: str) -> None:
     for name in ("trajectory_id", "prompt_id"):
+        _check(name in record, where, f'"{name}" is missing; docs/reference/workdir.md names the fields of a trace')
         _check(isinstance(record.get(name), str), where, f'"{name}" must be a string, not {record.get(name)!r}')
     _check_count(record, "prompt_tokens", where)
     turns = record.get("turns")

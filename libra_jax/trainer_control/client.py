@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from libra_jax import clients, deadlines, protocols
 from libra_jax import config as configuration
-from libra_jax.protocols import Replica, TrainerProcess
+from libra_jax.protocols import TrainerProcess, TrainingSide
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,7 +30,6 @@ FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
     {
         TrainerProcess.reserve,
         TrainerProcess.stage_weights,
-        TrainerProcess.close_weights,
         TrainerProcess.listen,
         TrainerProcess.is_saved,
     }
@@ -38,7 +37,7 @@ FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
 """Calls that go to process 0 alone: they concern the memory that it shares and the address at which it listens."""
 
 AT_ANY_TIME: frozenset[Callable[..., Any]] = frozenset(
-    {TrainerProcess.give_up_step, TrainerProcess.listen, TrainerProcess.connect, TrainerProcess.dismiss}
+    {TrainerProcess.abort_step, TrainerProcess.listen, TrainerProcess.connect, TrainerProcess.dismiss}
 )
 """Calls that need no trainer lock (`protocols.Trainer`)."""
 
@@ -50,7 +49,7 @@ If a process is killed, its peers fail before its end is noticed. The error to r
 
 
 class TrainerProcesses:
-    """The processes of one trainer. After `kill`, `make` restarts the same processes.
+    """The processes of one trainer. After `end`, `make` restarts the same processes.
 
     Args:
       cluster: makes the actors.
@@ -84,7 +83,7 @@ class TrainerProcesses:
         self._actors = await deadlines.together(*(self._cluster.spawn(spec) for spec in self._specs))
 
     async def meet(self) -> None:
-        """Connects several processes with each other, before they start."""
+        """Connects several processes with each other. They form one mesh, so this comes before they start."""
         await self.call_all(TrainerProcess.join, await self.first.call(TrainerProcess.reserve))
 
     @property
@@ -94,24 +93,18 @@ class TrainerProcesses:
             raise protocols.WorkerLost(f"{self.name} has no processes: make them first")
         return self._actors[0]
 
-    async def stop(self) -> None:
+    async def end(self, *, force: bool = False) -> None:
         """Ends and reaps every process, all at once because they leave together. Idempotent.
 
-        Raises:
-          LibraError: a process did not end cleanly; the others have ended.
-        """
-        await self._end(self._cluster.stop)
-
-    async def kill(self) -> None:
-        """Ends and reaps every process by force: a process whose peer is lost may wait for it forever.
+        Args:
+          force: if True, kills the processes: a process whose peer is lost may wait for it forever.
 
         Raises:
           LibraError: a process did not end cleanly; the others have ended.
         """
-        self._actors = ()
-        await self._end(self._cluster.kill)
-
-    async def _end(self, end: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        end = self._cluster.kill if force else self._cluster.stop
+        if force:
+            self._actors = ()
         # Every process has to end before the first error is raised.
         ended = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)
         for error in ended:
@@ -127,13 +120,14 @@ class TrainerProcesses:
           WorkerLost: a process is gone, or no process has been made.
           LibraError: the call failed in a process. The other processes may wait for it, so no retry is possible.
         """
-        actors = (self.first, *self._actors[1:])  # `first` raises WorkerLost if there is no process
+        # `first` raises WorkerLost if there is no process.
+        actors = (self.first, *self._actors[1:])
         # After an error the other processes may hang in a collective, so their calls are abandoned below.
         calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in actors]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if _errors(calls):
-                raise await _verdict(calls)
+            if (error := await _verdict(calls)) is not None:
+                raise error
             return calls[0].result()
         finally:
             for call in calls:
@@ -160,7 +154,8 @@ class TrainerClient:
         self._processes = processes
         self._limits = limits
         self._catching_up = False
-        self._life = 0  # number of hand-overs and restarts
+        # Number of hand-overs and restarts, by which a late error of former processes is told from a present one.
+        self._life = 0
 
     @property
     def name(self) -> str:
@@ -178,12 +173,12 @@ class TrainerClient:
         await deadlines.limited(self._limits, "trainer_start", making, f"The making of {self.name}")
 
     async def stop(self) -> None:
-        """Ends and reaps the processes (`TrainerProcesses.stop`). The cluster has deadlines for that."""
-        await self._processes.stop()
+        """Ends and reaps the processes. The cluster has deadlines for that."""
+        await self._processes.end()
 
     async def kill(self) -> None:
-        """Ends and reaps the processes by force (`TrainerProcesses.kill`)."""
-        await self._processes.kill()
+        """Ends and reaps the processes by force."""
+        await self._processes.end(force=True)
 
     @contextlib.contextmanager
     def catching_up(self) -> Iterator[None]:
@@ -221,84 +216,41 @@ class TrainerClient:
 
     # Training ----------------------------------------------------------------------------------------------------
 
-    async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
-        return await self._ask("train_step", "take a warm-start step", TrainerProcess.warm_start_step, sequences)
-
-    async def train_step(
-        self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
-    ) -> Mapping[str, float]:
-        return await self._ask("train_step", "take a training step", TrainerProcess.train_step, batch, shares)
-
-    async def give_up_step(self) -> bool:
-        return await self._ask("train_step", "give up its step", TrainerProcess.give_up_step)
-
-    async def policy_version(self) -> int:
-        return await self._ask("weight_sync", "say its version", TrainerProcess.policy_version)
+    warm_start_step = clients.Call("train_step", "take a warm-start step", TrainerProcess.warm_start_step)
+    train_step = clients.Call("train_step", "take a training step", TrainerProcess.train_step)
+    abort_step = clients.Call("train_step", "abort its step", TrainerProcess.abort_step)
+    policy_version = clients.Call("weight_sync", "say its version", TrainerProcess.policy_version)
 
     # Gradient channels -------------------------------------------------------------------------------------------
 
-    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
-        return await self._ask("weight_sync", "open a channel", TrainerProcess.listen, member, epoch)
-
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
-        await self._ask("weight_sync", "connect to a channel", TrainerProcess.connect, member, epoch, address)
-
-    async def dismiss(self, member: str) -> None:
-        await self._ask("weight_sync", "close a channel", TrainerProcess.dismiss, member)
+    listen = clients.Call("weight_sync", "open a channel", TrainerProcess.listen)
+    connect = clients.Call("weight_sync", "connect to a channel", TrainerProcess.connect)
+    dismiss = clients.Call("weight_sync", "close a channel", TrainerProcess.dismiss)
 
     # Weight sync -------------------------------------------------------------------------------------------------
 
-    async def open_weights(self, policy_version: int) -> int:
-        return await self._ask("weight_sync", "open its weights", TrainerProcess.open_weights, policy_version)
-
-    async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
-        return await self._ask("weight_sync", "stage weights", TrainerProcess.stage_weights, policy_version, index)
-
-    async def close_weights(self, policy_version: int) -> None:
-        await self._ask("weight_sync", "close its weights", TrainerProcess.close_weights, policy_version)
+    open_weights = clients.Call("weight_sync", "open its weights", TrainerProcess.open_weights)
+    stage_weights = clients.Call("weight_sync", "stage weights", TrainerProcess.stage_weights)
+    close_weights = clients.Call("weight_sync", "close its weights", TrainerProcess.close_weights)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
-    async def save(self, path: str) -> None:
-        await self._ask("checkpoint", "begin a save", TrainerProcess.save, path)
-
-    async def wait_saved(self) -> None:
-        await self._ask("checkpoint", "finish a save", TrainerProcess.wait_saved)
-
-    async def restore(self, path: str) -> int:
-        return await self._ask("checkpoint", "restore a checkpoint", TrainerProcess.restore, path)
-
-    async def export(self, path: str) -> None:
-        await self._ask("checkpoint", "export its parameters", TrainerProcess.export, path)
+    save = clients.Call("checkpoint", "begin a save", TrainerProcess.save)
+    wait_saved = clients.Call("checkpoint", "finish a save", TrainerProcess.wait_saved)
+    restore = clients.Call("checkpoint", "restore a checkpoint", TrainerProcess.restore)
+    export = clients.Call("checkpoint", "export its parameters", TrainerProcess.export)
 
     # Another mesh ------------------------------------------------------------------------------------------------
 
-    async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
-        return await self._ask("trainer_start", "begin to resize", TrainerProcess.begin_resize, sizes)
-
-    async def resize_progress(self) -> protocols.ResizeProgress:
-        return await self._ask("trainer_start", "say how far its resize is", TrainerProcess.resize_progress)
-
-    async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
-        return await self._ask("trainer_start", "move to its new mesh", TrainerProcess.finish_resize, seconds)
-
-    async def cancel_resize(self) -> None:
-        await self._ask("trainer_start", "give up a resize", TrainerProcess.cancel_resize)
-
-    async def shapes(self) -> Sequence[protocols.ProgramShape]:
-        return await self._ask("checkpoint", "name its programs", TrainerProcess.shapes)
-
-    async def warm(self, shapes: Sequence[protocols.ProgramShape]) -> None:
-        await self._ask("trainer_start", "compile its programs", TrainerProcess.warm, shapes)
-
-    async def snapshot(self, path: str) -> protocols.Snapshot:
-        return await self._ask("checkpoint", "begin a snapshot", TrainerProcess.snapshot, path)
-
-    async def snapshot_saved(self) -> bool:
-        return await self._ask("checkpoint", "say whether its snapshot is saved", TrainerProcess.snapshot_saved)
-
-    async def is_saved(self, path: str) -> bool:
-        return await self._ask("checkpoint", "look for a snapshot", TrainerProcess.is_saved, path)
+    begin_resize = clients.Call("trainer_start", "begin to resize", TrainerProcess.begin_resize)
+    resize_progress = clients.Call("trainer_start", "say how far its resize is", TrainerProcess.resize_progress)
+    finish_resize = clients.Call("trainer_start", "move to its new mesh", TrainerProcess.finish_resize)
+    cancel_resize = clients.Call("trainer_start", "cancel a resize", TrainerProcess.cancel_resize)
+    shapes = clients.Call("checkpoint", "name its programs", TrainerProcess.shapes)
+    warm = clients.Call("trainer_start", "compile its programs", TrainerProcess.warm)
+    snapshot = clients.Call("checkpoint", "begin a snapshot", TrainerProcess.snapshot)
+    snapshot_saved = clients.Call("checkpoint", "say whether its snapshot is saved", TrainerProcess.snapshot_saved)
+    is_saved = clients.Call("checkpoint", "look for a snapshot", TrainerProcess.is_saved)
 
     async def _ask(
         self,
@@ -319,7 +271,8 @@ class TrainerClient:
             work = (processes.first.call if alone else processes.call_all)(method, *args, **kwargs)
             return await deadlines.limited(self._limits, limit, work, f"{subject}, asked to {what},")
         except protocols.WorkerLost as error:
-            if life == self._life:  # otherwise a late error of former processes would condemn the present ones
+            # A late error of former processes must not condemn the present ones.
+            if life == self._life:
                 self.lost = self.lost or error
             raise protocols.TrainerLost(str(error)) from error
 
@@ -327,54 +280,41 @@ class TrainerClient:
 class HybridClient(clients.ActorClient):
     """`protocols.HybridClient`: the training side of a hybrid worker, during one life of its process.
 
-    Methods without a docstring are those of `protocols.Replica`.
+    Methods without a docstring are those of `protocols.TrainingSide`.
     """
 
     _start_limit = "trainer_start"
 
-    async def start(self) -> protocols.TrainerInfo:
-        return await self._ask("trainer_start", "start", Replica.start)
-
-    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        await self._ask("weight_sync", "open its weight transport", Replica.init_weight_transfer, transport)
-
-    async def start_weight_update(self, policy_version: int) -> None:
-        await self._ask("weight_sync", "prepare for new parameters", Replica.start_weight_update, policy_version)
+    start = clients.Call("trainer_start", "start", TrainingSide.start)
+    init_weight_transfer = clients.Call("weight_sync", "open its weight transport", TrainingSide.init_weight_transfer)
+    start_weight_update = clients.Call("weight_sync", "prepare for new parameters", TrainingSide.start_weight_update)
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        await self._ask("weight_sync", f"load weight chunk {chunk.index}", Replica.update_weights, chunk)
+        await self._ask("weight_sync", f"load weight chunk {chunk.index}", TrainingSide.update_weights, chunk)
 
-    async def finish_weight_update(self, policy_version: int) -> None:
-        await self._ask("weight_sync", "finish its weight update", Replica.finish_weight_update, policy_version)
-
-    async def warm(self) -> None:
-        await self._ask("trainer_start", "compile its gradient steps", Replica.warm)
-
-    async def join(self, epoch: int, address: Mapping[str, Any]) -> None:
-        await self._ask("transition", "join training", Replica.join, epoch, address)
-
-    async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
-        return await self._ask("train_step", "compute its share of a step", Replica.contribute, batch, shares)
-
-    async def leave(self) -> None:
-        await self._ask("transition", "leave training", Replica.leave)
+    finish_weight_update = clients.Call("weight_sync", "finish its weight update", TrainingSide.finish_weight_update)
+    warm = clients.Call("trainer_start", "compile its gradient steps", TrainingSide.warm)
+    join = clients.Call("transition", "join training", TrainingSide.join)
+    contribute = clients.Call("train_step", "compute its share of a step", TrainingSide.contribute)
+    leave = clients.Call("transition", "leave training", TrainingSide.leave)
 
 
-def _errors(calls: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    ended = [call for call in calls if call.done() and not call.cancelled()]
-    return [error for call in ended if (error := call.exception()) is not None]
+async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:
+    """Returns the error to report: a lost process's error first, then its peers' errors, then all others.
 
-
-async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException:
-    """Returns the error to report: a lost process's error first, then its peers' errors, then all others."""
+    Returns None if no call has failed.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + VERDICT_SECONDS
     while True:
-        errors = _errors(calls)
-        running = {call for call in calls if not call.done()}
+        ended = [call for call in calls if call.done() and not call.cancelled()]
+        errors = [error for call in ended if (error := call.exception()) is not None]
+        if not errors:
+            return None
         lost = [error for error in errors if isinstance(error, protocols.WorkerLost)]
+        # A peer only noticed the loss; the error of the lost process itself says what happened, but may come later.
         named = [error for error in lost if not isinstance(error, protocols.PeerLost)]
-        left = deadline - loop.time()
+        running, left = {call for call in calls if not call.done()}, deadline - loop.time()
         if named or not running or left <= 0:
             return (named or lost or errors)[0]
         await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)

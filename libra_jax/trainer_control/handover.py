@@ -103,21 +103,17 @@ def remove_snapshot(workdir: Path) -> None:
 
 
 def successors(
-    cluster: protocols.Cluster,
-    make_trainer: client.MakeTrainer,
-    *,
-    serving: client.TrainerClient,
-    limits: configuration.DeadlineConfig,
-    workdir: Path,
+    run: protocols.RunContext, make_trainer: client.MakeTrainer, *, serving: client.TrainerClient
 ) -> Successors:
     """Returns a function that makes the hand-overs of a run. Each successor has a new name."""
     numbers, name = itertools.count(1), serving.name
 
     def successor(sizes: protocols.MeshSizes, processes: int) -> Handover:
-        made = client.TrainerProcesses(cluster, make_trainer(sizes), count=processes, name=f"{name}-{next(numbers)}")
-        return Handover(
-            limits, serving=serving, successor=client.TrainerClient(made, limits), sizes=sizes, workdir=workdir
+        made = client.TrainerProcesses(
+            run.cluster, make_trainer(sizes), count=processes, name=f"{name}-{next(numbers)}"
         )
+        next_trainer = client.TrainerClient(made, run.config.deadlines)
+        return Handover(run.config.deadlines, serving=serving, successor=next_trainer, sizes=sizes, workdir=run.workdir)
 
     return successor
 
@@ -159,15 +155,19 @@ class Handover:
         self._workdir = workdir
         self._path = str(workdir / FOLDER / successor.name)
         self._task: asyncio.Task[None] | None = None
-        self._more = asyncio.Event()  # set after another missed step
-        self._arrived = asyncio.Event()  # set at each change of phase
+        # Set after another missed step, and at each change of phase.
+        self._more = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._stall = 0.0
         self._snapshot: protocols.Snapshot | None = None
-        self._writing = False  # the serving trainer may still write the snapshot
+        # True while the serving trainer may still write the snapshot.
+        self._writing = False
         self._missed: collections.deque[protocols.TrainBatch] = collections.deque()
-        self._behind: int | None = None  # number of missed steps at the last look
-        self._near = False  # at most one step is missed, or waiting longer does not reduce the number
+        # Number of missed steps at the last look.
+        self._behind: int | None = None
+        # True once at most one step is missed, or waiting longer does not reduce the number.
+        self._near = False
         self._former: client.TrainerProcesses | None = None
 
     @property
@@ -219,8 +219,15 @@ class Handover:
         if self.phase in ("starting", "compiling", "saving"):
             raise protocols.DeadlineMissed(f"The trainer {name} is still {self.phase}: it cannot take over yet.")
         began = loop.time()
+
+        async def caught_up(task: asyncio.Task[None]) -> None:
+            # The task ends only if the move has failed.
+            while self.phase != "ready" and not task.done():
+                self._arrived.clear()
+                await self._arrived.wait()
+
         what = f"The trainer {name}, {self.phase} to take over,"
-        await deadlines.limited(self._limits, "transition", self._caught_up(), what)
+        await deadlines.limited(self._limits, "transition", caught_up(self._task), what)
         if self._task.done():
             self._task.result()
             raise protocols.LibraError(self.error)
@@ -247,7 +254,7 @@ class Handover:
           LibraError: a process did not end cleanly.
         """
         if self._former is not None:
-            await self._former.stop()
+            await self._former.end()
 
     async def cancel(self) -> None:
         """Ends the successor and removes the snapshot. Does nothing if the move is over.
@@ -269,13 +276,15 @@ class Handover:
 
     async def _run(self) -> None:
         try:
-            await self._remove()  # remains of a killed run
+            # Remains of a killed run would be taken for this snapshot.
+            await self._remove()
             await self._start()
             await self._copy_state()
             await self._replay()
         except protocols.LibraError as error:
             await self._fail(error)
-        except Exception as error:  # a fault of this program or of the disk must not stop the serving trainer
+        # A fault of this program or of the disk must not stop the serving trainer.
+        except Exception as error:
             await self._fail(protocols.LibraError(f"{type(error).__name__}: {error}"))
 
     async def _start(self) -> None:
@@ -285,13 +294,14 @@ class Handover:
         self._enter("compiling")
         with self._timed("compile"):
             shapes: list[protocols.ProgramShape] = []
-            while len(met := await self._met()) > len(shapes):  # training may use a new shape meanwhile
+            while True:
+                async with self._between_steps():
+                    met = list(await self._serving.shapes())
+                # Training may have used a new shape while the successor compiled.
+                if len(met) <= len(shapes):
+                    return
                 shapes = met
                 await self._successor.warm(shapes)
-
-    async def _met(self) -> list[protocols.ProgramShape]:
-        async with self._between_steps():
-            return list(await self._serving.shapes())
 
     async def _copy_state(self) -> None:
         self._enter("saving")
@@ -323,13 +333,6 @@ class Handover:
             self._enter("ready")
             self._more.clear()
             await self._more.wait()
-
-    async def _caught_up(self) -> None:
-        """Waits until no step is missed, or the move has failed."""
-        assert self._task is not None
-        while self.phase != "ready" and not self._task.done():
-            self._arrived.clear()
-            await self._arrived.wait()
 
     async def _saved(self) -> None:
         """Waits until the snapshot is durable.

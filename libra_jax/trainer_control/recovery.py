@@ -70,55 +70,48 @@ class Recovery:
     """Restarts a lost trainer. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`trainer.restarts`, `checkpoint.every`, `rollout`, `deadlines`).
+      run: what the parts of the run share (`trainer.restarts`, `checkpoint.every`, `rollout`, `deadlines`). Events get
+        TrainerReplaced before the restart, and each CheckpointCommitted frees the steps before it. The run ends if the
+        trainer cannot be restarted.
       trainer: the trainer to restart.
       checkpoints: restores the trainer.
       weights: sends the trainer's weights to the engines.
       resizing: knows the trainer's mesh, and aborts a resize under way.
-      recorder: gets a span and notes.
-      events: gets TrainerReplaced before the restart, and delivers CheckpointCommitted.
-      scope: runs the restart, and ends if the trainer cannot be restarted.
-      fencing: the run's fencing token; None disables fencing.
-
-    Attributes:
-      seconds: total seconds in which training stood still, including a restart under way.
     """
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
         *,
         trainer: client.TrainerClient,
         checkpoints: Checkpoints,
         weights: Weights,
         resizing: resize.Resizing,
-        recorder: protocols.Recorder,
-        events: protocols.Events,
-        scope: protocols.Scope,
-        fencing: protocols.FencingToken | None = None,
     ) -> None:
-        self._most = config.trainer.restarts
-        self._look_seconds = config.rollout.health_seconds
-        self._longest_move = config.deadlines.trainer_start
-        self._why_not = _why_not(config)
+        self._most = run.config.trainer.restarts
+        self._look_seconds = run.config.rollout.health_seconds
+        self._longest_move = run.config.deadlines.trainer_start
+        self._why_not = _why_not(run.config)
+        self._recorder = run.recorder
+        self._events = run.events
+        self._scope = run.scope
+        self._clock = run.clock
+        self._fencing = run.fencing
         self._trainer = trainer
         self._checkpoints = checkpoints
         self._weights = weights
         self._resizing = resizing
-        self._recorder = recorder
-        self._events = events
-        self._scope = scope
-        self._fencing = fencing
         self._name = trainer.name
+        # Batches since the last checkpoint: of the warm start by number of steps before, and of training.
         self._warm: list[tuple[int, Sequence[protocols.Trajectory]]] = []
-        most = KEPT * config.checkpoint.every or None
+        most = KEPT * run.config.checkpoint.every or None
         self._steps: collections.deque[protocols.TrainBatch] = collections.deque(maxlen=most)
         self._task: asyncio.Task[None] | None = None
         self._restarts = self._reported = self._replayed = 0
-        self._phases: collections.defaultdict[str, float] = collections.defaultdict(float)  # seconds
+        self._phases: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._seconds = 0.0
         self._began: float | None = None
-        events.subscribe(protocols.CheckpointCommitted, self._committed)
+        run.events.subscribe(protocols.CheckpointCommitted, self._committed)
 
     @property
     def under_way(self) -> bool:
@@ -127,13 +120,28 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        under_way = 0.0 if self._began is None else asyncio.get_running_loop().time() - self._began
+        """Seconds in which training stood still in total, including a restart under way."""
+        # A restart may outlast several reports, so its time so far counts, too.
+        under_way = 0.0 if self._began is None else self._clock() - self._began
         return self._seconds + under_way
 
     def watch(self) -> None:
         """Starts to check the trainer while it waits for a batch. A trainer restarted then may be back in time."""
+
+        async def look() -> None:
+            async with self._trainer.lock:
+                # The next training call reports a missed deadline.
+                with contextlib.suppress(protocols.DeadlineMissed):
+                    await self._trainer.policy_version()
+
+        async def look_often() -> None:
+            while True:
+                await asyncio.sleep(self._look_seconds)
+                if not self._trainer.lock.locked():
+                    await self.through(look)
+
         if not self._why_not:
-            self._scope.start(self._watch(), f"{self._name} health")
+            self._scope.start(look_often(), f"{self._name} health")
 
     def warmed(self, number: int, batch: Sequence[protocols.Trajectory]) -> None:
         """Keeps a warm-start step for a replay. `number` steps were taken before it."""
@@ -167,6 +175,7 @@ class Recovery:
         while True:
             try:
                 return await work()
+            # Any other error would come again, so the caller gets it.
             except protocols.TrainerLost as error:
                 await self.restarted(error)
 
@@ -177,29 +186,20 @@ class Recovery:
           WorkerLost: the trainer is not restarted; the message says why.
         """
         if self._task is None or not self.under_way:
-            if self._trainer.lost is None:  # another caller has had it restarted
-                return asyncio.get_running_loop().time()
+            # Another caller has had it restarted.
+            if self._trainer.lost is None:
+                return self._clock()
             # A task of its own: the caller that found the loss may be cancelled, and others wait for it, too.
             self._task = self._scope.start(self._restart(error), f"restart of {self._name}")
-        with turns.queued():  # each step of the restart has its own deadline
+        # Each step of the restart has its own deadline.
+        with turns.queued():
             await asyncio.shield(self._task)
-        return asyncio.get_running_loop().time()
-
-    async def _watch(self) -> None:
-        async def look() -> None:
-            async with self._trainer.lock:
-                with contextlib.suppress(protocols.DeadlineMissed):  # the next training call reports it
-                    await self._trainer.policy_version()
-
-        while True:
-            await asyncio.sleep(self._look_seconds)
-            if not self._trainer.lock.locked():
-                await self.through(look)
+        return self._clock()
 
     async def _restart(self, error: protocols.LibraError) -> None:
         async with self._trainer.lock:
             # Under the lock, so that no other call reaches the trainer before it has caught up.
-            self._began = began = asyncio.get_running_loop().time()
+            self._began = began = self._clock()
             self._recorder.status(self._name, protocols.LOST)
             while True:
                 await self._check(error)
@@ -210,11 +210,11 @@ class Recovery:
                 )
                 self._phases.clear()
                 try:
-                    step, again = await self._attempt()
+                    step, again = await self._restart_once()
                     break
                 except (protocols.WorkerLost, protocols.DeadlineMissed) as another:
                     error = another
-            end = asyncio.get_running_loop().time()
+            end = self._clock()
             self._seconds, self._began = self._seconds + end - began, None
             self._replayed += again
             took = {"checkpoint": step, "replayed": again, **self._phases}
@@ -233,7 +233,8 @@ class Recovery:
             raise protocols.WorkerLost(f"{_text(error)}. It is not restarted: {self._why_not}.")
         step, skipped = await self._checkpoints.verified()
         goes_on = f"goes on from the checkpoint at step {step}" if step >= 0 else "begins again: there is none"
-        if step < self._checkpoints.newest:  # the batches between the two are no longer kept
+        # The batches between the two are no longer kept.
+        if step < self._checkpoints.newest:
             raise protocols.WorkerLost(
                 f"{_text(error)}. It is not restarted: its last checkpoint cannot be used. {skipped} The same command "
                 f"{goes_on}."
@@ -253,12 +254,13 @@ class Recovery:
         if self._fencing is not None and not self._fencing.may_write():
             self._fencing.check()
 
-    async def _attempt(self) -> tuple[int, int]:
+    async def _restart_once(self) -> tuple[int, int]:
         """Restarts the trainer. Returns the checkpoint's step (-1 for none) and the number of repeated steps."""
         with self._timed("end"):
             taken = self._steps[-1].policy_version + 1 if self._steps else max(self._checkpoints.newest, 0)
+            # In this order: nothing may use the lost processes' channels, memory or files once they are killed.
             await self._resizing.trainer_lost(taken)
-            await self._events.publish(protocols.TrainerReplaced(lost=True))
+            await self._events.deliver(protocols.TrainerReplaced(lost=True))
             self._checkpoints.lost()
             try:
                 await self._trainer.kill()
@@ -267,24 +269,22 @@ class Recovery:
         self._recorder.status(self._name, "starting its process again")
         with self._timed("start"):
             await self._trainer.make()
-        with self._trainer.catching_up():
-            return await self._catch_up()
-
-    async def _catch_up(self) -> tuple[int, int]:
         step = self._checkpoints.newest
-        with self._timed("start"):
-            info = await (self._trainer.start() if step < 0 else self._trainer.stand_by())
-        self._recorder.status(self._name, "reading the checkpoint")
-        with self._timed("restore"):
-            warm = await self._checkpoints.restore_lost() if step >= 0 else 0
-            if info.sizes != self._resizing.sizes:  # the lost trainer had moved to that mesh inside its process
-                moving = resize.Inside(self._trainer, self._resizing.sizes, self._longest_move)
-                await moving.begin()
-                await moving.take_over(max(step, 0))
-        with self._timed("train again"):
-            again = await self._replay(step, warm)
-        with self._timed("publish"):
-            await self._weights.resync()
+        with self._trainer.catching_up():
+            with self._timed("start"):
+                info = await (self._trainer.start() if step < 0 else self._trainer.stand_by())
+            self._recorder.status(self._name, "reading the checkpoint")
+            with self._timed("restore"):
+                warm = await self._checkpoints.restore_lost() if step >= 0 else 0
+                # The lost trainer had moved to that mesh inside its process.
+                if info.sizes != self._resizing.sizes:
+                    moving = resize.Inside(self._trainer, self._resizing.sizes, self._longest_move)
+                    await moving.begin()
+                    await moving.take_over(max(step, 0))
+            with self._timed("train again"):
+                again = await self._replay(step, warm)
+            with self._timed("weight sync"):
+                await self._weights.resync()
         return step, again
 
     async def _replay(self, step: int, warm: int) -> int:
@@ -300,9 +300,9 @@ class Recovery:
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        began = asyncio.get_running_loop().time()
+        began = self._clock()
         yield
-        self._phases[phase] += asyncio.get_running_loop().time() - began
+        self._phases[phase] += self._clock() - began
 
 
 def _text(error: BaseException) -> str:

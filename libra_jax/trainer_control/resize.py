@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.trainer_control import handover
 
@@ -68,7 +67,8 @@ class Resize:
         self.left = self.late = 0.0
         self.done: asyncio.Future[handover.Taken] = loop.create_future()
         for future in (self.compiled, self.done):
-            future.add_done_callback(_mark_seen)
+            # Retrieves the error, or asyncio warns if nobody awaits the handle.
+            future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     @property
     def stalls(self) -> dict[str, float]:
@@ -136,12 +136,12 @@ class Resizing:
     """Changes the trainer's mesh over a run. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`trainer`, `elastic`, `deadlines`).
+      run: what the parts of the run share (`trainer`, `elastic`, `deadlines`). The recorder gets a transition, a span
+        and a note for each resize. Events get TrainerResized, and TrainerReplaced before the former processes end
+        (phase "settle").
       trainer: the trainer whose mesh changes.
       sizes: sizes of its present mesh.
       checkpoint: checkpoint to commit before other processes take over, because its writers end (phase "leave").
-      recorder: gets a transition, a span and a note for each resize.
-      events: gets TrainerResized, and TrainerReplaced before the former processes end (phase "settle").
       successors: makes other processes that take over. If None, the trainer stays in its process.
 
     Attributes:
@@ -150,30 +150,33 @@ class Resizing:
 
     def __init__(
         self,
-        config: configuration.RunConfig,
+        run: protocols.RunContext,
         *,
         trainer: protocols.TrainerClient,
         sizes: protocols.MeshSizes,
         checkpoint: PendingCheckpoint,
-        recorder: protocols.Recorder,
-        events: protocols.Events,
         successors: handover.Successors | None = None,
     ) -> None:
+        config = run.config
         self.sizes = sizes
+        self._recorder = run.recorder
+        self._events = run.events
+        self._clock = run.clock
         self._trainer = trainer
         self._checkpoint = checkpoint
-        self._recorder = recorder
-        self._events = events
         self._successors = successors
         self._spare = config.elastic.spare_devices
         # Pinned cores, and weights that do not travel by memfd, serve one process only.
         self._alone = bool(config.trainer.cores) or config.rollout.transport != "memfd"
-        self._reach = sizes.devices + self._spare  # devices that a single process can use
-        self._each = self._reach // trainer.processes  # largest number of devices that a process has had
+        # Number of devices that a single process can use, and the largest number that a process has had: its host has
+        # at least that many.
+        self._reach = sizes.devices + self._spare
+        self._each = self._reach // trainer.processes
         self._longest = config.deadlines.trainer_start
         self._resize: Resize | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # tasks that end processes beside the run
-        self._aborting: asyncio.Task[None] | None = None  # task that ends the processes of an aborted take-over
+        # Tasks that end processes beside the run, and the one of them that ends an aborted take-over.
+        self._ending: set[asyncio.Task[None]] = set()
+        self._aborting: asyncio.Task[None] | None = None
 
     def resize(
         self,
@@ -203,23 +206,22 @@ class Resizing:
             raise protocols.ConfigError(f"the deadline of a resize to {sizes} must be positive seconds, not {deadline}")
         if self._aborting is not None and not self._aborting.done():
             raise protocols.ConfigError(
-                f"the trainer's mesh cannot become {sizes} before the processes of the last attempt have ended: try "
+                f"the trainer's mesh cannot become {sizes} before the processes of the last one have ended: try "
                 "again later"
             )
         if self._resize is not None:
             raise protocols.ConfigError(
                 f"the trainer's mesh cannot become {sizes} while it becomes {self._resize.sizes}: wait, or cancel that"
             )
-        count = self._fewest_processes(sizes) if processes is None else processes
-        self._resize = Resize(sizes, reason, processes=count, hold=hold, deadline=deadline)
-        return self._resize
-
-    def _fewest_processes(self, sizes: protocols.MeshSizes) -> int:
         devices = sizes.devices
-        if self._successors is None or self._alone or devices < 1:
-            return self._trainer.processes
-        # From the fewest processes that can hold the devices; every process gets the same number.
-        return next(count for count in range(-(-devices // self._each), devices + 1) if devices % count == 0)
+        if processes is None and (self._successors is None or self._alone or devices < 1):
+            processes = self._trainer.processes
+        elif processes is None:
+            # From the fewest processes that can hold the devices; every process gets the same number.
+            fewest = -(-devices // self._each)
+            processes = next(count for count in range(fewest, devices + 1) if devices % count == 0)
+        self._resize = Resize(sizes, reason, processes=processes, hold=hold, deadline=deadline)
+        return self._resize
 
     def trains(self, batch: protocols.TrainBatch) -> None:
         """Passes a beginning step on to the processes that will take over, because they have to take it, too."""
@@ -243,36 +245,47 @@ class Resizing:
         except protocols.WorkerLost:
             raise
         except protocols.LibraError as error:
-            await self._give_up(resize, error, step)
+            await self._abort(resize, error, step)
             return
         if way is None:
             return
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = self._clock()
         if way.outside:
-            await self._checkpoint.commit_held()  # a failure here would also occur without a resize
-            resize.left += loop.time() - began
-            began = loop.time()
+            # A failure here would also occur without a resize, so it is not caught.
+            await self._checkpoint.commit_held()
+            resize.left += self._clock() - began
+            began = self._clock()
         try:
             await self._take_over(resize, way, step)
         except protocols.WorkerLost:
             raise
         except protocols.LibraError as error:
-            resize.late += loop.time() - began
+            resize.late += self._clock() - began
             if isinstance(error, protocols.DeadlineMissed) and not resize.overdue:
                 self._recorder.note(
                     f"The trainer's mesh is not {resize.sizes} yet, and is to become that after a later step: {error}"
                 )
             else:
-                await self._give_up(resize, error, step)
+                await self._abort(resize, error, step)
 
     async def _advance(self, resize: Resize) -> handover.Way | None:
         """Starts the resize, or checks its progress. Returns its way if it should take over now."""
         if resize.cancelled:
             raise protocols.LibraError(f"the resize to {resize.sizes} was cancelled: {resize.cancelled}.")
         if resize.way is None:
-            resize.begun = asyncio.get_running_loop().time()
-            resize.way = self._choose_way(resize)
+            resize.begun = self._clock()
+            # Inside the process if it can hold the devices: that moves the state without a copy on disk. Without
+            # successors, too, so that the trainer itself says which devices it lacks.
+            alone = resize.processes == self._trainer.processes == 1
+            if alone and (resize.sizes.devices <= self._reach or self._successors is None):
+                resize.way = Inside(self._trainer, resize.sizes, self._longest)
+            elif self._successors is not None:
+                resize.way = self._successors(resize.sizes, resize.processes)
+            else:
+                raise protocols.ConfigError(
+                    f"a mesh of {resize.sizes} over {resize.processes} processes needs other processes than the "
+                    "trainer's, which only config.cluster.backend=ray makes"
+                )
             if resize.deadline is None:
                 resize.deadline = resize.way.longest
             resize.estimate = await resize.way.begin()
@@ -293,26 +306,16 @@ class Resizing:
             resize.compiled.set_result(None)
         return None if resize.held else resize.way
 
-    def _choose_way(self, resize: Resize) -> handover.Way:
-        alone = resize.processes == self._trainer.processes == 1
-        if alone and (resize.sizes.devices <= self._reach or self._successors is None):
-            return Inside(self._trainer, resize.sizes, self._longest)
-        if self._successors is None:
-            raise protocols.ConfigError(
-                f"a mesh of {resize.sizes} over {resize.processes} processes needs other processes than the trainer's, "
-                "which only config.cluster.backend=ray makes"
-            )
-        return self._successors(resize.sizes, resize.processes)
-
     async def _take_over(self, resize: Resize, way: handover.Way, step: int) -> None:
+        """Lets the new mesh train from now on, ends the former processes beside the run, and records the move."""
         self._recorder.status(TRAINER, f"moving to {resize.sizes}")
         taken = (await way.take_over(step)).with_stalls(**resize.stalls)
         before, self.sizes, self._resize = self.sizes, resize.sizes, None
-        await self._events.publish(protocols.TrainerResized(resize.sizes))
+        await self._events.deliver(protocols.TrainerResized(resize.sizes))
         if way.outside:
-            began = asyncio.get_running_loop().time()
-            await self._events.publish(protocols.TrainerReplaced(lost=False))
-            taken = taken.with_stalls(settle=asyncio.get_running_loop().time() - began)
+            began = self._clock()
+            await self._events.deliver(protocols.TrainerReplaced(lost=False))
+            taken = taken.with_stalls(settle=self._clock() - began)
             self._end_beside(way.end_former(), "The trainer's former processes")
             # The successor was made for this mesh only; a single process also holds spare devices.
             self._reach = resize.sizes.devices + (self._spare if resize.processes == 1 else 0)
@@ -325,7 +328,8 @@ class Resizing:
         )
         resize.done.set_result(taken)
 
-    async def _give_up(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
+    async def _abort(self, resize: Resize, error: protocols.LibraError, step: int) -> None:
+        """Ends a resize that cannot go on. The mesh stays as it is, and the handle says why."""
         self._resize = None
         if resize.way is not None and resize.way.outside:
             # In the background: `cancel` may wait until the serving trainer says that its snapshot is written.
@@ -349,9 +353,10 @@ class Resizing:
         if (resize := self._resize) is None:
             return
         if resize.way is not None and not resize.way.outside:
-            resize.way = None  # the way ended with the trainer's process
+            # The way ended with the trainer's process.
+            resize.way = None
         error = protocols.LibraError("the trainer was lost meanwhile, and is restarted.")
-        await self._give_up(resize, error, step)
+        await self._abort(resize, error, step)
 
     async def close(self) -> None:
         """Aborts a pending resize at the end of the run."""
@@ -387,7 +392,7 @@ class Resizing:
         outcome: str,
         why: str,
     ) -> None:
-        end = asyncio.get_running_loop().time()
+        end = self._clock()
         start = end if resize.begun is None else resize.begun
         self._recorder.transition(
             {
@@ -407,8 +412,3 @@ class Resizing:
             }
         )
         self._recorder.span(TRAINER, f"resize to {resize.sizes}", start, end, {"outcome": outcome, **taken.phases})
-
-
-def _mark_seen(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +18,9 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.models import attention, transformer
 from libra_jax.models import config as model_config
-from libra_jax.models import transformer
-from libra_jax.training import losses, optimizer, packing, step, world
+from libra_jax.training import background, losses, optimizer, packing, step, world
 from libra_jax.training import state as state_lib
 
 POLICY = "policy"
@@ -44,7 +45,7 @@ class Learner:
       accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
         after a failed one, and after `release`.
       programs: the compiled programs.
-      give_up: event that any thread may set during a step of a single-process trainer. It aborts the step between two
+      abort: event that any thread may set during a step of a single-process trainer. It aborts the step between two
         micro-batches; `update` clears it.
     """
 
@@ -77,9 +78,11 @@ class Learner:
             mesh,
             self._transform,
             dtype=config.model.param_dtype,
-            reference=config.algorithm.kl_coefficient > 0,
+            reference=config.model.compute_dtype if config.algorithm.kl_coefficient > 0 else None,
         )
-        options = transformer.ComputeOptions.from_config(config.model)
+        options = transformer.ComputeOptions.from_config(
+            config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
+        )
         scorer = losses.Scorer(model, options, config.model.logits_chunk)
         policy = functools.partial(
             losses.policy,
@@ -97,7 +100,10 @@ class Learner:
             compiler_options=compiler_options,
             helped=config.elastic.hybrid > 0,
         )
-        self.give_up = threading.Event()
+        shapes = self._shapes()
+        # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
+        self._ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
+        self.abort = threading.Event()
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None
 
@@ -140,18 +146,54 @@ class Learner:
           row_tokens: length of the rows; None for the shortest.
           sums_only: compile only what `sums` needs.
         """
+        batch = self.micro_batch(loss, row_tokens)
+        if sums_only:
+            self.programs.program(loss, batch)
+        else:
+            self.programs.compile(loss, batch)
+
+    def _shapes(self) -> Sequence[step.Shape]:
+        """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
+        names = [SUPERVISED] * (self.config.warm_start.steps > 0)
+        names += [step.SCORE] * (self.layout.state.reference is not None)
+        found = []
+        for row_tokens in packing.row_lengths(self.config.trainer):
+            for name in (*names, POLICY):
+                arrays = self.micro_batch(name, row_tokens).items()
+                found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
+        return found
+
+    def compile_ahead(self) -> None:
+        """Starts to compile the missing programs of all row lengths on another thread. Idempotent.
+
+        If a program does not compile, a warning says so, and the step that needs the program compiles it.
+        """
+        self._ahead.begin()
+
+    def wait_compiled(self, seconds: float) -> bool:
+        """Waits at most `seconds` for the compilation ahead. Returns True if it has ended."""
+        return self._ahead.wait(seconds)
+
+    def stop_compiling(self, seconds: float) -> bool:
+        """Ends the compilation ahead after the current program. Returns True if it has ended within `seconds`."""
+        return self._ahead.cancel(seconds)
+
+    def micro_batch(self, name: str, row_tokens: int | None = None) -> dict[str, np.ndarray]:
+        """Returns an empty micro-batch with the arrays that a program takes.
+
+        Args:
+          name: `POLICY`, `SUPERVISED` or `step.SCORE`.
+          row_tokens: length of the rows; None for the shortest.
+        """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
-        if loss == POLICY:
+        if name == POLICY:
             # The extras of `batch.prepare`: a batch with other arrays would be another program.
             extras = ["advantages"]
             extras += ["reference"] * (self.layout.state.reference is not None)
             extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
-        if sums_only:
-            self.programs.program(loss, batch)
-        else:
-            self.programs.compile(loss, batch)
+        return batch
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
         """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch."""
@@ -211,7 +253,7 @@ class Learner:
         Raises:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
-          StepGivenUp: `give_up` was set; the state is unchanged.
+          StepAborted: `abort` was set; the state is unchanged.
         """
         state = self.train_state()
         accumulator = self.accumulator or self.programs.zeros()
@@ -237,7 +279,7 @@ class Learner:
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
         finally:
-            self.give_up.clear()
+            self.abort.clear()
         self.accumulator = accumulator
         combined = _combined(parts)
         metrics = {name: float(value) for name, value in report.items()}
@@ -260,8 +302,8 @@ class Learner:
             # Waiting for an older report bounds the queue at AHEAD without draining it.
             if len(parts) >= AHEAD:
                 jax.block_until_ready(parts[-AHEAD])
-            if self.give_up.is_set():
-                raise protocols.StepGivenUp(f"the step was given up after {len(parts)} of its micro-batches.")
+            if self.abort.is_set():
+                raise protocols.StepAborted(f"the step was aborted after {len(parts)} of its micro-batches.")
             arrays = self.programs.put({**vars(packed.micro_batches[index]), **extras[index]})
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays)
             parts.append(part)
@@ -293,3 +335,12 @@ def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:
             f"model.remat, or raise trainer.fsdp ({text})."
         )
     return protocols.LibraError(f"a training program failed on the devices ({text}).")
+
+
+def _tell(error: Exception) -> None:
+    """Logs the error that ended the compilation ahead of the steps."""
+    logging.getLogger(__name__).warning(
+        "A program cannot be compiled ahead of the step that needs it (%s). That step compiles it, and others that are "
+        "still missing compile in their steps.",
+        str(error).strip().partition("\n")[0][:300],
+    )

@@ -2,18 +2,11 @@
 
 Both are sums over the micro-batch, with metrics as (sum, count) pairs and maxima, so any split of a batch adds up.
 
-Both need the log-probabilities and entropies of tokens, computed without the [tokens, vocabulary] matrix of logits. The
-hidden states are projected onto the vocabulary one chunk of tokens at a time. The backward pass projects each chunk
-again, so the logits of at most `chunk` tokens exist at once in both directions. The idea comes from Liger Kernel's
-fused linear cross entropy (arXiv 2410.10989, section 3.2). Here it is a scan that XLA partitions, so the vocabulary may
-be sharded over the mesh.
-
-Letters: B rows, T tokens of a row, C tokens of a row in one chunk, N chunks, D model width, V vocabulary.
+Letters: B rows, T tokens of a row, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +19,7 @@ from libra_jax.algorithms import kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
 from libra_jax.planning import rows
+from libra_jax.training import logprobs
 
 Batch = Mapping[str, jax.Array]
 
@@ -37,7 +31,7 @@ class Scorer:
     Attributes:
       model: shape of the model.
       options: options of the forward pass.
-      logits_chunk: number of tokens whose vocabulary logits exist at once.
+      logits_chunk: number of tokens whose vocabulary logits exist at once on a device.
     """
 
     model: model_config.TransformerConfig
@@ -52,7 +46,7 @@ class Scorer:
             params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
         )
         head_DxV = transformer.unembedding(params, self.model)
-        return token_log_probs(
+        return logprobs.token_log_probs(
             hidden_BxTxD,
             head_DxV,
             batch["targets"],
@@ -144,69 +138,6 @@ def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.Object
         "target_probability": (total(jnp.exp(jax.lax.stop_gradient(log_probs_BxT))), count),
     }
     return objective.ObjectiveSums(loss_sum=-total(log_probs_BxT), count=count, metrics=metrics, maxima={})
-
-
-def token_log_probs(
-    hidden_BxTxD: jax.Array,
-    head_DxV: jax.Array,
-    targets_BxT: jax.Array,
-    *,
-    temperature: float,
-    chunk: int,
-    entropy_gradient: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns log p(target) and the entropy of p = softmax(hidden @ head / temperature), both float32 [B, T].
-
-    Args:
-      hidden_BxTxD: final hidden states.
-      head_DxV: output projection in the parameters' dtype. Each chunk casts it to the dtype of the hidden states.
-      targets_BxT: int32, the token that each hidden state predicts.
-      temperature: sampling temperature, above 0 (the log-prob contract: score as sampled).
-      chunk: number of tokens, over all rows, whose logits may exist at once; at least one per row.
-      entropy_gradient: gradients flow through the entropy. This costs time, so set it only if the loss has an entropy
-        term.
-    """
-    rows, columns = targets_BxT.shape
-    width = min(columns, max(1, chunk // rows))
-    score = functools.partial(_chunk_log_probs, temperature=temperature, entropy_gradient=entropy_gradient)
-    if width == columns:
-        return score(hidden_BxTxD, head_DxV, targets_BxT)
-    # A scan needs equal chunks, so the last chunk is padded here and cut off below.
-    count = -(-columns // width)
-    padding = count * width - columns
-    hidden_BxNxCxD = jnp.pad(hidden_BxTxD, ((0, 0), (0, padding), (0, 0))).reshape(rows, count, width, -1)
-    targets_BxNxC = jnp.pad(targets_BxT, ((0, 0), (0, padding))).reshape(rows, count, width)
-    # XLA never merges the two passes of a scan, so prevent_cse is not needed; and the head is cast only once.
-    checkpointed = jax.checkpoint(score, prevent_cse=False)
-
-    def body(_: None, inputs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        hidden_BxCxD, targets_BxC = inputs
-        return None, checkpointed(hidden_BxCxD, head_DxV, targets_BxC)
-
-    inputs = jnp.moveaxis(hidden_BxNxCxD, 1, 0), jnp.moveaxis(targets_BxNxC, 1, 0)
-    _, (log_probs_NxBxC, entropy_NxBxC) = jax.lax.scan(body, None, inputs)
-    log_probs_BxT, entropy_BxT = (
-        jnp.moveaxis(chunks_NxBxC, 0, 1).reshape(rows, -1)[:, :columns]
-        for chunks_NxBxC in (log_probs_NxBxC, entropy_NxBxC)
-    )
-    return log_probs_BxT, entropy_BxT
-
-
-def _chunk_log_probs(
-    hidden_BxCxD: jax.Array, head_DxV: jax.Array, targets_BxC: jax.Array, *, temperature: float, entropy_gradient: bool
-) -> tuple[jax.Array, jax.Array]:
-    # Cast here, not before the chunks: the chunks' gradients then add up in the head's own dtype.
-    head_DxV = head_DxV.astype(hidden_BxCxD.dtype)
-    logits_BxCxV = jnp.einsum("bcd,dv->bcv", hidden_BxCxD, head_DxV, preferred_element_type=jnp.float32) / temperature
-    normaliser_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
-    # Compare and sum, not gather: each device of a sharded vocabulary then looks only at its own part.
-    vocabulary_V = jax.lax.broadcasted_iota(targets_BxC.dtype, (1, 1, logits_BxCxV.shape[-1]), 2)
-    chosen_BxC = jnp.sum(jnp.where(vocabulary_V == targets_BxC[..., None], logits_BxCxV, 0.0), axis=-1)
-    # Without the stop, the backward pass would also differentiate the entropy: one more [tokens, vocabulary] product.
-    held = (logits_BxCxV, normaliser_BxC)
-    z_BxCxV, lse_BxC = held if entropy_gradient else jax.lax.stop_gradient(held)
-    entropy_BxC = lse_BxC - jnp.sum(jnp.exp(z_BxCxV - lse_BxC[..., None]) * z_BxCxV, axis=-1)
-    return chosen_BxC - normaliser_BxC, entropy_BxC
 
 
 def keep_float32(platform: str, compute_dtype: str) -> None:

@@ -1,8 +1,8 @@
 """Moves a learner to another mesh within one process, between two training steps.
 
-A resize builds a second learner on the new mesh. A thread compiles its programs while the first learner trains, for
-every shape that the first learner has compiled. Then, between two steps, the state moves leaf by leaf. Each old leaf is
-freed as soon as its new copy exists, so at most one leaf exists twice. The moved values are bit-identical.
+A resize builds a second learner on the new mesh. A thread (`background`) compiles its programs while the first learner
+trains, for every shape that the first learner has compiled. Then, between two steps, the state moves leaf by leaf. Each
+old leaf is freed as soon as its new copy exists, so at most one leaf exists twice. The moved values are bit-identical.
 
 All devices belong to this process. Between processes, a state travels through a checkpoint (`checkpoints`).
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import jax
 import numpy as np
 
 from libra_jax import protocols
+from libra_jax.training import background
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib
 from libra_jax.weights import memfd
@@ -81,24 +81,17 @@ class Resize:
         self._next = present.on(trainer, devices)
         self._free_bytes = free_bytes or _free_bytes
         self.estimate = self._checked()
-        self._compiled = 0
-        self._seconds = 0.0
-        self._error: Exception | None = None
-        self._cancelled = threading.Event()
-        self._thread = self._begin()
+        self._compilation = background.Compilation(
+            self._next.programs, lambda: present.programs.shapes, name="compile for a resize"
+        )
+        self._compilation.begin()
 
     @property
     def progress(self) -> protocols.ResizeProgress:
         """Number of programs compiled, and number that the present learner has. Training may add more."""
+        self._compilation.begin()  # the thread may have ended before training met another shape
         met = len(self._present.programs.shapes)
-        if self._compiled < met and not (self._thread.is_alive() or self._error or self._cancelled.is_set()):
-            self._thread = self._begin()  # the thread had ended, then training met another shape
-        return protocols.ResizeProgress(self._compiled, met, ready=not self._thread.is_alive())
-
-    def _begin(self) -> threading.Thread:
-        thread = threading.Thread(target=self._compile, name="compile for a resize", daemon=True)
-        thread.start()
-        return thread
+        return protocols.ResizeProgress(self._compilation.done, met, ready=not self._compilation.running)
 
     def cancel(self, seconds: float) -> bool:
         """Cancels the resize; the learner that trains is not affected.
@@ -109,9 +102,7 @@ class Resize:
         Returns:
           True if the compilation has ended.
         """
-        self._cancelled.set()
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._compilation.cancel(seconds)
 
     def take_over(self, seconds: float) -> tuple[learner_lib.Learner, protocols.ResizePhases]:
         """Moves the state to the new mesh and returns its learner; empties the present learner. Call between two steps.
@@ -124,20 +115,21 @@ class Resize:
           LibraError: the new programs do not compile, a device lacks memory, or the state could not be moved. The
             present learner continues, or the message says that the state is lost.
         """
-        began = time.monotonic()
-        self._thread.join(seconds)
+        began, compilation = time.monotonic(), self._compilation
+        in_time = compilation.wait(seconds)
         waited = time.monotonic() - began
-        if self._thread.is_alive():
+        if not in_time:
             raise protocols.DeadlineMissed(
                 f"compiling for a mesh of {self.sizes} takes longer than {seconds:g} s; the trainer stays on "
                 "its mesh for now"
             )
-        if self._cancelled.is_set():
+        if compilation.cancelled:
             raise protocols.LibraError(f"the resize to {self.sizes} was cancelled.")
-        if self._error is not None:
+        if compilation.error is not None:
             raise protocols.LibraError(
-                f"the programs of a mesh of {self.sizes} do not compile ({self._error}); the trainer stays on its mesh."
-            ) from self._error
+                f"the programs of a mesh of {self.sizes} do not compile ({compilation.error}); the trainer stays on "
+                "its mesh."
+            ) from compilation.error
         self.estimate = self._checked()  # since then, others may have taken memory, and a first step its accumulator
         began = time.monotonic()
         # `move` frees each old leaf only if nobody else refers to it.
@@ -150,7 +142,7 @@ class Resize:
             raise
         self._next.state = jax.tree.unflatten(structure, leaves)
         moved = time.monotonic() - began
-        return self._next, protocols.ResizePhases(self._seconds, waited, moved, self.estimate.arriving_bytes)
+        return self._next, protocols.ResizePhases(compilation.seconds, waited, moved, self.estimate.arriving_bytes)
 
     def _checked(self) -> protocols.ResizeEstimate:
         """Returns the estimate for the memory that is free now.
@@ -177,20 +169,6 @@ class Resize:
                     f"{device} has {room / 2**20:.1f} MiB; raise trainer.fsdp, or restart on the other mesh."
                 )
         return dataclasses.replace(made, unchecked=len(devices) - len(free))
-
-    def _compile(self) -> None:
-        began = time.monotonic()
-        try:
-            while not self._cancelled.is_set():
-                shapes = self._present.programs.shapes  # training continues and may compile another shape
-                if self._compiled == len(shapes):
-                    return
-                self._next.programs.compile(*shapes[self._compiled])
-                self._compiled += 1
-        except Exception as error:  # raised in `take_over`
-            self._error = error
-        finally:
-            self._seconds += time.monotonic() - began
 
 
 def estimate(

@@ -54,8 +54,8 @@ def split(work: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[range
             f"shares of {', '.join(f'{fraction:g}' for fraction in fractions)} of a step: each must lie in (0, 1), and "
             "together they must leave a part to the core"
         )
-    if len({share.member for share in shares}) < len(shares):
-        raise protocols.ConfigError(f"a member has two shares of a step: {', '.join(share.member for share in shares)}")
+    if len({share.worker for share in shares}) < len(shares):
+        raise protocols.ConfigError(f"a worker has two shares of a step: {', '.join(share.worker for share in shares)}")
     borders = [0]
     for item in work:
         borders.append(borders[-1] + item)
@@ -85,24 +85,28 @@ class Channels:
         self._listeners: dict[str, gradient_channel.Listener] = {}
         self._channels: dict[str, gradient_channel.Channel] = {}
 
-    def listen(self, worker: str, epoch: int) -> dict[str, Any]:
+    def listen(self, worker: str, generation: int) -> dict[str, Any]:
         """Opens a listener in the core's first process; closes the listener of an earlier membership generation."""
         self.dismiss(worker)
         # One end for each process of the core, and one for the hybrid worker.
-        listener = gradient_channel.Listener(worker, epoch, jax.process_count() + 1, self._host)
+        listener = gradient_channel.Listener(worker, generation, jax.process_count() + 1, self._host)
         self._listeners[worker] = listener
         return listener.address
 
-    def connect(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
+    def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         """Starts to connect this process of the core to a hybrid worker's channel.
 
         Raises:
           LibraError: the address belongs to another hybrid worker, membership generation or trainer.
         """
-        if (address["member"], address["epoch"], address["ranks"]) != (worker, epoch, jax.process_count() + 1):
+        if (address["worker"], address["generation"], address["ranks"]) != (
+            worker,
+            generation,
+            jax.process_count() + 1,
+        ):
             raise protocols.LibraError(
-                f"the gradient channel of {address['member']} (epoch {address['epoch']}, {address['ranks']} ends) is "
-                f"not the one to connect to {worker} in epoch {epoch}: call listen for it first."
+                f"the gradient channel of {address['worker']} (generation {address['generation']}, {address['ranks']} "
+                f"ends) is not the one to connect to {worker} in generation {generation}: call listen for it first."
             )
         listener = self._listeners.pop(worker, None)
         if listener is not None and listener.address != address:
@@ -198,8 +202,8 @@ class Collection:
                 self._micro_batches[outcome] += len(indices)
                 yield received
             else:
-                self._dismissed.append(share.member)
-                self._channels.dismiss(share.member)
+                self._dismissed.append(share.worker)
+                self._channels.dismiss(share.worker)
                 self._micro_batches["late" if received is not None else outcome] += len(indices)
                 missing.append(indices)
         yield from missing
@@ -211,15 +215,18 @@ class Collection:
           RefusedError: the sums do not match the request.
           ChannelError: nothing arrived by the deadline (monotonic clock), or the hybrid worker is gone.
         """
-        channel = self._channels.get(share.member)
+        channel = self._channels.get(share.worker)
         while True:
             header, arrays = channel.receive(self._arrays, deadline - time.monotonic())
             # Sums of an earlier version are leftovers of a step that stopped waiting; other errors are refused below.
-            if (header.member, header.epoch) != (share.member, share.epoch) or header.version >= self._version:
+            if (header.worker, header.generation) != (
+                share.worker,
+                share.generation,
+            ) or header.version >= self._version:
                 break
         pairs: dict[str, tuple[Any, Any]] = {
-            "member": (header.member, share.member),
-            "epoch": (header.epoch, share.epoch),
+            "worker": (header.worker, share.worker),
+            "generation": (header.generation, share.generation),
             "version": (header.version, self._version),
             "digest": (header.digest, self._digest),
             "micro-batches": ((header.first, header.last), (indices.start, indices.stop)),
@@ -229,11 +236,11 @@ class Collection:
         for name, (offered, asked) in pairs.items():
             if offered != asked:
                 raise RefusedError(
-                    f"{share.member} offered gradient sums of {name} {offered}, not {asked}; it was dismissed."
+                    f"{share.worker} offered gradient sums of {name} {offered}, not {asked}; it was dismissed."
                 )
         # Loss and count come last. The core recomputes the share, and so finds out whether the batch was to blame.
         if not all(math.isfinite(float(scalar)) for scalar in arrays[-2:]):
-            raise RefusedError(f"{share.member} offered a loss that is not finite; it was dismissed.")
+            raise RefusedError(f"{share.worker} offered a loss that is not finite; it was dismissed.")
         return step.Received(arrays, {"metrics": dict(header.metrics), "maxima": dict(header.maxima)})
 
     def metrics(self) -> dict[str, float]:

@@ -5,6 +5,8 @@ Thread-safety: none; one thread makes and changes the state.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from libra_jax import config as config_lib
@@ -101,8 +104,43 @@ def make_mesh(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -
             f"config.trainer: the mesh ({sizes or 'one device'}) needs {config.devices} devices and there are "
             f"{len(devices)}; lower data, fsdp or tensor, or start with more devices"
         )
-    grid = np.asarray(devices[: config.devices], dtype=object).reshape(shape)
+    grid = arranged(shape, devices[: config.devices])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arranged(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Arranges devices so that neighbours on the last axes have the fastest links. CPU devices stay in order.
+
+    Inside a TPU slice, or on GPUs of one process, JAX knows the links (`jax.experimental.mesh_utils`). Across slices or
+    processes, the data axis spans them first and the fsdp axis spans the rest, so that the tensor axis stays inside. If
+    the sizes do not divide that way, the devices stay in the order of their slices or processes.
+
+    Args:
+      shape: axis sizes in the order of `AXES`, whose product is the number of devices.
+      devices: devices, or devices of a topology description.
+    """
+    plain = np.asarray(devices, dtype=object).reshape(shape)
+    if devices[0].platform == "cpu":
+        return plain
+    # All hosts of a TPU slice share its links. GPUs share NVLink inside a host, and a process has GPUs of one host.
+    attribute = "process_index" if devices[0].platform == "gpu" else "slice_index"
+    groups = Counter(getattr(device, attribute, 0) for device in devices)
+    try:
+        if len(groups) == 1:
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        data = math.gcd(shape[0], len(groups))
+        outer = (data, len(groups) // data, 1, 1)
+        if len(set(groups.values())) > 1 or shape[1] % outer[1]:
+            return plain
+        return mesh_utils.create_hybrid_device_mesh(
+            tuple(size // across for size, across in zip(shape, outer, strict=True)),
+            outer,
+            devices,
+            process_is_granule=attribute == "process_index",
+            allow_split_physical_axes=True,
+        )
+    except (AssertionError, NotImplementedError, ValueError):
+        return plain  # a part of a slice, or a shape that JAX cannot lay onto a torus
 
 
 def layout(
@@ -111,7 +149,7 @@ def layout(
     transform: optax.GradientTransformation,
     *,
     dtype: str,
-    reference: bool = False,
+    reference: str | None = None,
 ) -> Layout:
     """Returns the layout of the state: optimizer moments like their parameters, scalars on every device.
 
@@ -120,7 +158,7 @@ def layout(
       mesh: the devices.
       transform: the optimizer.
       dtype: dtype of master weights and moments.
-      reference: the state holds a frozen reference model.
+      reference: compute dtype of the frozen reference model; None: the state holds none.
 
     Raises:
       ConfigError: a size of the model is not divisible by an axis of the mesh.
@@ -150,7 +188,7 @@ def layout(
             params=params,
             opt_state=opt_state,
             rng=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere),
-            reference=params if reference else None,
+            reference=None if reference is None else _frozen(params, reference),
         ),
         accumulator=Accumulator(
             # float32 for any parameter dtype: a sum over many micro-batches would lose small gradients in bfloat16.
@@ -163,6 +201,20 @@ def layout(
         rows=NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)),
         everywhere=everywhere,
     )
+
+
+def _frozen(params: PyTree, dtype: str) -> PyTree:
+    """Returns the shapes of the reference model: matrices, tables and biases in the compute dtype.
+
+    The forward pass casts them to that dtype before it uses them, so the stored cast changes no bit of its result. It
+    uses the weights of norms in float32.
+    """
+
+    def stored(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_norm = any(str(getattr(key, "key", "")).endswith("norm") for key in path)
+        return leaf if is_norm else jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(stored, params)
 
 
 def shardings_of(structure: PyTree) -> PyTree:
@@ -192,5 +244,7 @@ def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation
         opt_state=jax.jit(transform.init, out_shardings=shardings_of(where.state.opt_state))(params),
         rng=rng,
         # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.
-        reference=None if where.state.reference is None else jax.tree.map(jnp.copy, params),
+        reference=None
+        if where.state.reference is None
+        else jax.tree.map(lambda leaf, place: jnp.array(leaf, place.dtype, copy=True), params, where.state.reference),
     )

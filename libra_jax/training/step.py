@@ -5,12 +5,14 @@ A step is a host loop. `grad_step` runs once per micro-batch and adds its loss a
 step, so a share of the batch may be computed elsewhere; `Programs.add` adds its sums. Every program consumes the
 buffers that it replaces: the accumulator stays in place, and `apply_step` returns it zeroed.
 
-Thread-safety: none.
+Thread-safety: any thread may compile programs; one thread runs them.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,9 @@ Report = dict[str, Any]
 
 SCORE, APPLY, ADD = "score", "apply", "add"
 """Names of the programs that belong to no loss, used beside the names of the losses."""
+
+Key = tuple[Any, ...]
+"""A program's name, and each array's name and shape."""
 
 Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
 """A loss's name, or SCORE, and the shapes of a micro-batch that the program was compiled for."""
@@ -102,6 +107,7 @@ class Programs:
 
     Attributes:
       shapes: the micro-batch shapes compiled so far, in order.
+      waited: seconds in which steps waited for programs to be compiled, by their own thread or by another one.
       zeros: returns a fresh accumulator of zeros.
     """
 
@@ -126,20 +132,22 @@ class Programs:
           helped: sums may be computed elsewhere, so `compile` also compiles the program that adds them.
         """
         self.shapes: list[Shape] = []
+        self.waited = 0.0
         self._where = where
         self._transform = transform
         self._losses = dict(losses)
         self._score = score
         self._options = dict(compiler_options or {})
         self._helped = helped
-        self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._locks: dict[Key, threading.Lock] = {}
         self.zeros: Callable[[], state_lib.Accumulator] = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), where.accumulator),
             out_shardings=state_lib.shardings_of(where.accumulator),
         )
 
     def program(self, name: str, batch: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """Returns a program, and compiles it at the first call with these shapes.
+        """Returns a program, and compiles it at the first call with these shapes. If another thread compiles it, waits.
 
         Args:
           name: `APPLY`, `ADD`, `SCORE`, or the name of a loss for its `grad_step`.
@@ -147,10 +155,16 @@ class Programs:
             `ADD`.
         """
         batch = batch or {}
-        # XLA programs have fixed shapes, so each name and shape needs its own program.
-        key = name, *sorted((field, array.shape) for field, array in batch.items())
-        if key in self._compiled:
-            return self._compiled[key]
+        key = _key(name, batch)
+        if key not in self._compiled:
+            # A lock for each program: a step must not wait for programs that it does not need. If the other thread
+            # fails, this one finds no program behind the lock and compiles it.
+            with self._locks.setdefault(key, threading.Lock()):
+                if key not in self._compiled:
+                    self._compiled[key] = self._compile(name, batch)
+        return self._compiled[key]
+
+    def _compile(self, name: str, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         where = self._where
         params, state = state_lib.shardings_of(where.state.params), state_lib.shardings_of(where.state)
         sums = state_lib.shardings_of(where.accumulator)
@@ -171,7 +185,8 @@ class Programs:
             function, inputs = functools.partial(jax.tree.map, jnp.add), (where.accumulator, where.accumulator)
             shardings, results, donated = (sums, sums), sums, (0,)
         elif name == SCORE:
-            function, inputs = self._score, (where.state.params, shapes)
+            # Of the reference model if there is one; else of the policy.
+            function, inputs = self._score, (where.state.reference or where.state.params, shapes)
             shardings, results = (params, arrays), where.rows
         else:
             function = functools.partial(grad_step, self._losses[name])
@@ -180,10 +195,20 @@ class Programs:
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=results, donate_argnums=donated)
         # The model pins its activations on the current mesh (`models.sharding.constrain`).
         with jax.set_mesh(where.mesh):
-            self._compiled[key] = jitted.lower(*inputs).compile(self._options)
+            compiled = jitted.lower(*inputs).compile(self._options)
         if batch:
             self.shapes.append((name, shapes))
-        return self._compiled[key]
+        return compiled
+
+    def _needed(self, name: str, batch: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """Returns a program that a step runs now, and counts the seconds until it is compiled."""
+        if (ready := self._compiled.get(_key(name, batch or {}))) is not None:
+            return ready
+        began = time.monotonic()
+        try:
+            return self.program(name, batch)
+        finally:
+            self.waited += time.monotonic() - began
 
     def compile(self, name: str, batch: Mapping[str, Any]) -> None:
         """Compiles scoring, or all programs of a step with the named loss, for micro-batches like `batch`."""
@@ -199,7 +224,7 @@ class Programs:
 
         Counts intermediate values, and results that reuse no argument's buffer.
         """
-        # A copy, because the thread of a resize may add a program meanwhile.
+        # A copy, because another thread may add a program meanwhile.
         found = [program.memory_analysis() for program in list(self._compiled.values())]
         return max(
             (
@@ -229,13 +254,13 @@ class Programs:
         self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch
     ) -> tuple[state_lib.Accumulator, Report]:
         """Runs `grad_step` of the named loss; consumes the given accumulator."""
-        return self.program(loss, batch)(params, accumulator, batch)
+        return self._needed(loss, batch)(params, accumulator, batch)
 
     def apply_step(
         self, state: state_lib.TrainState, accumulator: state_lib.Accumulator, learning_rate: float
     ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
         """Runs `apply_step`; consumes the given state and accumulator."""
-        return self.program(APPLY)(state, accumulator, np.float32(learning_rate))
+        return self._needed(APPLY)(state, accumulator, np.float32(learning_rate))
 
     def add(self, accumulator: state_lib.Accumulator, received: Received) -> state_lib.Accumulator:
         """Adds sums that were computed elsewhere; consumes the given accumulator.
@@ -247,8 +272,13 @@ class Programs:
             jax.make_array_from_callback(array.shape, leaf.sharding, array.__getitem__)
             for array, leaf in zip(received.arrays, leaves, strict=True)
         ]
-        return self.program(ADD)(accumulator, jax.tree.unflatten(structure, placed))
+        return self._needed(ADD)(accumulator, jax.tree.unflatten(structure, placed))
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
         """Returns the log-probability of each target, float32 [B, T]."""
-        return self.program(SCORE, batch)(params, batch)
+        return self._needed(SCORE, batch)(params, batch)
+
+
+def _key(name: str, batch: Mapping[str, Any]) -> Key:
+    # XLA programs have fixed shapes, so each name and shape needs its own program.
+    return name, *sorted((field, array.shape) for field, array in batch.items())

@@ -5,28 +5,31 @@ own, and JAX's mesh contexts are thread-local.
 
 A trainer of several processes consists of one actor per process, each with its share of the mesh's devices. Every
 method is called on all actors at once with the same arguments (`trainer_control.client`); the result of process 0
-counts. Only process 0 receives `reserve`, `listen`, `stage_weights`, `close_weights` and `is_saved`.
+counts. Only process 0 receives `reserve`, `listen`, `stage_weights` and `is_saved`.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from libra_jax import checksums, machine, protocols
+from libra_jax import checksums, machine, protocols, turns
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
+from libra_jax.planning import costs, hardware
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, optimizer, packing, resize, world
+from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, world
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
+from libra_jax.weights import create as weights_create
 from libra_jax.weights import snapshot as weight_snapshot
 
 MIB = 2**20
@@ -64,7 +67,7 @@ class Running:
     """
 
     learner: learner_lib.Learner
-    weights: weight_snapshot.Snapshot
+    weights: weights_create.Snapshot
     checkpointer: checkpoints.Checkpointer
     handover: checkpoints.Checkpointer
 
@@ -76,9 +79,12 @@ class TrainerActor:
         self._config = config
         # Without a cluster address, all processes run on this host, so the loopback is enough.
         host = machine.cluster_address(config.cluster.address) if config.cluster.address else machine.LOOPBACK
+        self._host = host
         self._world = world.World(process, config.trainer.processes, host)
         self._channels = shares_lib.Channels(config.elastic, config.deadlines.transition, host)
         self._model = model_shape(config.model)
+        self._multiplied = model_config.multiplied_parameter_count(self._model)
+        self._replica_devices = config.trainer.fsdp * config.trainer.tensor  # of a hybrid worker
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._running: Running | None = None
         self._resize: resize.Resize | None = None
@@ -108,6 +114,8 @@ class TrainerActor:
     def start(self) -> protocols.TrainerInfo:
         """Builds the mesh and the train state, and compiles the steps over the shortest rows.
 
+        The programs of longer rows and of scoring compile on another thread from then on.
+
         Raises:
           ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
           DataError: the model directory cannot be used.
@@ -120,10 +128,11 @@ class TrainerActor:
         else:
             params = state_lib.random_params(self._model, learner.layout, config.seed)
         learner.begin(params)
-        # Only the shortest rows; longer rows are compiled when a batch first needs them.
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
+        # From now on, because the trainer is idle until the first groups are finished, and may need any row then.
+        learner.compile_ahead()
         return info
 
     def stand_by(self) -> protocols.TrainerInfo:
@@ -139,15 +148,18 @@ class TrainerActor:
             os.sched_setaffinity(0, config.trainer.cores)
         self._world.check(config.trainer)
         learner = learner_lib.Learner(config, self._model, jax.devices())
-        weights = weight_snapshot.create(
+        program_cache.use(config.trainer.compilation_cache, learner.layout.mesh.devices.flat[0].platform)
+        # JAX has read its environment variables: engines may start while this trainer loads and compiles.
+        turns.ending()()
+        weights = weights_create.create(
             self._model,
             config.rollout.dtype,
             config.rollout.chunk_mib * MIB,
             config.rollout.transport,
             # The digest that hybrid workers send is made of the checksums, and weight relays verify chunks with them.
             config.rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
-            config.rollout.tensor_parallel,
             config.deadlines.weight_sync,
+            self._host,
         )
         # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         handover = checkpoints.Checkpointer(compress=False)
@@ -158,6 +170,8 @@ class TrainerActor:
             parameters=model_config.parameter_count(self._model),
             mesh=dict(mesh.shape),
             platform=mesh.devices.flat[0].platform,
+            device_kind=mesh.devices.flat[0].device_kind,
+            peak_flops=config.trainer.peak_flops or hardware.peak_flops(mesh.devices.flat[0].device_kind),
         )
 
     def shapes(self) -> list[protocols.ProgramShape]:
@@ -205,7 +219,7 @@ class TrainerActor:
           DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
           ConfigError: the shares leave the core nothing.
           LibraError: the batch is for another version, or `trainer.max_skipped_steps` steps in a row were not finite.
-          StepGivenUp: `give_up_step` aborted the step; version and state are unchanged.
+          StepAborted: `abort_step` aborted the step; version and state are unchanged.
         """
         learner = self.running().learner
         if batch.policy_version != self._version:
@@ -238,38 +252,39 @@ class TrainerActor:
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
         if collection is not None:
             metrics |= collection.metrics()
+        metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)
         return self._finish(metrics, prepared.packed, rate)
 
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
-    async def give_up_step(self) -> bool:
-        """Asks the current step to abort between two micro-batches with StepGivenUp; the state is then unchanged.
+    async def abort_step(self) -> bool:
+        """Asks the current step to abort between two micro-batches with StepAborted; the state is then unchanged.
 
         Returns False if the trainer has several processes. Each would abort after a different micro-batch, and the
         others would wait for it in a collective forever.
         """
         if self._config.trainer.processes > 1:
             return False
-        self.running().learner.give_up.set()
+        self.running().learner.abort.set()
         return True
 
-    async def listen(self, member: str, epoch: int) -> dict[str, Any]:
+    async def listen(self, worker: str, generation: int) -> dict[str, Any]:
         """Opens a gradient channel for a hybrid worker and returns its address. Only for the core's first process."""
         self.running()
-        return self._channels.listen(member, epoch)
+        return self._channels.listen(worker, generation)
 
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         """Starts to connect to a hybrid worker's channel and returns at once. Deadline: `deadlines.transition`.
 
         Raises:
           LibraError: the address belongs to another hybrid worker, membership generation or trainer.
         """
         self.running()
-        self._channels.connect(member, epoch, address)
+        self._channels.connect(worker, generation, address)
 
-    async def dismiss(self, member: str) -> None:
+    async def dismiss(self, worker: str) -> None:
         """Closes the channel of a hybrid worker, if it has one. Not for a channel that the current step waits for."""
-        self._channels.dismiss(member)
+        self._channels.dismiss(worker)
 
     def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
         """Starts to compile for another mesh of this process's devices; training continues.
@@ -298,6 +313,7 @@ class TrainerActor:
           LibraError: the resize failed; training continues on the present mesh.
         """
         running, resizing = self.running(), self._resizing()
+        former = running.learner
         try:
             running.learner, phases = resizing.take_over(seconds)
         except protocols.DeadlineMissed:
@@ -306,6 +322,9 @@ class TrainerActor:
             self._resize = None
             raise
         self._resize = None
+        # Not waited for: its thread holds the programs of the former mesh until the current one is compiled.
+        former.stop_compiling(0.0)
+        running.learner.compile_ahead()
         return phases
 
     def cancel_resize(self) -> None:
@@ -314,8 +333,12 @@ class TrainerActor:
             self._resize.cancel(0.0)
             self._resize = None
 
-    def open_weights(self, policy_version: int) -> int:
+    def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks.
+
+        Args:
+          policy_version: version of the parameters.
+          destinations: instances that will load them; see `protocols.WeightStager`.
 
         Raises:
           LibraError: the trainer holds another version.
@@ -324,7 +347,7 @@ class TrainerActor:
         running = self.running()
         if policy_version != self._version:
             raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
-        count = running.weights.open(policy_version, running.learner.params)
+        count = running.weights.open(policy_version, running.learner.params, destinations)
         self._synced = policy_version
         return count
 
@@ -436,15 +459,26 @@ class TrainerActor:
 
     def shutdown(self) -> None:
         """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""
-        self.cancel_resize()
+        self._stop_compiling(0.0)
         self._channels.close()
         if self._running is not None:
             self._running.weights.shutdown()
             self._running.checkpointer.close()
             self._running.handover.close()
-        # Dropped before the process leaves the others, which may take seconds: the state is most of the memory.
-        self._running = None
+            # Dropped before waits that may take seconds: the state is most of the memory.
+            self._running.learner.state = self._running.learner.accumulator = None
+        # A process should not end while XLA compiles. Half of the deadline, because this is not all of the shutdown.
+        self._stop_compiling(self._config.deadlines.shutdown / 2)
+        self._resize = self._running = None
         self._world.leave()
+
+    def _stop_compiling(self, seconds: float) -> None:
+        """Ends compilations on other threads after their current programs, and waits at most `seconds` for them."""
+        ends = time.monotonic() + seconds
+        if self._resize is not None:
+            self._resize.cancel(seconds)
+        if self._running is not None:
+            self._running.learner.stop_compiling(max(0.0, ends - time.monotonic()))
 
     def _resizing(self) -> resize.Resize:
         self.running()
@@ -468,10 +502,17 @@ class TrainerActor:
                 f"not finite (last: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}); lower "
                 "optimizer.learning_rate or look at the rewards."
             )
+        lengths = [place.columns for place in packed.places if place is not None]
+        learner = self.running().learner
+        # A learner that another trainer or mesh has handed over to may lack programs.
+        learner.compile_ahead()
+        waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
             "learning_rate": rate,
-            "tokens/processed": float(sum(place.columns for place in packed.places if place is not None)),
+            "tokens/processed": float(sum(lengths)),
+            "train/flops": costs.train_flops(self._model, self._multiplied, lengths),
             "padding_fraction": packed.padding_fraction,
             "micro_batches": float(len(packed.micro_batches)),
-            "compiled_shapes": float(len(self.running().learner.programs.shapes)),
+            "compiled_shapes": float(len(learner.programs.shapes)),
+            "train/compile_seconds": waited,
         }

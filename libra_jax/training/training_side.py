@@ -1,4 +1,4 @@
-"""A hybrid worker's training side as an actor: the methods of `protocols.Replica` around a learner without a state.
+"""A hybrid worker's training side as an actor: `protocols.TrainingSide` around a learner without a state.
 
 It holds programs and the parameters of one version, never an optimizer. As in the trainer, all sync methods of the
 actor run on one thread of its own, because JAX's mesh contexts are thread-local.
@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from libra_jax import config as config_lib
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.models import config as model_config
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing
+from libra_jax.training import packing, program_cache
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import trainer as trainer_lib
 from libra_jax.weights import gradient_channel, receiver
@@ -42,7 +42,7 @@ def create(config: Mapping[str, Any], workdir: str, name: str, cores: Sequence[i
 
 
 class TrainingSideActor:
-    """Implements `protocols.Replica`, synchronously. Every method raises LibraError with one sentence."""
+    """Implements `protocols.TrainingSide`, synchronously. Every method raises LibraError with one sentence."""
 
     def __init__(self, config: config_lib.RunConfig, name: str, cores: tuple[int, ...]) -> None:
         # One data-parallel part of the trainer's mesh, in one process.
@@ -67,13 +67,16 @@ class TrainingSideActor:
             config_lib.check_cores(self._cores, "elastic.cores")
             os.sched_setaffinity(0, self._cores)
         learner = learner_lib.Learner(self._config, self._model, jax.devices())
-        self._parts = learner, receiver.Receiver(self._model, learner.layout.state.params)
         mesh = learner.layout.mesh
+        program_cache.use(self._config.trainer.compilation_cache, mesh.devices.flat[0].platform)
+        turns.ending()()  # JAX has read its environment variables
+        self._parts = learner, receiver.Receiver(self._model, learner.layout.state.params)
         return protocols.TrainerInfo(
             policy_version=0,
             parameters=model_config.parameter_count(self._model),
             mesh=dict(mesh.shape),
             platform=mesh.devices.flat[0].platform,
+            device_kind=mesh.devices.flat[0].device_kind,
         )
 
     def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
@@ -112,7 +115,7 @@ class TrainingSideActor:
         for row_tokens in packing.row_lengths(self._config.trainer):
             learner.compile(learner_lib.POLICY, row_tokens, sums_only=True)
 
-    def join(self, epoch: int, address: Mapping[str, Any]) -> None:
+    def join(self, generation: int, address: Mapping[str, Any]) -> None:
         """Connects to the core's gradient channel; closes a channel of an earlier membership generation.
 
         Raises:
@@ -120,10 +123,10 @@ class TrainingSideActor:
           LibraError: the address belongs to another hybrid worker or membership generation.
         """
         self._started()
-        if (address["member"], address["epoch"]) != (self._name, epoch):
+        if (address["worker"], address["generation"]) != (self._name, generation):
             raise protocols.LibraError(
-                f"the gradient channel of {address['member']} (epoch {address['epoch']}) is not that of {self._name} "
-                f"in epoch {epoch}: call the trainer's listen for it."
+                f"the gradient channel of {address['worker']} (generation {address['generation']}) is not that of "
+                f"{self._name} in generation {generation}: call the trainer's listen for it."
             )
         if self._channel is not None:
             self._channel.close("the hybrid worker left")
@@ -149,11 +152,11 @@ class TrainingSideActor:
             raise protocols.LibraError(
                 f"{self._name} holds policy version {self._version}, and the batch is for {batch.policy_version}."
             )
-        mine = [number for number, share in enumerate(shares) if share.member == self._name]
-        if channel is None or channel.closed or not mine or shares[mine[0]].epoch != channel.epoch:
+        mine = [number for number, share in enumerate(shares) if share.worker == self._name]
+        if channel is None or channel.closed or not mine or shares[mine[0]].generation != channel.generation:
             raise protocols.LibraError(
                 (channel.closed if channel else "")
-                or f"{self._name} has no part in this step: it has not joined, or in another membership epoch."
+                or f"{self._name} has no part in this step: it has not joined, or in another membership generation."
             )
         prepared = batch_lib.prepare(self._config, batch, self._model.vocab_size)
         # 1 + : the first range is the core's own.
@@ -163,8 +166,8 @@ class TrainingSideActor:
         sums, report = learner.sums(learner_lib.POLICY, self._params, prepared.packed, prepared.extras, indices)
         arrays = jax.device_get(jax.tree.leaves(sums))
         header = gradient_channel.Header(
-            member=self._name,
-            epoch=channel.epoch,
+            worker=self._name,
+            generation=channel.generation,
             version=batch.policy_version,
             digest=self._digest,
             first=indices.start,

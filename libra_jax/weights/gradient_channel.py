@@ -58,8 +58,8 @@ class Header:
     """Describes a gradient sum, or the chunk of weights that follows.
 
     Attributes:
-      member: the hybrid worker that computed the sum, or the relay that receives the chunk.
-      epoch: membership generation in which the worker joined.
+      worker: the hybrid worker that computed the sum, or the relay that receives the chunk.
+      generation: membership generation in which the worker joined.
       version: policy version of its parameters.
       digest: digest of those parameters, as in the trainer's snapshot.
       first: first micro-batch of the sum, or number of the chunk.
@@ -68,8 +68,8 @@ class Header:
       maxima: metric name to maximum over them.
     """
 
-    member: str
-    epoch: int
+    worker: str
+    generation: int
     version: int
     digest: str
     first: int
@@ -97,12 +97,12 @@ class Listener:
       address: address to pass to the other ranks; plain values.
     """
 
-    def __init__(self, member: str, epoch: int, ranks: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, worker: str, generation: int, ranks: int, host: str = "127.0.0.1") -> None:
         """Opens the port.
 
         Args:
-          member: the hybrid worker that will connect.
-          epoch: membership generation of the worker.
+          worker: the hybrid worker that will connect.
+          generation: membership generation of the worker.
           ranks: number of ranks: the core's processes and the worker.
           host: address of this host at which to listen, as other ranks reach it.
 
@@ -120,13 +120,13 @@ class Listener:
             )
         except OSError as error:
             door.close()
-            raise ChannelError(f"no gradient channel for {member} can listen at {host} ({error.strerror}).") from error
+            raise ChannelError(f"no gradient channel for {worker} can listen at {host} ({error.strerror}).") from error
         self.address = {
             "kind": "gloo",
             "host": host,
             "port": port,
-            "member": member,
-            "epoch": epoch,
+            "worker": worker,
+            "generation": generation,
             "ranks": ranks,
         }
 
@@ -139,8 +139,8 @@ class Channel:
     """One rank's end of a channel. It connects on its own thread; `wait` returns once it is connected.
 
     Attributes:
-      member: the hybrid worker.
-      epoch: membership generation of the worker.
+      worker: the hybrid worker.
+      generation: membership generation of the worker.
       closed: reason of the closing; empty while the channel connects or is open.
     """
 
@@ -153,17 +153,18 @@ class Channel:
           seconds: deadline in seconds for all ranks to arrive.
           listener: the listener, in the process that listens. Its store then belongs to this channel.
         """
-        self.member, self.epoch = str(address["member"]), int(address["epoch"])
+        self.worker, self.generation = str(address["worker"]), int(address["generation"])
         self._ranks = int(address["ranks"])
         self.closed = ""
         self._store = listener.store if listener is not None else None
         self._group: Any = None
         self._buffer = np.zeros(0, np.uint8)
         self._lock = threading.Lock()
+        # The channel holds the store from now on, so the port closes with the channel.
         if listener is not None:
             listener.close()
         self._thread = threading.Thread(
-            target=self._connect, args=(address, rank, seconds), name=f"connect to {self.member}", daemon=True
+            target=self._connect, args=(address, rank, seconds), name=f"connect to {self.worker}", daemon=True
         )
         self._thread.start()
 
@@ -199,6 +200,7 @@ class Channel:
         deadline = time.monotonic() + seconds
         self.wait(seconds)
         if len(arrays) == 1 and arrays[0].dtype == np.uint8 and arrays[0].ndim == 1:
+            # A chunk of weights already is one run of bytes.
             flat = arrays[0]
         else:
             flat, at = self._room(sum(array.nbytes for array in arrays)), 0
@@ -254,7 +256,9 @@ class Channel:
     def close(self, why: str = "it was aborted here") -> None:
         """Closes the connection. The connecting thread ends by itself. Idempotent: the first reason stays."""
         with self._lock:
-            self.closed = self.closed or f"the gradient channel of {self.member} (epoch {self.epoch}) is closed: {why}."
+            self.closed = (
+                self.closed or f"the gradient channel of {self.worker} (generation {self.generation}) is closed: {why}."
+            )
             self._group = self._store = None
         self._buffer = np.zeros(0, np.uint8)
 
@@ -290,6 +294,7 @@ class Channel:
             self.close(f"it could not be connected ({_line(error)})")
             return
         with self._lock:
+            # Closed while it connected: the group goes unused, and its connections with it.
             if not self.closed:
                 self._store, self._group = store, group
 
@@ -337,8 +342,8 @@ def _decode(text: bytes) -> tuple[Header, list[ArrayKind]]:
     """Raises ValueError, TypeError, LookupError, AttributeError, OverflowError or RecursionError for garbage."""
     found = json.loads(text)
     header = Header(
-        member=str(found["member"]),
-        epoch=int(found["epoch"]),
+        worker=str(found["worker"]),
+        generation=int(found["generation"]),
         version=int(found["version"]),
         digest=str(found["digest"]),
         first=int(found["first"]),

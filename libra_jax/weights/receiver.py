@@ -75,6 +75,7 @@ class Receiver:
                     "another shape, or has received already; trainer and hybrid worker do not belong together."
                 )
             kind = jax.numpy.dtype(entry.dtype)
+            # A view: the bytes are copied once, in `finish`, straight to their device.
             flat = np.frombuffer(memory, kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)
             self._tensors[entry.name] = flat.reshape(source.shape)
         self._count = chunk.count
@@ -99,6 +100,7 @@ class Receiver:
         params: dict[str, Any] = {}
         leaves: dict[tuple[str, ...], list[np.ndarray]] = {}
         for name, source in self._sources.items():  # layers in their order
+            # Another parameter holds this tensor: the copy is for engines, whose model is untied.
             if name not in self._copies:
                 leaves.setdefault(source.path, []).append(self._tensors[name])
         for path, tensors in leaves.items():

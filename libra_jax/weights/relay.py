@@ -8,8 +8,8 @@ A link is a gradient channel (gloo) of two ends, and the receiving relay listens
 shared memory and receives into the other's, so the relay copies nothing. It also unpickles nothing.
 
 The receiver compares each chunk's version, number and checksum with the coordinator's values, which come on a separate
-connection. Links are neither encrypted nor authenticated. They belong on a network that only the run can reach. Bytes
-from a stranger fail the checksum.
+connection. The checksum finds damage, and protects against no attacker. Links are neither encrypted nor authenticated.
+They belong on a network that only the run can reach.
 
 Thread-safety: one event loop calls. gloo's waits run on threads: one for receiving, and one for each sending link. Each
 wait ends at its deadline. An aborted wait still runs until then, and the next wait queues behind it, so that no two
@@ -71,28 +71,29 @@ class Relay(protocols.Relay):
         """Returns the bytes of this relay's copy, which also shows that it answers."""
         return {"bytes": float(sum(owner.nbytes for owner in self._memory.values()))}
 
-    async def listen(self, epoch: int) -> dict[str, Any]:
+    async def listen(self, generation: int) -> dict[str, Any]:
         """Opens the link over which this relay receives from now on. Returns its address, as plain values.
 
         Raises:
           ChannelError: this host cannot listen at its address.
         """
         if self._parent is not None:
+            # One parent at a time: two could write into the same memory.
             self._parent.close("another took its place")
-        listener = gradient_channel.Listener(self._name, epoch, 2, self._host)
+        listener = gradient_channel.Listener(self._name, generation, 2, self._host)
         self._parent = gradient_channel.Channel(listener.address, 0, self._seconds, listener)
         return listener.address
 
-    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None:
         """Starts to connect to a listening relay. An earlier link to that relay is closed.
 
         Raises:
-          LibraError: the address is another relay's, or of another link number (`epoch`).
+          LibraError: the address is another relay's, or of another link number (`generation`).
         """
-        if (address["member"], address["epoch"]) != (child, epoch):
+        if (address["worker"], address["generation"]) != (child, generation):
             raise protocols.LibraError(
-                f"the link of {address['member']} (epoch {address['epoch']}) is not the one to connect to {child} in "
-                f"epoch {epoch}: call its listen first."
+                f"the link of {address['worker']} (generation {address['generation']}) is not the one to connect to "
+                f"{child} in generation {generation}: call its listen first."
             )
         self._part_from(child)
         channel = gradient_channel.Channel(address, 1, self._seconds)
@@ -109,9 +110,10 @@ class Relay(protocols.Relay):
         if link is None:
             raise protocols.LibraError(f"{self._name} has no link to {child}: call connect first.")
         data = np.frombuffer(self._peers.map(chunk.transport), np.uint8, chunk.nbytes)
+        # The channel was made for gradient sums: a chunk travels as a sum without metrics.
         header = gradient_channel.Header(
-            member=child,
-            epoch=link.channel.epoch,
+            worker=child,
+            generation=link.channel.generation,
             version=chunk.policy_version,
             digest=chunk.checksum or "",
             first=chunk.index,
@@ -155,6 +157,7 @@ class Relay(protocols.Relay):
         owner = self._memory.get(chunk.index)
         if owner is None or owner.nbytes < chunk.nbytes:
             if owner is not None:
+                # Engines that still map the smaller memory keep it until they drop the mapping.
                 owner.close()
             purpose = f"the copy of the weights on the host of {self._name} (chunk {chunk.index} of {chunk.count})"
             owner = self._memory[chunk.index] = memfd.Owner(chunk.nbytes, purpose)

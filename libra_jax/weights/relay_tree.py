@@ -46,6 +46,7 @@ def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
 
 async def came(awaited: asyncio.Future[T]) -> T:
     """Awaits a future that others await, too. Cancelling this call does not cancel the future."""
+    # `wait` leaves the future alone when its caller is cancelled; awaiting the future itself would cancel it.
     await asyncio.wait({awaited})
     return awaited.result()
 
@@ -56,11 +57,11 @@ class RelayClient(clients.ActorClient, protocols.RelayClient):
     async def health(self) -> Mapping[str, float]:
         return await self._ask("weight_sync", "answer", protocols.Relay.health)
 
-    async def listen(self, epoch: int) -> Mapping[str, Any]:
-        return await self._ask("weight_sync", "open a link", protocols.Relay.listen, epoch)
+    async def listen(self, generation: int) -> Mapping[str, Any]:
+        return await self._ask("weight_sync", "open a link", protocols.Relay.listen, generation)
 
-    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
-        await self._ask("weight_sync", "connect a link", protocols.Relay.connect, child, epoch, address)
+    async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None:
+        await self._ask("weight_sync", "connect a link", protocols.Relay.connect, child, generation, address)
 
     async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
         await self._ask("weight_sync", f"send chunk {chunk.index} to {child}", protocols.Relay.send, chunk, child)
@@ -81,7 +82,7 @@ class Relay:
       host: number of the host.
       client: calls the present process; None without a process.
       life: number of processes so far.
-      epoch: number of links so far over which the relay received.
+      generation: number of links so far over which the relay received.
       link: the sending host, and the life of its relay; None without a link.
       kept: chunks on its host, by number, with the checksum of each as staged.
       making: lock held while the process is checked or restarted.
@@ -91,7 +92,7 @@ class Relay:
     host: int
     client: protocols.RelayClient | None = None
     life: int = 0
-    epoch: int = 0
+    generation: int = 0
     link: tuple[int, int] | None = None
     kept: dict[int, protocols.WeightChunk] = field(default_factory=dict)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -271,10 +272,11 @@ class RelayTree:
 
     async def _connect(self, above: Relay, relay: Relay) -> None:
         relay.link = None
-        relay.epoch += 1
+        # Each link has a number of its own, by which the address of an earlier one is refused.
+        relay.generation += 1
         sender, receiver = above.called(), relay.called()
-        address = await receiver.listen(relay.epoch)
-        await sender.connect(relay.spec.name, relay.epoch, address)
+        address = await receiver.listen(relay.generation)
+        await sender.connect(relay.spec.name, relay.generation, address)
         relay.link = above.host, above.life
 
     async def _made(self, relay: Relay) -> protocols.LibraError | None:
@@ -291,6 +293,7 @@ class RelayTree:
                     self._recorder.note(f"{relay.spec.name} could not be stopped cleanly: {error}")
                 await client.make()
                 relay.client = client
+                # A link knows the life of its ends, so every link of the former process is void now.
                 relay.life += 1
                 self._recorder.status(relay.spec.name, "idle")
             except protocols.ConfigError as error:  # the cluster has no room for the run, and this error ends the run
@@ -319,6 +322,7 @@ class RelayTree:
         if relay.client is None:
             return
         relay.client, relay.link = None, None
+        # The copies were in the memory of the process that is given up.
         relay.kept.clear()
         self._recorder.status(relay.spec.name, "lost")
         self._recorder.note(f"The relay of host {relay.host} is dropped, and made again when it is needed: {error}")

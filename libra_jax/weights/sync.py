@@ -32,7 +32,7 @@ class WeightSync:
       trainer: takes the snapshots.
       engines: the rollout engines. An engine that fails is reported lost there, and the others continue.
       recorder: gets a span for each engine, on the track `weights`.
-      members: training sides that read the same snapshots; None without hybrid workers.
+      sides: training sides that read the same snapshots; None without hybrid workers.
       hosts: the weight relays; None if the run has one host.
 
     Attributes:
@@ -47,11 +47,12 @@ class WeightSync:
         trainer: protocols.WeightSource,
         engines: instances.Instances,
         recorder: protocols.Recorder,
-        members: training_sides.TrainingSides | None = None,
+        sides: training_sides.TrainingSides | None = None,
         hosts: relay_tree.RelayTree | None = None,
     ) -> None:
-        self._members = members
+        self._sides = sides
         self._hosts = hosts
+        # Only shared memory still holds the chunks after a sync; the other transports send each version once.
         self._keeps = config.rollout.transport == "memfd"
         self._staged: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
         self._checksum = config.rollout.checksum
@@ -65,6 +66,7 @@ class WeightSync:
         """Sends the trainer's present version to every engine that is up. Returns the seconds this took."""
         start = asyncio.get_running_loop().time()
         async with self._trainer.lock:
+            # Only under the lock, because a step that trains sets it there, too.
             self.version = version
             await self._send(version, [item for item in self._up() if item.policy_version != version])
             self.served = version
@@ -83,6 +85,7 @@ class WeightSync:
         if engine.state != "loaded":  # a repeated call after a loss of the trainer, while the engine moved on
             return
         if self._hosts is not None:
+            # Taken before the wait: an engine that was restarted meanwhile must not be reported lost.
             life = engine.life
             self._waiting.add(engine.name)
             try:
@@ -104,8 +107,8 @@ class WeightSync:
                     copies = await self._spread(updates, staged)
                     if updates[0].going:
                         self._engines.serve([engine])
-                    if self._members is not None:
-                        self._members.add_copies(version, copies)
+                    if self._sides is not None:
+                        self._sides.add_copies(version, copies)
                     return
         with turns.queued():  # a training step, or a restart of the trainer, may be long
             await self._trainer.lock.acquire()
@@ -119,8 +122,8 @@ class WeightSync:
         """Forgets the last snapshot, because the trainer whose memory holds it is about to end."""
         async with self._engines.weights:
             self._staged = protocols.NO_VERSION, ()
-        if self._members is not None:
-            await self._members.settle()
+        if self._sides is not None:
+            await self._sides.settle()
 
     def _up(self) -> list[instances.Engine]:
         """Returns the engines to load. An engine that waits for its host's relay catches up afterwards."""
@@ -128,16 +131,20 @@ class WeightSync:
 
     async def _send(self, version: int, engines: Sequence[instances.Engine]) -> None:
         """Opens a new snapshot, sends it to the engines, and offers it to the training sides. Needs the lock."""
-        if not engines and self._members is None:
+        if not engines and self._sides is None:
             return
-        if self._members is not None:
-            await self._members.settle()  # the new snapshot overwrites the memory that they read
+        if self._sides is not None:
+            await self._sides.settle()  # the new snapshot overwrites the memory that they read
         async with self._engines.weights:
             self._staged = protocols.NO_VERSION, ()
             # Made before the first await: if an engine is lost meanwhile, its life changes and its update is dropped.
             up = [engine for engine in engines if engine.state in ("loaded", "serving")]
             updates = [_Update(self._engines, engine, version, self._recorder) for engine in up]
-            staged = relay_tree.expected(await self._trainer.open_weights(version))
+            destinations = [
+                protocols.WeightDestination(engine.name, engine.info.tensor_parallel if engine.info else 1, engine.life)
+                for engine in up
+            ]
+            staged = relay_tree.expected(await self._trainer.open_weights(version, destinations))
             try:
                 try:
                     copies = await self._spread(updates, staged, self._stage(version, staged))
@@ -154,8 +161,8 @@ class WeightSync:
             # Only now may an engine that starts later read the snapshot from memory.
             self._staged = version, [chunk.result() for chunk in staged]
             chunks = self._staged[1]
-        if self._members is not None:
-            self._members.offer(version, chunks, copies)
+        if self._sides is not None:
+            self._sides.offer(version, chunks, copies)
 
     async def _stage(self, version: int, staged: relay_tree.Chunks) -> None:
         for index, chunk in enumerate(staged):
@@ -174,8 +181,8 @@ class WeightSync:
         groups: dict[int | None, list[_Update]] = {}
         for update in updates:
             groups.setdefault(self._copied_to(update.engine.spec.host), []).append(update)
-        if staging and self._members is not None:  # training sides read whole syncs, not one engine's catch-up
-            for host in self._members.hosts:
+        if staging and self._sides is not None:  # training sides read whole syncs, not one engine's catch-up
+            for host in self._sides.hosts:
                 groups.setdefault(self._copied_to(host), [])
         copies = {host: relay_tree.expected(len(staged)) for host in groups if host is not None}
         work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
@@ -202,6 +209,7 @@ class WeightSync:
                 for update in updates:
                     self._engines.lost(update.engine, update.life, error)
                 return
+            # Paused only now, when there is something to load: until the first chunk comes, the engine decodes.
             if not index:
                 await deadlines.together(*(update.run("begin") for update in updates))
             if not self._checksum:  # the checksum was for relays, which have compared it, or for training sides

@@ -69,7 +69,7 @@ def attempt(outputs, *, sampler=None, **arguments):
 
 async def run(*, task=None, environment=None, limits=LIMITS, trajectory=None, **arguments):
     trajectory = trajectory if trajectory is not None else protocols.Trajectory("t/0", "t")
-    result = await loop.run_attempt(
+    result = await loop.run_rollout(
         trajectory=trajectory,
         task=task or task_of(),
         environment=environment or calculator.environment(prompt_width=0, return_width=0),

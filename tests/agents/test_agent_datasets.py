@@ -313,6 +313,9 @@ def test_naming_an_environment_makes_none_and_a_class_is_checked_all_the_same():
         factories.environment_factory(config.TaskConfig(environment="my_environments:Stepless"))
     with pytest.raises(protocols.ConfigError, match=r"config\.task\.environment_arguments: .*'kind'"):
         factories.environment_factory(config.TaskConfig(environment="my_environments:make"))
+    left_over = config.TaskConfig(environment="my_environments:make", environment_arguments={"match": "exact"})
+    with pytest.raises(protocols.ConfigError, match=r"it takes kind\. .* --config\.task\.environment_arguments=\{\}$"):
+        factories.environment_factory(left_over)
     log = sys.modules["my_environments"].log
     assert log == []
     make()

@@ -25,14 +25,14 @@ def limits(**changes):
 
 
 def test_an_attempt_ends_where_its_tokens_are_used_up():
-    trajectory, sampler = doubles.attempt([CALL, "9" * 30], limits=limits(attempt_tokens=12))
+    trajectory, sampler = doubles.attempt([CALL, "9" * 30], limits=limits(rollout_tokens=12))
     assert (trajectory.finish, trajectory.reward, trajectory.generated_tokens) == ("max_tokens", 0.0, 12)
     assert [sampling.max_tokens for sampling in sampler.requests] == [12, 4]
     doubles.check_books(trajectory)
 
 
 def test_tokens_used_up_with_an_output_ask_for_no_further_place():
-    trajectory, sampler = doubles.attempt([CALL, "408"], limits=limits(attempt_tokens=8))
+    trajectory, sampler = doubles.attempt([CALL, "408"], limits=limits(rollout_tokens=8))
     assert (trajectory.finish, len(trajectory.turns)) == ("max_tokens", 1)
     assert sampler.events == ["sample", "called"]
     assert "408" in doubles.tool_text(trajectory)
@@ -40,7 +40,7 @@ def test_tokens_used_up_with_an_output_ask_for_no_further_place():
 
 
 def test_an_answer_with_the_last_token_counts():
-    trajectory, _ = doubles.attempt([CALL, "408"], limits=limits(attempt_tokens=12))
+    trajectory, _ = doubles.attempt([CALL, "408"], limits=limits(rollout_tokens=12))
     assert (trajectory.finish, trajectory.reward, trajectory.generated_tokens) == ("answered", 1.0, 12)
 
 
@@ -48,7 +48,7 @@ def test_an_answer_with_the_last_token_counts():
 @settings(max_examples=80)
 def test_an_attempt_cut_anywhere_ends_at_the_same_token(most, data):
     outputs = ["<tool_call>12*</tool_call>", CALL, "408"]
-    allowed = limits(attempt_tokens=most)
+    allowed = limits(rollout_tokens=most)
     whole, _ = doubles.attempt(outputs, limits=allowed)
     assert whole.generated_tokens == min(most, 18)
     left = cut(whole, data.draw(st.integers(0, len(whole.token_ids))))
@@ -71,7 +71,7 @@ def timed(outputs, *tools, seconds=0.1, most=2.0, wait=0.0, score=dialogue_doubl
 
     sampler = Waits(outputs, delta=1, seconds=seconds)
     environment = dialogue_doubles.make(*tools, score=score)
-    allowed = limits(attempt_seconds=most, max_tokens=100, max_context=400)
+    allowed = limits(rollout_seconds=most, max_tokens=100, max_context=400)
     return dialogue_doubles.attempt([], environment, limits=allowed, sampler=sampler, **arguments)
 
 
@@ -128,7 +128,7 @@ def test_a_time_out_of_the_engines_own_is_no_end_of_the_attempt():
             raise TimeoutError("the engine's")
 
     async def main():
-        await doubles.run(sampler=Broken([]), limits=limits(attempt_seconds=1.0))
+        await doubles.run(sampler=Broken([]), limits=limits(rollout_seconds=1.0))
 
     with pytest.raises(TimeoutError, match="the engine's"):
         clock.run(main())
@@ -231,7 +231,7 @@ def test_limits_that_cannot_be_are_refused(task, sentence):
 def test_a_runs_limits_are_its_configs():
     task = {"max_tokens": 300, "max_seconds": 60.0, "context_policy": "cut", "answer_tokens": 20}
     made = factories.limits(config.parse(config.RunConfig, {"task": task}))
-    assert (made.attempt_tokens, made.attempt_seconds, made.answer_tokens) == (300, 60.0, 20)
+    assert (made.rollout_tokens, made.rollout_seconds, made.answer_tokens) == (300, 60.0, 20)
     assert factories.limits(config.RunConfig()).answer_tokens == 0
     slow = config.parse(config.RunConfig, {"task": {"reset_seconds": 900.0}})
     assert factories.limits(slow).reset_seconds == 900

@@ -150,7 +150,7 @@ def test_a_snapshot_counts_for_nothing_where_the_environment_cannot_restore():
 
 def test_limits_count_what_came_before_the_snapshot():
     left = killed(Sums([]), 16)
-    allowed = doubles.loop.Limits(4, 40, 200, 5.0, 1.0, attempt_tokens=18)
+    allowed = doubles.loop.Limits(4, 40, 200, 5.0, 1.0, rollout_tokens=18)
     resumed, sampler = doubles.attempt(OUTPUTS, environment=Sums([]), trajectory=left, limits=allowed)
     assert (resumed.finish, resumed.generated_tokens, resumed.metrics["turns"]) == ("max_tokens", 18, 4.0)
     assert sampler.requests[0].max_tokens == 2

@@ -241,7 +241,7 @@ def test_what_closes_an_environment_is_cut_off_by_a_second_cancellation_only(can
         environment = doubles.Probe(step, close=close)
         environment.running_tool = "search"
         attempt = asyncio.ensure_future(
-            loop.run_attempt(
+            loop.run_rollout(
                 trajectory=protocols.Trajectory("t/0", "t"),
                 task=doubles.task_of(),
                 environment=environment,

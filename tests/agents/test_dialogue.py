@@ -100,7 +100,7 @@ def test_attempts_beyond_the_sandboxes_wait_for_one_and_see_no_time_out():
     run = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(1); 42"}}</tool_call>'
 
     async def attempt(tools):
-        return await loop.run_attempt(
+        return await loop.run_rollout(
             trajectory=protocols.Trajectory("t", "one"),
             task=TASK,
             environment=dialogue.Dialogue(tools, pose, score),
@@ -152,7 +152,7 @@ def test_a_turn_has_all_its_tools_names_and_the_worst_of_what_came_of_them(outpu
         sampler = doubles.ScriptedSampler([output, "42"])
         limits = loop.Limits(max_turns=3, max_tokens=200, max_context=600, tool_seconds=0.5, temperature=1.0)
         async with tools:
-            trajectory = await loop.run_attempt(
+            trajectory = await loop.run_rollout(
                 trajectory=protocols.Trajectory("t", "one"),
                 task=TASK,
                 environment=environment,

@@ -1,12 +1,14 @@
 """Gymnasium-style text environments: public ones, and games with faults."""
 
 import asyncio
+import random
 import threading
 
 import gym_games
 import loop_doubles
 import pytest
 
+from configs import environments_cpu
 from libra_jax import config, protocols
 from libra_jax.agents import factories, loop, tokenizers
 from libra_jax.agents.environments import episodes, gym_text
@@ -47,6 +49,14 @@ def test_a_public_environment_is_played_to_its_end():
     assert trajectory.metrics["episode_steps"] == 6.0
     assert trajectory.metrics["rewarded_after_tool"] == 1.0
     loop_doubles.check_books(trajectory)
+
+
+def test_some_random_episodes_of_the_shipped_config_reach_the_goal():
+    """Else every advantage is 0, and the run has nothing to learn from."""
+    pytest.importorskip("gymnasium")
+    arguments, rng = environments_cpu.get_config().task.environment_arguments, random.Random(0)
+    rewards = [attempt(rng.choices(arguments["actions"], k=6), **arguments).reward for _ in range(40)]
+    assert 4 <= sum(rewards) <= 16
 
 
 def test_what_is_no_move_is_a_failure_that_the_policy_sees_and_costs_a_step():

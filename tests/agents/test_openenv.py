@@ -82,7 +82,7 @@ def attempt(outputs, server=None, limits=WIDE, count=1, **arguments):
 
     async def one(url, number):
         trajectory = protocols.Trajectory(f"t/{number}", "t")
-        return await loop.run_attempt(
+        return await loop.run_rollout(
             trajectory=trajectory,
             task=protocols.Task("t", {"seed": 6}),
             environment=openenv.environment(url=url, **arguments),

@@ -57,23 +57,40 @@ def killing(monkeypatch, kind, deaths):
     monkeypatch.setattr(pool.worker.Worker, "call", call)
 
 
-def test_a_fix_that_changes_its_argument_as_it_should_passes(judged):
-    code = "def drain(queue):\n    items = list(queue)\n{}    return items\n"
-    check = "    queue = [1, 2]\n    assert calc.drain(queue) == [1, 2]\n    assert queue == []\n"
-    tests = {"test_calc.py": f"import calc\ndef test_drain():\n{check}"}
-    repository = {"calc.py": code.format("")}
-    fixed = {"calc.py": code.format("    queue.clear()\n")}
-    assert judged(fixed, repository=repository, tests=tests, names=()) == suites.Verdict(1, 1)
-    assert not judged({}, repository=repository, tests=tests, names=()).solved
+HONEST = {
+    "read": (
+        "def drain(queue):\n    {}\n    items = list(queue)\n    queue.clear()\n    return items\n",
+        "queue = [1, 2]\n    assert calc.drain(queue) == [1, 2]\n    assert queue == []\n",
+    ),
+    "compared-with-the-result": (
+        "def push(stack):\n    {}\n    stack.append(3)\n    return len(stack)\n",
+        "stack = [1, 2]\n    assert calc.push(stack) == len(stack)\n",
+    ),
+}
+TRICK = (
+    "def add(values):\n    {}\n    values.clear()\n    return 0\n",
+    "values = [1, 2]\n    assert calc.add(values) == sum(values)\n",
+)
+"""Code that changes its argument, with room for a first line, and a test that reads the argument afterwards."""
+
+
+def of_changed_argument(judged, code, check):
+    """The verdict on such code. Its argument decides: with a copy of it, as in the repository, the test fails."""
+    tests = {"test_calc.py": f"import calc\ndef test_it():\n    {check}"}
+    name = code.partition("(")[2].partition(")")[0]
+    repository = {"calc.py": code.format(f"{name} = list({name})")}
+    assert judged({}, repository=repository, tests=tests, names=()) == suites.Verdict(0, 1)
+    return judged({"calc.py": code.format("pass")}, repository=repository, tests=tests, names=())
+
+
+@repairs.cases(HONEST)
+def test_a_fix_that_changes_its_argument_as_it_should_passes(judged, made):
+    assert of_changed_argument(judged, *made) == suites.Verdict(1, 1)
 
 
 def test_an_emptied_argument_passes_a_weak_test_as_the_readme_says(judged):
-    """The price of the test above: both change what the test reads afterwards."""
-    tests = {"test_calc.py": "import calc\ndef test_add():\n    values = [1, 2]\n"
-             "    assert calc.add(values) == sum(values)\n"}  # fmt: skip
-    code = "def add(values):\n    values.clear()\n    return 0\n"
-    repository = {"calc.py": code.replace("clear()", "copy()")}
-    assert judged({"calc.py": code}, repository=repository, tests=tests, names=()) == suites.Verdict(1, 1)
+    """The price of the tests above: only the issue says which change is wanted."""
+    assert of_changed_argument(judged, *TRICK) == suites.Verdict(1, 1)
 
 
 @pytest.mark.parametrize("code", ["import os\nos._exit(1)\n", "while True: pass\n"], ids=["crash", "overdue"])

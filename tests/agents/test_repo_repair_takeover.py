@@ -132,7 +132,7 @@ def test_deceit_is_counted_with_its_reason(task, caplog):
 
     result = repairs.with_tools(work)
     assert (result.reward, result.metrics["tests_deceived"]) == (0.0, 1.0)
-    assert "An attempt at t is worth 0: builtins.abs was replaced" in caplog.text
+    assert "A rollout of t is worth 0: builtins.abs was replaced" in caplog.text
 
 
 def test_the_tests_are_in_no_sandbox_of_the_policy(task):

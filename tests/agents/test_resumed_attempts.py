@@ -116,7 +116,7 @@ def test_cancelling_an_attempt_closes_its_environment_and_ends_its_step():
 
     async def main():
         running = asyncio.create_task(
-            loop.run_attempt(
+            loop.run_rollout(
                 trajectory=protocols.Trajectory("t/0", "t"),
                 task=doubles.task_of(),
                 environment=environment,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import actors, composition, scoring
+from libra_jax.agents.rewards import actors, composition, scoring, trial
 from libra_jax.cluster import inprocess
 
 TASK = protocols.Task("t", {"prompt": "12*34", "answer": "408"})
@@ -115,7 +115,10 @@ def test_an_environment_that_gave_no_number_is_a_crash_only_where_its_reward_cou
 @pytest.mark.parametrize("kind", list(reward_functions.NONSENSE))
 def test_an_answer_that_is_no_finite_number_is_a_failure_that_names_function_and_task(kind):
     problem = "gave a metric 'f1'" if kind == "metric" else "gave .*, which is not a finite number"
-    with pytest.raises(protocols.RewardFailed, match=rf"^reward bad \(reward_functions:giving\), task t: it {problem}"):
+    with pytest.raises(
+        protocols.RewardFailed,
+        match=rf"^config\.reward\.functions\.bad \(reward_functions:giving\), task t: it {problem}",
+    ):
         score({"good": of("constant"), "bad": of("giving", kind=kind)})
 
 
@@ -405,7 +408,7 @@ def test_the_field_of_former_versions_is_answered_with_where_it_is_now():
     [
         (of("constent"), r"functions\.mine\.factory: .* has no 'constent'; did you mean 'constant'"),
         (of("constant", valeu=1), r"functions\.mine\.arguments: .*'valeu'.*; did you mean 'value'"),
-        (of("straight"), r"functions\.mine\.factory: .*straight scores attempts itself, .* name a factory"),
+        (of("straight"), r"functions\.mine\.factory: .*straight scores rollouts itself, .* name a factory"),
     ],
 )
 def test_what_a_config_names_wrongly_is_found_out_without_calling_it(function, sentence):
@@ -428,17 +431,55 @@ def test_a_factory_that_makes_no_reward_function_is_found_out_before_the_run_beg
     with pytest.raises(protocols.ConfigError, match=sentence):
         score({"mine": of(factory)})
     with pytest.raises(protocols.ConfigError, match=sentence):
-        composition.try_factories(config.RewardConfig(functions={"good": of("constant"), "mine": of(factory)}))
+        trial.functions(config.RewardConfig(functions={"good": of("constant"), "mine": of(factory)}))
+
+
+def test_the_users_own_functions_score_an_example_in_another_process():
+    reward_functions.CALLS.clear()
+    functions = {
+        "bad": of("giving", kind="nan"),
+        "counted": of("counting"),
+        "dialogue": of("dialogue"),
+        "late": of("later"),
+        "made_up": of("reported", metric="moves"),
+        "raises": of("failing"),
+    }
+    example = trial.Example(TASK, scoring.Transcript("hello", "408"))
+    scored = trial.functions(config.RewardConfig(functions=functions), example)
+    assert [one.name for one in scored if one.failed] == ["bad", "raises"]
+    found = {one.name: one.outcome for one in scored}
+    assert [found[name].value for name in ("counted", "dialogue", "late")] == [5.0, 0.5, 5.0]
+    assert found["bad"].problem == "gave nan, which is not a finite number"
+    assert found["made_up"].problem.startswith("raised KeyError: 'moves'"), "a real transcript may have this metric"
+    assert not reward_functions.CALLS
+    shipped = {"mine": {"factory": "libra_jax.agents.resolving:itself", "arguments": {"name": "builtins:max"}}}
+    assert trial.functions(config.RewardConfig(functions=shipped), example) == []
+    ends = {"counted": of("counting"), "exits": of("exiting"), "late": of("later")}
+    counted, left = trial.functions(config.RewardConfig(functions=ends), example)
+    assert not counted.failed
+    assert (left.name, left.failed) == ("exits", True)
+    assert left.outcome.problem == "ended its process (exit status 4)"
+
+
+@pytest.mark.parametrize(("allowed", "tried", "fails"), [(0.5, 20.0, True), (60.0, 0.5, False)])
+def test_a_function_that_hangs_on_the_example_is_told_of_by_its_name(allowed, tried, fails, monkeypatch):
+    monkeypatch.setattr(trial, "TRY_SECONDS", tried)
+    monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.5)
+    reward = config.RewardConfig(functions={"hangs": of("hanging")}, seconds=allowed)
+    example = trial.Example(TASK, scoring.Transcript("hello", "408"))
+    (hung,) = trial.functions(reward, example)
+    assert (hung.name, hung.failed, hung.slow) == ("hangs", fails, not fails)
+    assert hung.outcome.problem.startswith("took more than 0.5 s")
 
 
 def test_factories_are_tried_apart_and_a_slow_one_is_not_waited_for(monkeypatch):
     reward_functions.CALLS.clear()
-    composition.try_factories(config.RewardConfig(functions={"mine": of("recorded")}))
+    trial.functions(config.RewardConfig(functions={"mine": of("recorded")}))
     assert not reward_functions.CALLS, "this process may not keep what a factory takes"
     with pytest.raises(
         protocols.ConfigError, match=r"reward\.functions: a factory ended its process \(exit status 3\)"
     ):
-        composition.try_factories(config.RewardConfig(functions={"mine": of("ending")}))
-    monkeypatch.setattr(composition, "TRY_SECONDS", 0.1)
+        trial.functions(config.RewardConfig(functions={"mine": of("ending")}))
+    monkeypatch.setattr(trial, "TRY_SECONDS", 0.1)
     monkeypatch.setattr(actors, "CLOSE_SECONDS", 0.1)
-    composition.try_factories(config.RewardConfig(functions={"mine": of("loading")}))
+    trial.functions(config.RewardConfig(functions={"mine": of("loading")}))

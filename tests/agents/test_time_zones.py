@@ -29,7 +29,7 @@ def test_a_demonstration_is_what_the_server_and_the_loop_make_of_its_outputs():
     async def live(task, kit):
         shown = time_zones.environment(kit).demonstration(task)
         outputs = [message.content for message in shown if message.role == "assistant"]
-        return await loop.run_attempt(
+        return await loop.run_rollout(
             trajectory=protocols.Trajectory("t/0", "t"),
             task=task,
             environment=time_zones.environment(kit),

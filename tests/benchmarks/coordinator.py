@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pathlib
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, instances, stopping
+from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -100,23 +101,22 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
         cluster=configuration.ClusterConfig(backend=backend),
     )
     cluster = cluster_create.create(config.cluster)
-    recorder = memory.MemoryRecorder()
-    ending = stopping.Ending()
+    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {"deltas": shape.deltas})
-    engines = instances.Instances(config, cluster=cluster, specs=[spec], recorder=recorder, ending=ending)
+    engines = instances.Instances(run, [spec])
     seconds = []
     try:
         await engines.start()
         engines.engines[NAME].state = "serving"
         scheduler = registry.create(config.scheduler)
-        dispatcher = dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=recorder, ending=ending)
-        engines.events.announce(protocols.EnginesChanged(engines.serving()))
+        dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
+        run.events.announce(protocols.EnginesChanged(engines.serving()))
         for _ in range(rounds + (rounds > 1)):
             start = time.process_time()
             await asyncio.gather(*(_attempt(dispatcher, shape) for _ in range(requests)))
             seconds.append((time.process_time() - start) / requests)
     finally:
-        await ending.cancel_background(config.deadlines.shutdown)
+        await run.scope.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
     return seconds[-rounds:]
 
@@ -128,7 +128,7 @@ async def _attempt(dispatcher: dispatch.Dispatcher, shape: Shape) -> None:
         max_turns=shape.turns, max_tokens=shape.tokens, max_context=MAX_CONTEXT, tool_seconds=10.0, temperature=1.0
     )
     try:
-        made = await agent_loop.run_attempt(
+        made = await agent_loop.run_rollout(
             trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
             task=protocols.Task(name, {"prompt": "1+1"}),
             environment=workload.Turns(shape.turns, shape.payload),

@@ -7,6 +7,7 @@ import bisect
 import contextlib
 import itertools
 import os
+import pathlib
 import statistics
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -17,7 +18,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import loop as agent_loop
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, instances, stopping
+from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import client
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
@@ -60,38 +61,30 @@ async def measure() -> dict[str, Any]:
     )
     shape = models_config.load_preset("libra-tiny")
     cluster = cluster_create.create(config.cluster)
-    recorder, ending = memory.MemoryRecorder(), stopping.Ending()
+    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
     model = models_config.to_hf(shape)
     specs = [
         workload.engine_spec(name, config, model, cpu_cores=str(core), hybrid=name == MOVED)
         for name, core in zip(NAMES, cores, strict=False)
     ]
-    engines = instances.Instances(
-        config, cluster=cluster, specs=specs, recorder=recorder, ending=ending, hybrid=(MOVED,)
-    )
+    engines = instances.Instances(run, specs, hybrid=(MOVED,))
     weights = weights_source.Weights(shape)
     try:
         await engines.start()
-        publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=recorder)
-        dispatcher = dispatch.Dispatcher(
-            config,
-            scheduler=registry.create(config.scheduler),
-            engines=engines,
-            recorder=recorder,
-            ending=ending,
-        )
+        publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=run.recorder)
+        dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
 
         async def bring_weights(event: protocols.EngineLoaded) -> None:
             await publisher.catch_up(engines.engines[event.name])
 
-        engines.events.subscribe(protocols.EngineLoaded, bring_weights)
+        run.events.subscribe(protocols.EngineLoaded, bring_weights)
         await publisher.sync_weights(0)
         load = _Load(dispatcher, engines)
-        return await ending.race(load.around(_rounds(load, engines)))
+        return await run.scope.race(load.around(_rounds(load, engines)))
     finally:
-        await ending.cancel_background(config.deadlines.shutdown)
+        await run.scope.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
-        weights.publisher.shutdown()
+        weights.snapshots.shutdown()
 
 
 async def _rounds(load: _Load, engines: instances.Instances) -> dict[str, Any]:
@@ -172,7 +165,7 @@ class _Load:
             name = f"attempt-{number}"
             self._dispatcher.open(name, group_id=number, dispatch_version=0)
             try:
-                await agent_loop.run_attempt(
+                await agent_loop.run_rollout(
                     trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
                     task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
                     environment=workload.single_turn(),

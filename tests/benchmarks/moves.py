@@ -16,6 +16,7 @@ import numpy as np
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
+from libra_jax.coordinator import parts
 from libra_jax.elastic import training_sides
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import memory
@@ -149,7 +150,7 @@ class _Bench:
         """A replica on the first core joins the trainer on the second, and computes half of each step from then on."""
         plain = statistics.median([await self._published_step() for _ in range(PLAIN_STEPS)])
         spec = protocols.ActorSpec(
-            "replica-0",
+            "hybrid-0",
             "libra_jax.training.training_side:create",
             {
                 "config": configuration.to_dict(self._config),
@@ -159,20 +160,19 @@ class _Bench:
             },
             environment=_cpu_environment(),
         )
-        members = training_sides.TrainingSides(
-            self._config, cluster=self._cluster, specs={MEMBER: spec}, recorder=memory.MemoryRecorder()
-        )
+        run = parts.RunContext(self._config, self._cluster, memory.MemoryRecorder(), self._workdir)
+        sides = training_sides.TrainingSides(run, {MEMBER: spec})
         began, gaps = time.perf_counter(), []
-        readying = asyncio.ensure_future(self._ready(members))
+        readying = asyncio.ensure_future(self._ready(sides))
         while not readying.done():
             gaps.append(await self._published_step())
         ready_seconds = readying.result()
         joining = time.perf_counter()
         address = await self._trainer.listen(MEMBER, 1)
         await self._trainer.connect(MEMBER, 1, address)
-        await members.join(MEMBER, 1, address)
+        await sides.join(MEMBER, 1, address)
         joined = time.perf_counter() - joining
-        after = [await self._shared_step(members) for _ in range(STEPS_AFTER)]
+        after = [await self._shared_step(sides) for _ in range(STEPS_AFTER)]
         gaps.append(joined + after[0])
         total = time.perf_counter() - began
         shared = statistics.median(after[1:])
@@ -185,11 +185,11 @@ class _Bench:
             "replica_join_s": joined,
         }
 
-    async def _ready(self, members: training_sides.TrainingSides) -> float:
+    async def _ready(self, sides: training_sides.TrainingSides) -> float:
         """Its process, beside training: up and compiled."""
         began = time.perf_counter()
-        await members.ensure(MEMBER)
-        await members.warm(MEMBER)
+        await sides.ensure(MEMBER)
+        await sides.warm(MEMBER)
         return time.perf_counter() - began
 
     async def _publish(self) -> list[protocols.WeightChunk]:
@@ -205,16 +205,16 @@ class _Bench:
         await self._step()
         return time.perf_counter() - began
 
-    async def _shared_step(self, members: training_sides.TrainingSides) -> float:
+    async def _shared_step(self, sides: training_sides.TrainingSides) -> float:
         """Publishes the version to the replica, and takes a step with it."""
         began = time.perf_counter()
-        await members.settle()
+        await sides.settle()
         buckets = await self._publish()
-        members.offer(self._version, buckets)
-        await members.fetch(MEMBER)
+        sides.offer(self._version, buckets)
+        await sides.fetch(MEMBER)
         share = protocols.Share(MEMBER, 1, 0.5)
         batch = _batch(self._version)
-        contributing = asyncio.ensure_future(members.contribute(MEMBER, batch, [share]))
+        contributing = asyncio.ensure_future(sides.contribute(MEMBER, batch, [share]))
         metrics = await self._trainer.train_step(batch, [share])
         await contributing
         if metrics["shares/late"]:

@@ -6,16 +6,17 @@ Its own objects on a virtual clock, among doubles that answer at once and hold n
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, instances, stopping
+from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.planning import calibration
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock, world
@@ -64,10 +65,10 @@ class Relay:
     async def health(self) -> Mapping[str, float]:
         return {}
 
-    async def listen(self, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, generation: int) -> Mapping[str, Any]:
         return {}
 
-    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None: ...
+    async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None: ...
 
     async def send(self, chunk: protocols.WeightChunk, child: str) -> None: ...
 
@@ -84,7 +85,7 @@ class Weights:
         self._chunks = chunks
         self.lock = asyncio.Lock()
 
-    async def open_weights(self, policy_version: int) -> int:
+    async def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         return self._chunks
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
@@ -123,7 +124,7 @@ def serving(engines: int) -> float:
     return clock.run(_serving(engines), signals=False)
 
 
-def _made(hosts: int, each: int, ending: stopping.Ending) -> tuple[configuration.RunConfig, Any, instances.Instances]:
+def _made(hosts: int, each: int) -> tuple[parts.RunContext, instances.Instances]:
     rollout = configuration.RolloutConfig(max_context=coordinator.MAX_CONTEXT)
     config = configuration.RunConfig(
         rollout=rollout, trainer=configuration.TrainerConfig(row_tokens=coordinator.MAX_CONTEXT)
@@ -139,22 +140,20 @@ def _made(hosts: int, each: int, ending: stopping.Ending) -> tuple[configuration
         for host in range(hosts)
         for number in range(each)
     ]
-    recorder = memory.MemoryRecorder()
-    engines = instances.Instances(config, cluster=cluster, specs=specs, recorder=recorder, ending=ending)
-    return config, cluster, engines
+    run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
+    return run, instances.Instances(run, specs)
 
 
 async def _published(hosts: int, each: int, chunks: int, rounds: int) -> float:
-    ending, recorder = stopping.Ending(), memory.MemoryRecorder()
-    config, cluster, engines = _made(hosts, each, ending)
+    run, engines = _made(hosts, each)
     specs = {host: protocols.ActorSpec(f"relay-{host}", f"{__name__}:Relay", {}, host=host) for host in range(hosts)}
-    passing = relay_tree.RelayTree(config, cluster=cluster, specs=specs, recorder=recorder)
+    passing = relay_tree.RelayTree(run.config, cluster=run.cluster, specs=specs, recorder=run.recorder)
     await engines.start()
     publisher = sync.WeightSync(
-        config,
+        run.config,
         trainer=Weights(chunks),
         engines=engines,
-        recorder=recorder,
+        recorder=run.recorder,
         hosts=passing,
     )
     spent = []
@@ -162,38 +161,36 @@ async def _published(hosts: int, each: int, chunks: int, rounds: int) -> float:
         begin = time.process_time()
         await publisher.sync_weights(version)
         spent.append(time.process_time() - begin)
-    await _end(ending, cluster)
+    await _end(run)
     if any(engine.policy_version != rounds for engine in engines.engines.values()):
-        raise protocols.LibraError(f"an engine was lost: {recorder.notes}")
+        raise protocols.LibraError("an engine was lost")
     return statistics.median(spent[1:])
 
 
 async def _health() -> float:
-    ending = stopping.Ending()
-    config, cluster, engines = _made(32, 8, ending)
+    run, engines = _made(32, 8)
     await engines.start()
     begin = time.process_time()
-    await asyncio.sleep((CHECKS + 0.5) * config.rollout.health_seconds)
+    await asyncio.sleep((CHECKS + 0.5) * run.config.rollout.health_seconds)
     spent = time.process_time() - begin
-    await _end(ending, cluster)
+    await _end(run)
     return spent / (CHECKS * len(engines.engines))
 
 
 async def _serving(count: int) -> float:
-    ending = stopping.Ending()
-    config, cluster, engines = _made(1, count, ending)
+    run, engines = _made(1, count)
     await engines.start()
-    scheduler = registry.create(config.scheduler, degrees=(1, 2, 4))
-    dispatch.Dispatcher(config, scheduler=scheduler, engines=engines, recorder=memory.MemoryRecorder(), ending=ending)
+    scheduler = registry.create(run.config.scheduler, degrees=(1, 2, 4))
+    dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
     begin = time.process_time()
     engines.serve(engines.engines.values())
     spent = time.process_time() - begin
-    await _end(ending, cluster)
+    await _end(run)
     if len(engines.serving()) != count:
         raise protocols.LibraError(f"{len(engines.serving())} of {count} engines serve")
     return spent
 
 
-async def _end(ending: stopping.Ending, cluster: world.Cluster) -> None:
-    await ending.cancel_background(1.0)
-    await cluster.shutdown()
+async def _end(run: parts.RunContext) -> None:
+    await run.scope.cancel_background(1.0)
+    await run.cluster.shutdown()

@@ -7,6 +7,7 @@ is not in it, and what two machines do at the same time is done in turn.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import statistics
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks import bridge, weight_sync, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import instances, stopping
+from libra_jax.coordinator import instances, parts
 from libra_jax.models import config as models_config
 from libra_jax.telemetry import memory
 from libra_jax.weights import relay_tree, sync
@@ -41,11 +42,12 @@ async def measure(rounds: int) -> dict[str, Any]:
     )
     spec = workload.engine_spec(weight_sync.NAME, config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
-    recorder, ending = memory.MemoryRecorder(), stopping.Ending()
     specs = [dataclasses.replace(spec, host=1)]
-    engines = instances.Instances(config, cluster=cluster, specs=specs, recorder=recorder, ending=ending)
+    recorder = memory.MemoryRecorder()
+    run = parts.RunContext(config, cluster, recorder, pathlib.Path())
+    engines = instances.Instances(run, specs)
     hosts = relay_tree.RelayTree(
-        config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=recorder
+        config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=run.recorder
     )
     plain, summed = (weight_sync.Weights(bridge.SHAPE, BUCKET_BYTES, checksum) for checksum in (False, True))
     ways: dict[str, tuple[weight_sync.Weights, relay_tree.RelayTree | None]] = {
@@ -64,20 +66,20 @@ async def measure(rounds: int) -> dict[str, Any]:
                 config,
                 trainer=weights,
                 engines=engines,
-                recorder=recorder,
+                recorder=run.recorder,
                 hosts=through,
             )
-            seconds[way].append(await ending.race(publisher.sync_weights(number)))
+            seconds[way].append(await run.scope.race(publisher.sync_weights(number)))
     finally:
-        await ending.cancel_background(config.deadlines.shutdown)
+        await run.scope.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
         for weights in (plain, summed):
-            weights.publisher.shutdown()
+            weights.snapshots.shutdown()
     if engines.losses:
         raise protocols.LibraError(f"the engine was lost: {recorder.notes}")
     crossings = [end - begin for _, name, begin, end, _ in recorder.spans if name == "copy to host 1"]
     return {
-        "megabytes": plain.publisher.nbytes / 1e6,
+        "megabytes": plain.snapshots.nbytes / 1e6,
         **{way: statistics.median(found[1:]) for way, found in seconds.items()},
         "of_which_until_all_was_on_the_host_seconds": statistics.median(crossings[1:]),
         "rounds": rounds,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from multiprocessing import shared_memory
 from typing import Any
 
+from libra_jax import turns
 from libra_jax.protocols import DataError
 
 
@@ -149,6 +150,41 @@ class SlowStarter:
 
     async def open(self) -> None:
         self.gate.set()
+
+
+class EarlyTurn(SlowStarter):
+    """Its `start` ends its turn, then goes on until it is told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = threading.Event()
+
+    def note(self) -> None:
+        self.started_with = os.environ.get("LIBRA_TEST_VARIABLE")
+        turns.ending()()
+        self.read.set()
+
+    async def start(self) -> None:
+        self.note()
+        await super().start()
+
+    async def begun(self) -> None:
+        await asyncio.to_thread(self.read.wait)
+
+
+class EarlyTurnOnThread(EarlyTurn):
+    """The same with a sync `start`."""
+
+    def start(self) -> None:
+        self.note()
+        self.told.wait(30)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+
+    async def open(self) -> None:
+        self.told.set()
 
 
 def record(path: str) -> None:

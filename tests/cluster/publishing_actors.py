@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import coordinator_doubles as doubles
@@ -21,9 +22,9 @@ def content(version: int, index: int) -> bytes:
 class Trainer(doubles.RecordingTrainer):
     """A piece of memory a chunk, which is gone once the snapshot is closed."""
 
-    async def open_weights(self, policy_version: int) -> int:
+    async def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         self._owners = [memfd.Owner(NBYTES, "a test") for _ in range(self._chunks)]
-        return await super().open_weights(policy_version)
+        return await super().open_weights(policy_version, destinations)
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         await super().stage_weights(policy_version, index)

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 import pytest
-from cluster_actors import Counter, SlowStarter, Streamer
+from cluster_actors import Counter, EarlyTurn, SlowStarter, Streamer
 
 from libra_jax import turns
 from libra_jax.cluster import inprocess
@@ -82,6 +82,30 @@ def test_a_start_that_waits_for_another_says_so():
         assert not waits.queued
         await other.call(SlowStarter.open)
         await second
+        await cluster.shutdown()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("factory", ["EarlyTurn", "EarlyTurnOnThread"])
+def test_a_start_that_ends_its_turn_lets_the_next_start_beside_it(factory, monkeypatch):
+    monkeypatch.setenv("LIBRA_TEST_VARIABLE", "before")
+
+    async def body():
+        cluster = inprocess.InProcessCluster()
+        specs = [spec(name, f"cluster_actors:{factory}", {"LIBRA_TEST_VARIABLE": name}) for name in "ab"]
+        made = [await cluster.spawn(item) for item in specs]
+        starts = [asyncio.ensure_future(actor.call(SlowStarter.start)) for actor in made]
+        for actor in made:
+            await asyncio.wait_for(actor.call(EarlyTurn.begun), 20)
+        while os.environ["LIBRA_TEST_VARIABLE"] != "before":  # noqa: ASYNC110 (nothing tells when it is put back)
+            await asyncio.sleep(0)
+        assert not any(start.done() for start in starts)
+        assert [host._actor.started_with for host in cluster._hosts.values()] == ["a", "b"]
+        for actor in made:
+            await actor.call(SlowStarter.open)
+        await asyncio.gather(*starts)
+        assert os.environ["LIBRA_TEST_VARIABLE"] == "before"
         await cluster.shutdown()
 
     asyncio.run(body())

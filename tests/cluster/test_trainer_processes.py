@@ -96,7 +96,7 @@ def _in(moving: handover.Handover, *phases: str) -> Callable[[], bool]:
 
 @dataclasses.dataclass
 class Moves:
-    """60 steps of a trainer that moves from one process to two and back, twice, beside one that stays.
+    """Steps of a trainer that moves from one process to two and back, with --drills twice, beside one that stays.
 
     Attributes:
       curves: losses of the two.
@@ -112,7 +112,9 @@ class Moves:
 
 
 @pytest.fixture(scope="module")
-def moves(bench: Bench) -> Moves:
+def moves(bench: Bench, request: pytest.FixtureRequest) -> Moves:
+    steps = 60 if request.config.getoption("--drills") else 30
+
     async def body() -> Moves:
         fixed, serving = await _started(bench.single("fixed")), await _started(bench.single("trainer-0"))
         successors = [bench.several("trainer", 2, SPLIT), bench.single("trainer-2")]
@@ -120,7 +122,7 @@ def moves(bench: Bench) -> Moves:
         taken: list[tuple[handover.Taken, int]] = []
         curves: tuple[list[float], list[float]] = ([], [])
         moving = _handover(bench, serving, successors[0], SPLIT)
-        for version in range(60):
+        for version in range(steps):
             batch = doubles.batch(version, seed=version % 4)
             if version in (5, 20, 33, 46):
                 moving = _handover(bench, serving, successors[len(taken)], SPLIT)
@@ -137,7 +139,7 @@ def moves(bench: Bench) -> Moves:
                     taken.append((await moving.take_over(version + 1), moving.replayed))
                 if version != 27:  # the first successor lives on
                     await moving.end_former()
-        assert serving.name == "trainer-4"
+        assert serving.name == f"trainer-{len(taken)}"
         await serving.stop()
         return Moves(curves, taken, fixed, successors[0])
 
@@ -149,7 +151,7 @@ def test_a_run_that_moves_between_process_sets_keeps_its_loss_curve(bench, moves
     np.testing.assert_allclose(*moves.curves, rtol=1e-3)
     assert moves.curves[1][-1] < 0.8 * moves.curves[1][0]
     assert moves.taken[0][0].nbytes == moves.taken[1][0].nbytes > 0
-    assert len(moves.taken) == 4
+    assert len(moves.taken) == (4 if len(moves.curves[0]) == 60 else 2)
     assert all(replayed >= 2 for _, replayed in moves.taken)
     assert not (bench.folder / handover.FOLDER).exists()
 
@@ -159,6 +161,8 @@ def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_ste
 
     Each trains on while its state is saved.
     """
+
+    version = len(moves.curves[0])
 
     async def body() -> None:
         four = bench.several("four", 4)
@@ -171,10 +175,12 @@ def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_ste
         for trainer in (moves.two, four, moves.one):
             at = str(bench.folder / "round" / trainer.name)
             await previous.save(at)
-            steps.append(await previous.train_step(doubles.batch(60)))  # donates every buffer that is being saved
+            steps.append(
+                await previous.train_step(doubles.batch(len(moves.curves[0])))
+            )  # donates every buffer that is being saved
             await previous.wait_saved()
             assert (await previous.bits())[key] == wanted[key]
-            assert await trainer.restore(at) == await trainer.policy_version() == 60
+            assert await trainer.restore(at) == await trainer.policy_version() == version
             assert await trainer.bits() == wanted
             previous = trainer
         for taken in steps[1:]:

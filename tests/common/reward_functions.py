@@ -66,7 +66,7 @@ def loading():
 
 
 def giving(kind):
-    return lambda task, text: NONSENSE[kind]
+    return lambda task, text: NONSENSE.get(kind, 0.5)
 
 
 def share_of(letter):
@@ -83,6 +83,10 @@ def dialogue():
         return len(transcript.messages) + (transcript.answer == "408") / 2
 
     return score
+
+
+def reported(metric):
+    return lambda task, transcript: transcript.metrics[metric]
 
 
 def later(seconds=0.0):
@@ -225,3 +229,12 @@ def straight(task, text):
 
 def refusing():
     raise RuntimeError("no licence")
+
+
+def exiting():
+    """A function that ends its process when it is called."""
+
+    def score(task, text):
+        os._exit(4)
+
+    return score

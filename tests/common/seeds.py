@@ -1,6 +1,6 @@
 """Seeds of deterministic simulations, in batches that are a test each.
 
-LIBRA_JAX_SIMULATIONS sets how many are tried (default 2,000); LIBRA_JAX_SIMULATION_SEED repeats one alone.
+LIBRA_JAX_SIMULATIONS sets how many are tried (default 300); LIBRA_JAX_SIMULATION_SEED repeats one alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 def batches(size: int) -> list[range]:
     """All seeds, so many at a time."""
-    count, only = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "2000")), os.environ.get("LIBRA_JAX_SIMULATION_SEED")
+    count, only = int(os.environ.get("LIBRA_JAX_SIMULATIONS", "300")), os.environ.get("LIBRA_JAX_SIMULATION_SEED")
     if only:
         return [range(int(only), int(only) + 1)]
     return [range(start, min(start + size, count)) for start in range(0, count, size)]

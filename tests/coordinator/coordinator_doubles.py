@@ -13,7 +13,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import context
+from libra_jax.coordinator import parts, rollouts
 from libra_jax.coordinator import run as run_module
 from libra_jax.engines import client as engines_client
 from libra_jax.scheduling import registry
@@ -50,6 +50,16 @@ class DirectCluster:
     async def shutdown(self) -> None:
         for name in list(self.actors):
             await self.stop(name)
+
+
+def run_context(
+    config: configuration.RunConfig,
+    cluster: Any = None,
+    recorder: protocols.Recorder | None = None,
+    workdir: Path = Path("unused"),
+) -> parts.RunContext:
+    """What parts of a run share, when a test makes them without a coordinator."""
+    return parts.RunContext(config, cluster or DirectCluster(), recorder or memory.MemoryRecorder(), workdir)
 
 
 class TokenText:
@@ -181,19 +191,19 @@ class RecordingTrainer:
         self.state["version"] += 1
         return {"loss": 0.5}
 
-    async def give_up_step(self) -> bool:
+    async def abort_step(self) -> bool:
         return False
 
-    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, worker: str, generation: int) -> Mapping[str, Any]:
         return {}
 
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         pass
 
-    async def dismiss(self, member: str) -> None:
+    async def dismiss(self, worker: str) -> None:
         pass
 
-    async def open_weights(self, policy_version: int) -> int:
+    async def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         assert policy_version == self.state["version"]
         assert self.open_version is None
         self.open_version = policy_version
@@ -354,9 +364,9 @@ def make_coordinator(
         return {item.name: chosen.pop(item.name) for item in dataclasses.fields(kind) if item.name in chosen}
 
     made = run_module.Coordinator(
-        context.RunContext(config, cluster, recorder, workdir, **given(context.RunContext)),
-        context.WorkerSpecs(trainer_spec, engine_specs, **given(context.WorkerSpecs)),
-        context.Agent(make_environment=make_environment, **given(context.Agent)),
+        parts.RunContext(config, cluster, recorder, workdir, **given(parts.RunContext)),
+        parts.WorkerSpecs(trainer_spec, engine_specs, **given(parts.WorkerSpecs)),
+        rollouts.Agent(make_environment=make_environment, **given(rollouts.Agent)),
         scheduler,
         planner,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.coordinator import instances, stopping
+from libra_jax.coordinator import instances
 from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client
@@ -75,16 +75,16 @@ class Relay(protocols.Relay):
         self._check()
         return {}
 
-    async def listen(self, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, generation: int) -> Mapping[str, Any]:
         self._check()
         self.parent.broken.set()
-        self.parent = self.hosts.links[self.name, epoch] = Link()
-        return {"member": self.name, "epoch": epoch}
+        self.parent = self.hosts.links[self.name, generation] = Link()
+        return {"worker": self.name, "generation": generation}
 
-    async def connect(self, child: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None:
         self._check()
-        assert address == {"member": child, "epoch": epoch}
-        self.children[child] = self.hosts.links[child, epoch]
+        assert address == {"worker": child, "generation": generation}
+        self.children[child] = self.hosts.links[child, generation]
 
     async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
         self._check()
@@ -143,7 +143,7 @@ class Trainer(doubles.RecordingTrainer):
 
 
 class Hosts:
-    """A run's publication over hosts: the trainer's, number 0, and others; each has the same number of engines.
+    """A run's weight sync over hosts: the trainer's, number 0, and others; each has the same number of engines.
 
     Attributes:
       sent: (host, relay) for each chunk that a relay sent.
@@ -165,15 +165,13 @@ class Hosts:
         )
         self.client = client.TrainerClient(processes, self.config.deadlines)
         self.names = {host: [f"engine-{host}.{number}" for number in range(engines)] for host in range(count)}
-        self.ending = stopping.Ending()
+        self.run = doubles.run_context(self.config, self.cluster, self.recorder)
         specs = [self._spec(name, "Engine", host, name=name) for host, names in self.names.items() for name in names]
-        self.engines = instances.Instances(
-            self.config, cluster=self.cluster, specs=specs, recorder=self.recorder, ending=self.ending
-        )
+        self.engines = instances.Instances(self.run, specs)
         relay_specs = {host: self._spec(f"relay-{host}", "Relay", host) for host in range(count)}
         self.relays = relay_tree.RelayTree(self.config, cluster=self.cluster, specs=relay_specs, recorder=self.recorder)
         self.publisher = self.make_publisher()
-        self.engines.events.subscribe(protocols.EngineLoaded, self._bring_weights)
+        self.run.events.subscribe(protocols.EngineLoaded, self._bring_weights)
 
     async def _bring_weights(self, event: protocols.EngineLoaded) -> None:
         await self.publisher.catch_up(self.engines.engines[event.name])
@@ -219,7 +217,7 @@ def on_clock(body: Callable[[Hosts], Coroutine[Any, Any, None]], count: int, **a
         hosts = Hosts(count, **arguments)
         await hosts.start()
         await body(hosts)
-        await hosts.ending.cancel_background(5.0)
+        await hosts.run.scope.cancel_background(5.0)
         await hosts.cluster.shutdown()
         return hosts
 

@@ -161,7 +161,7 @@ def test_attempts_that_answer_otherwise_after_a_kill_begin_anew_and_are_reported
     differs = [scalars["agent/replay_differs"] for _, scalars in resumed.recorder.steps]
     assert max(differs) > 0
     (note,) = [note for note in resumed.recorder.notes if "began again" in note]
-    assert note.startswith("Attempt task-8/")
+    assert note.startswith("Rollout task-8/")
     assert Fickle.calls.count(8) == 4, "two attempts, each before the kill and after it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
@@ -46,7 +47,7 @@ def trajectories(draw) -> protocols.Trajectory:
     trajectory.reward = draw(st.none() | st.floats(-1, 1))
     trajectory.seconds = draw(st.floats(0, 1e6))
     states = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)
-    made = st.builds(protocols.AttemptSnapshot, states, st.integers(0, 9), st.integers(0, 9), st.just({"f1": 0.5}))
+    made = st.builds(protocols.RolloutSnapshot, states, st.integers(0, 9), st.integers(0, 9), st.just({"f1": 0.5}))
     trajectory.snapshot = draw(st.none() | made)
     trajectory.metrics = draw(st.dictionaries(st.sampled_from(["odd", "turns"]), st.floats(0, 1)))
     return trajectory
@@ -187,20 +188,23 @@ def test_what_others_put_beside_checkpoints_stays(tmp_path):
     assert checkpoint_store.find(tmp_path).step == 6
 
 
-@pytest.mark.parametrize("epochs", [False, True])
-def test_a_run_that_fell_back_keeps_what_it_writes(tmp_path, epochs):
-    def take() -> fencing.Epoch | None:
-        return fencing.take(tmp_path, lambda: checkpoint_store.find(tmp_path).step) if epochs else None
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_run_that_fell_back_keeps_what_it_writes(tmp_path, tokens):
+    def take() -> fencing.Token | None:
+        return fencing.take(tmp_path, lambda: checkpoint_store.find(tmp_path).step) if tokens else None
 
-    first = checkpoints.Checkpoints(tmp_path, keep=2, epoch=take())
+    first = checkpoints.Checkpoints(tmp_path, keep=2, fencing=take())
     for step in (2, 4, 6):
         save(first, step)
     (tmp_path / "checkpoints" / "step-00000006" / "trainer" / "state.json").write_text("7")
-    second = checkpoints.Checkpoints(tmp_path, keep=1, epoch=take())
-    found = second.find()
+    second = checkpoints.Checkpoints(tmp_path, keep=1, fencing=take())
+    found = checkpoint_store.find(tmp_path)
     assert found.step == 4
     assert len(found.skipped) == 1
     assert "step-00000006 is skipped: trainer/state.json is damaged" in found.skipped[0]
+    assert found.seconds > 0.0
+    timed = dataclasses.replace(found, seconds=1.234, nbytes=56_780_000)
+    assert timed.sentence() == "The checkpoint at step 4 verifies: 56.8 MB in 1.23 s."
     second.go_on_from(found.stored)
     assert second.newest() == 4
     save(second, 5)
@@ -216,12 +220,12 @@ def test_a_damaged_second_manifest_of_a_step_leaves_the_first_usable(tmp_path, p
     record = checksums.unsealed((folder / "manifest.json").read_bytes())
     shutil.copy(folder / "coordinator.json", folder / "coordinator-2.json")
     shutil.copytree(folder / "trainer", folder / "trainer-2")
-    again = {**record, "coordinator": "coordinator-2.json", "trainer": "trainer-2", "epoch": 2}
+    again = {**record, "coordinator": "coordinator-2.json", "trainer": "trainer-2", "fencing_token": 2}
     names = {name: name.replace("coordinator.", "coordinator-2.", 1) for name in record["files"]}
     names = {name: other.replace("trainer/", "trainer-2/", 1) for name, other in names.items()}
     again["files"] = {names[name]: item for name, item in record["files"].items()}
     (folder / "manifest-2.json").write_bytes(checksums.sealed(json.dumps(again).encode()))
-    assert checkpoint_store.counting(tmp_path)[4].epoch == 2
+    assert checkpoint_store.counting(tmp_path)[4].fencing_token == 2
     name = next(name for name in again["files"] if name.startswith(part))
     (folder / name).write_text("damaged")
     found = checkpoint_store.find(tmp_path)
@@ -298,22 +302,21 @@ def test_a_disk_that_does_not_answer_a_lost_trainer_is_named(tmp_path, monkeypat
 
     async def verify() -> None:
         unused: Any = None
-        config = doubles.make_config(deadlines={"checkpoint": 0.1})
-        further: Any = {"trainer": unused, "recorder": unused, "events": protocols.Events(), "state": dict}
-        await saving.Saver(config, workdir=tmp_path, **further).verified()
+        run = doubles.run_context(doubles.make_config(deadlines={"checkpoint": 0.1}), workdir=tmp_path)
+        await saving.Saver(run, trainer=unused, state=unused).verified()
 
     with pytest.raises(protocols.DeadlineMissed, match=r"/checkpoints did not finish .*config\.deadlines\.checkpoint"):
         asyncio.run(verify())
 
 
-def test_a_lost_record_of_an_epoch_lets_no_superseded_checkpoint_count(tmp_path, monkeypatch):
+def test_a_lost_record_of_a_token_lets_no_superseded_checkpoint_count(tmp_path, monkeypatch):
     old = fencing.take(tmp_path, lambda: -1)
     save(checkpoints.Checkpoints(tmp_path, 9, old), 1)
     save(checkpoints.Checkpoints(tmp_path, 9, fencing.take(tmp_path, lambda: 1)), 2)
     monkeypatch.setattr(old, "superseded", lambda: False)
     save(checkpoints.Checkpoints(tmp_path, 9, old), 7)
     assert checkpoints.newest_step(tmp_path) == 2
-    file = tmp_path / "epochs" / "epoch-00000002.json"
+    file = tmp_path / "fencing" / "token-00000002.json"
     file.write_text(file.read_text().replace('"step": 1', '"step": 9'))
     assert checkpoints.newest_step(tmp_path) == 2
     assert fencing.damaged(tmp_path) == [f"{file} is damaged and is not used: it says which run held the workdir."]
@@ -324,11 +327,11 @@ def test_an_earlier_format_is_refused_and_damage_is_not_taken_for_it(tmp_path):
     save(files, 2)
     save(files, 4)
     manifest = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 5', '"format": 4'))
+    manifest.write_text(manifest.read_text().replace('"format": 6', '"format": 4'))
     found = checkpoint_store.find(tmp_path)
     assert (found.step, len(found.skipped)) == (2, 1)
     manifest.write_text(json.dumps({"format": 4, "step": 4, "coordinator": "coordinator.json", "trainer": "trainer"}))
-    with pytest.raises(protocols.DataError, match="has format 4, this program reads 5"):
+    with pytest.raises(protocols.DataError, match="has format 4, this program reads 6"):
         checkpoint_store.find(tmp_path)
 
 

@@ -11,10 +11,9 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, instances, stopping
+from libra_jax.coordinator import dispatch, instances
 from libra_jax.engines import fake_engine
 from libra_jax.scheduling import baselines
-from libra_jax.telemetry import memory
 
 SAMPLING = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=(2,))
 LONG = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=())
@@ -36,18 +35,10 @@ def with_dispatcher(
 
     async def main() -> Any:
         config = doubles.make_config(rollout=rollout, deadlines={"first_token": 50.0})
-        ending, recorder = stopping.Ending(), memory.MemoryRecorder()
+        run = doubles.run_context(config)
         specs = [protocols.ActorSpec(engine.name, ":", {}) for engine in engines]
-        live = instances.Instances(
-            config, cluster=doubles.DirectCluster(), specs=specs, recorder=recorder, ending=ending
-        )
-        dispatcher = OpenDispatcher(
-            config,
-            scheduler=scheduler or baselines.LeastLoaded(),
-            engines=live,
-            recorder=recorder,
-            ending=ending,
-        )
+        live = instances.Instances(run, specs)
+        dispatcher = OpenDispatcher(run, scheduler=scheduler or baselines.LeastLoaded(), engines=live)
         for engine in engines:
             entry = live.engines[engine.name]
             entry.info, entry.state = await engine.start(), "loaded"
@@ -55,9 +46,9 @@ def with_dispatcher(
             engine._version = entry.policy_version = 0
             live.serve([entry])
         try:
-            return await ending.race(test(dispatcher, live))
+            return await run.scope.race(test(dispatcher, live))
         finally:
-            await ending.cancel_background(1.0)
+            await run.scope.cancel_background(1.0)
 
     return doubles.run_on_clock(main())
 

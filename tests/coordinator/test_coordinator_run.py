@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.agents import samples
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import checkpoints, reports
 from libra_jax.telemetry import files, recorder, trace
 from libra_jax.telemetry import samples as telemetry_samples
 from libra_jax.trainer_control import handover
@@ -105,6 +105,16 @@ def test_a_group_that_would_become_stale_is_replaced_and_counted_where_the_confi
     assert sum(scalars["tokens/replaced"] for _, scalars in bench.recorder.steps) > 0
 
 
+def test_speed_is_told_for_each_device_and_without_a_peak_there_is_no_utilisation():
+    trainer = {"tokens/processed": 3000.0, "train/devices": 4.0, "train/flops": 8e12}
+    speed = reports.training_speed(trainer, 2.0, 5e12)
+    assert speed["train/tokens_per_second"] == 1500
+    assert speed["train/tokens_per_second_per_device"] == 375
+    assert speed["train/mfu"] == pytest.approx(8e12 / (2 * 4 * 5e12))
+    assert "train/mfu" not in reports.training_speed(trainer, 2.0, None)
+    assert reports.training_speed({"loss": 0.5}, 2.0, 5e12) == {}  # a trainer that counts no work
+
+
 def test_metrics_and_trace_say_what_happened(tmp_path):
     bench = doubles.Bench(doubles.make_config(coordinator={"max_staleness": 1}), tmp_path)
     summary = bench.run()
@@ -119,6 +129,7 @@ def test_metrics_and_trace_say_what_happened(tmp_path):
         assert scalars["train/seconds"] == pytest.approx(0.05)
         assert scalars["staleness/max"] <= 1
         assert scalars["tokens_per_second"] == pytest.approx(scalars["tokens/generated"] / scalars["step/seconds"])
+        assert scalars["rollout/tokens_per_second_per_device"] == scalars["tokens_per_second"] / 2
         assert summary.rewards[step] == scalars["reward/mean"]
     assert sum(scalars["tokens/generated"] for _, scalars in bench.recorder.steps) == sum(
         turn["generated_tokens"] for record in bench.recorder.trajectories for turn in record["turns"]

@@ -10,9 +10,8 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import instances, stopping
+from libra_jax.coordinator import instances
 from libra_jax.engines import fake_engine
-from libra_jax.telemetry import memory
 
 ALL = sorted(f"task-{index}" for index in range(12))
 
@@ -214,15 +213,9 @@ def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_othe
             await asyncio.Event().wait()
 
     async def main():
-        ending = stopping.Ending()
         config = doubles.make_config(deadlines={"transition": 20.0})
-        made = instances.Instances(
-            config,
-            cluster=None,
-            specs=[protocols.ActorSpec("engine-0", "", {})],
-            recorder=memory.MemoryRecorder(),
-            ending=ending,
-        )
+        run = doubles.run_context(config)
+        made = instances.Instances(run, [protocols.ActorSpec("engine-0", "", {})])
         deaf = Deaf("engine-0", doubles.chatter, 4, 256, 1, 2, 20_000.0, None)
         made.engines["engine-0"].state = "serving"
         made.engines["engine-0"].client = await doubles.engine_client(deaf, config)
@@ -230,7 +223,7 @@ def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_othe
         await asyncio.sleep(1.0)
         async with asyncio.timeout(1.0), made.weights:
             assert made.loadable() == []
-        ending.call(protocols.LibraError("the run is over"))  # so that nothing is started again
+        run.scope.call(protocols.LibraError("the run is over"))  # so that nothing is started again
         with pytest.raises(protocols.DeadlineMissed, match="engine-0, asked to sleep"):
             await sleeping
 
@@ -240,13 +233,7 @@ def test_an_engine_that_hangs_on_its_way_to_sleep_holds_up_no_update_of_the_othe
 def test_an_engine_that_does_not_come_back_from_sleep_is_named_with_the_deadlines_that_it_missed():
     async def main():
         config = doubles.make_config(deadlines={"engine_start": 30.0, "transition": 20.0})
-        made = instances.Instances(
-            config,
-            cluster=None,
-            specs=[protocols.ActorSpec("engine-0", "", {})],
-            recorder=memory.MemoryRecorder(),
-            ending=stopping.Ending(),
-        )
+        made = instances.Instances(doubles.run_context(config), [protocols.ActorSpec("engine-0", "", {})])
         made.engines["engine-0"].state = "lost"
         sentence = r"engine-0 did not come back .* within 20 s and 30 s .*deadlines.transition or .*engine_start"
         with pytest.raises(protocols.DeadlineMissed, match=sentence):

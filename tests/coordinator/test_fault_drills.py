@@ -91,7 +91,7 @@ def test_of_500_trajectories_with_5_percent_crashes_every_prompt_is_trained_once
     assert Crashing.open == 0
     assert sum(Crashing.crashes.values()) >= 20
     scalars = [scalars for _, scalars in bench.recorder.steps]
-    voids, most = (sum(step[f"voids/{name}"] for step in scalars) for name in ("attempts", "most_of_a_prompt"))
+    voids, most = (sum(step[f"voids/{name}"] for step in scalars) for name in ("rollouts", "most_of_a_prompt"))
     assert 20 <= voids <= sum(Crashing.crashes.values())
     assert staleness or voids == sum(Crashing.crashes.values())
     assert 0 < most <= voids

@@ -1,4 +1,4 @@
-"""Epochs of a workdir: a run that another has taken over writes nothing more, whatever its clock or its disk says."""
+"""Fencing tokens: a run that another has taken over writes nothing more, whatever its clock or its disk says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from libra_jax.telemetry import memory, recorder
 CONFIG = doubles.make_config(steps=6, checkpoint={"every": 1, "keep": 9}, coordinator={"max_staleness": 1})
 
 
-def take(workdir: Path) -> fencing.Epoch:
+def take(workdir: Path) -> fencing.Token:
     return fencing.take(workdir, lambda: checkpoints.newest_step(workdir))
 
 
@@ -30,14 +30,14 @@ def save(files: checkpoints.Checkpoints, step: int, content: str = "") -> None:
     files.commit(step)
 
 
-def test_each_start_takes_the_next_epoch_and_ends_those_before(tmp_path):
+def test_each_start_takes_the_next_token_and_ends_those_before(tmp_path):
     first = take(tmp_path)
     first.check()
     assert (first.number, first.may_write()) == (1, True)
     second = take(tmp_path)
     assert (second.number, first.may_write(), second.may_write()) == (2, False, True)
     holder = fencing.newest(tmp_path)
-    assert (holder.epoch, holder.step) == (2, -1)
+    assert (holder.number, holder.step) == (2, -1)
     with pytest.raises(fencing.Superseded, match=rf"taken over by the run of process {holder.pid} on {holder.host} "):
         first.check()
 
@@ -49,7 +49,7 @@ def _take_many(workdir: str, numbers: multiprocessing.Queue) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_no_two_processes_get_the_same_epoch(tmp_path):
+def test_no_two_processes_get_the_same_token(tmp_path):
     context = multiprocessing.get_context("spawn")
     numbers = context.Queue()
     processes = [context.Process(target=_take_many, args=(str(tmp_path), numbers)) for _ in range(3)]
@@ -63,7 +63,7 @@ def test_no_two_processes_get_the_same_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_an_epoch_says_who_took_it_from_its_first_moment_and_is_taken_once(tmp_path, monkeypatch, links):
+def test_a_token_says_who_took_it_from_its_first_moment_and_is_taken_once(tmp_path, monkeypatch, links):
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "no links here")
 
@@ -75,12 +75,12 @@ def test_an_epoch_says_who_took_it_from_its_first_moment_and_is_taken_once(tmp_p
 
     with pytest.raises(KeyboardInterrupt):
         fencing.take(tmp_path, killed)
-    assert (fencing.newest(tmp_path).epoch, fencing.newest(tmp_path).pid) == (1, os.getpid())
+    assert (fencing.newest(tmp_path).number, fencing.newest(tmp_path).pid) == (1, os.getpid())
     assert take(tmp_path).number == 2
     monkeypatch.setattr(fencing, "_numbers", lambda workdir: [])  # it looked before the other two were there
     assert take(tmp_path).number == 3
     assert sorted(path.name for path in (tmp_path / fencing.FOLDER).iterdir()) == [
-        f"epoch-0000000{number}.json" for number in (1, 2, 3)
+        f"token-0000000{number}.json" for number in (1, 2, 3)
     ]
 
 
@@ -152,7 +152,14 @@ def test_what_a_superseded_trainer_still_writes_lands_beside_its_successors_part
     assert not (path.parent / "trainer").exists()
 
 
-def test_checkpoints_from_before_there_were_epochs_count(tmp_path):
+def test_a_workdir_of_an_earlier_version_is_refused(tmp_path):
+    (tmp_path / "epochs").mkdir()
+    with pytest.raises(protocols.DataError, match="earlier version of this program, which kept its fencing tokens in"):
+        take(tmp_path)
+    assert not (tmp_path / "fencing").exists()
+
+
+def test_checkpoints_without_a_fencing_token_count(tmp_path):
     save(checkpoints.Checkpoints(tmp_path, 9), 3)
     take(tmp_path)
     assert checkpoints.newest_step(tmp_path) == 3
@@ -170,8 +177,8 @@ def test_a_checkpoint_that_a_person_removed_leaves_the_ones_before_it_in_force(t
 
 def test_records_that_may_not_be_written_any_more_are_dropped_without_a_word(tmp_path, caplog):
     config = doubles.make_config(telemetry={"console": False})
-    epoch = take(tmp_path)
-    record = recorder.create(config, tmp_path, lambda: 0.0, guard=epoch.may_write)
+    token = take(tmp_path)
+    record = recorder.create(config, tmp_path, lambda: 0.0, guard=token.may_write)
     record.metrics(1, {"loss": 1.0})
     record.flush()
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -186,7 +193,7 @@ def test_records_that_may_not_be_written_any_more_are_dropped_without_a_word(tmp
 
 def test_a_run_that_is_taken_over_stops_with_a_sentence_and_its_successor_trains_every_prompt_once(tmp_path):
     """The first run goes on for as long as it can: its successor has begun when it notices."""
-    epoch = take(tmp_path)
+    token = take(tmp_path)
 
     class TakenOver(doubles.RecordingTrainer):
         async def train_step(self, batch, shares=()):
@@ -196,7 +203,7 @@ def test_a_run_that_is_taken_over_stops_with_a_sentence_and_its_successor_trains
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doubles, "make_trainer", lambda log: TakenOver(0.05, 3, log))
-        bench = doubles.Bench(CONFIG, tmp_path, fencing=epoch)
+        bench = doubles.Bench(CONFIG, tmp_path, fencing=token)
         with pytest.raises(fencing.Superseded, match="this one stops and writes nothing more; nothing is lost"):
             bench.run()
     newest = checkpoints.newest_step(tmp_path)
@@ -206,18 +213,18 @@ def test_a_run_that_is_taken_over_stops_with_a_sentence_and_its_successor_trains
     assert [step for step, _ in successor.recorder.steps] == list(range(newest + 1, 7))
     assert sorted(successor.trained["prompts"]) == sorted(f"task-{index}" for index in range(18))
     manifests = sorted((tmp_path / "checkpoints").glob("*/manifest*.json"))
-    assert [json.loads(file.read_text())["epoch"] for file in manifests][-3:] == [3, 3, 3]
+    assert [json.loads(file.read_text())["fencing_token"] for file in manifests][-3:] == [3, 3, 3]
 
 
 def test_a_workdir_that_cannot_be_reached_for_a_while_ends_nothing(tmp_path, monkeypatch):
-    epoch = take(tmp_path)
+    token = take(tmp_path)
 
     def unreachable(path: Path) -> list[str]:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(fencing.os, "listdir", unreachable)
-        assert epoch.may_write()
+        assert token.may_write()
         with pytest.raises(protocols.CheckpointFailed, match="Input/output error"):
-            checkpoints.Checkpoints(tmp_path, 1, epoch).begin(1, {})
-    epoch.check()
+            checkpoints.Checkpoints(tmp_path, 1, token).begin(1, {})
+    token.check()

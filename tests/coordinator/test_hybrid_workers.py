@@ -10,10 +10,9 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import instances, stopping
+from libra_jax.coordinator import instances
 from libra_jax.elastic import hybrid, switching
 from libra_jax.elastic.pool import State
-from libra_jax.telemetry import memory
 
 Decided = tuple[switching.Kind, tuple[str, ...]]
 
@@ -24,14 +23,14 @@ STEP = 10.0
 class Engines:
     """Instances, of which some have failed or sleep."""
 
-    def __init__(self, names: Sequence[str], workers: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], workers: Sequence[str], events: protocols.Events) -> None:
+        self.events = events
         self.engines = {
             name: instances.Engine(protocols.ActorSpec(name, "", {}), hybrid=name in workers, state="serving")
             for name in names
         }
         for name, engine in self.engines.items():
             engine.info = protocols.EngineInfo(name, 1, 4, 256, ())
-        self.events = protocols.Events()
 
     def serving(self) -> list[protocols.Instance]:
         return [protocols.Instance(name, 1, 4) for name, engine in self.engines.items() if engine.state == "serving"]
@@ -81,7 +80,7 @@ class Obliging:
     async def warm(self, worker: str) -> None:
         pass
 
-    async def join(self, worker: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def join(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         pass
 
     async def leave(self, worker: str) -> None:
@@ -109,26 +108,20 @@ class Bench:
 
     def __init__(self, *decisions: Decided) -> None:
         names = ("rollout-0", "rollout-1", "rollout-2")
-        self.engines, self.recorder = Engines(names, names[1:]), memory.MemoryRecorder()
         config = doubles.make_config(
             steps=100,
             rollout={"tensor_parallel": (1, 1, 1)},
             coordinator={"max_staleness": 1},
             elastic={"hybrid": 2},
         )
+        run = doubles.run_context(config)
+        self.engines, self.recorder = Engines(names, names[1:], run.events), run.recorder
         self.trainer = doubles.make_trainer()
         with pytest.MonkeyPatch.context() as patch:
-            self.told, self.members = Told(decisions), Obliging()
+            self.told, self.sides = Told(decisions), Obliging()
             patch.setattr(switching, "Switching", lambda *_, **__: self.told)
             self.workers = hybrid.HybridWorkers(
-                config,
-                engines=self.engines,
-                members=self.members,
-                trainer=self.trainer,
-                core_devices=1,
-                recorder=self.recorder,
-                ending=stopping.Ending(),
-                changed=lambda: None,
+                run, engines=self.engines, sides=self.sides, trainer=self.trainer, core_devices=1
             )
         self.step = 0
 
@@ -140,8 +133,7 @@ class Bench:
         begin, left = loop.time(), dict.fromkeys(("rollout-1", "rollout-2"))
         before = {worker.name for worker in self.workers.pool.workers if worker.state is not State.ROLLOUT}
         batch = protocols.TrainBatch(self.step, ())
-        shares = self.workers.shares(self.step)
-        self.workers.begin(batch, shares)
+        shares = self.workers.begin(batch)
         for after, event in (events or {}).items():
             loop.call_later(after, event)
         while loop.time() < begin + seconds:
@@ -175,7 +167,7 @@ def test_who_is_borrowed_rolls_out_until_it_has_to_set_out_for_the_next_step():
         assert await bench.take_step() == []
         assert await bench.take_step() == []
         assert await bench.take_step() == [("rollout-1", IN_TIME)]
-        assert set(bench.workers.pool.members()) == {"rollout-1"}
+        assert set(bench.workers.pool.training()) == {"rollout-1"}
 
     run(body, STAY, BORROW)
 
@@ -199,7 +191,7 @@ def test_one_that_comes_back_for_the_floor_is_not_followed_by_another_that_leave
     async def body(bench: Bench) -> None:
         for _ in range(4):
             await bench.take_step()
-        assert set(bench.workers.pool.members()) == {"rollout-1"}
+        assert set(bench.workers.pool.training()) == {"rollout-1"}
         events = {
             1.0: lambda: bench.engines.fail("rollout-0", "rollout-2"),
             2.0: lambda: bench.engines.recover("rollout-0", "rollout-2"),
@@ -230,7 +222,7 @@ def test_a_trainer_that_is_lost_when_a_worker_joins_is_no_failure_of_the_workers
         async def end(worker: str) -> None:
             raise AssertionError("its replica is warm, and was ended")
 
-        bench.members.end = end
+        bench.sides.end = end
         setattr(bench.trainer, method, lost)
         await bench.take_step()
         await bench.take_step()
@@ -240,7 +232,7 @@ def test_a_trainer_that_is_lost_when_a_worker_joins_is_no_failure_of_the_workers
         assert bench.engines.engines["rollout-1"].state == "serving"
         delattr(bench.trainer, method)
         await bench.take_step()
-        assert set(bench.workers.pool.members()) == {"rollout-1"}
+        assert set(bench.workers.pool.training()) == {"rollout-1"}
 
     run(body, STAY, BORROW, BORROW)
 
@@ -259,10 +251,10 @@ def test_a_step_that_a_loss_or_a_moving_trainer_touched_says_nothing_of_those_to
 
 def test_a_replica_that_had_to_be_made_while_its_engine_served_does_not_make_changes_dear():
     async def body(bench: Bench) -> None:
-        bench.members.making = 3 * STEP
+        bench.sides.making = 3 * STEP
         for _ in range(7):
             await bench.take_step()
-        assert set(bench.workers.pool.members()) == {"rollout-1"}
+        assert set(bench.workers.pool.training()) == {"rollout-1"}
         assert bench.told.sights[-1].move_seconds < 1.0
         assert bench.recorder.transitions[-1]["stall"]["rollout"] < 1.0
 

@@ -41,7 +41,7 @@ def test_engines_that_get_their_first_weights_together_are_told_of_once():
     told: list[list[str]] = []
 
     async def body(hosts: Hosts) -> None:
-        hosts.engines.events.subscribe(
+        hosts.run.events.subscribe(
             protocols.EnginesChanged, lambda event: told.append([instance.name for instance in event.serving])
         )
         await hosts.publish(1)
@@ -201,7 +201,7 @@ def test_a_host_whose_relay_cannot_be_made_gets_no_weights_and_the_others_go_on(
     assert any("relay-2 is not there" in note and "no such host" in note for note in hosts.recorder.notes)
 
 
-def test_a_trainer_that_fails_while_it_stages_ends_the_publication_and_is_no_relays_fault():
+def test_a_trainer_that_fails_while_it_stages_ends_the_weight_sync_and_is_no_relays_fault():
     async def body(hosts: Hosts) -> None:
         async def broken(policy_version: int, index: int) -> protocols.WeightChunk:
             if index == 2:
@@ -217,7 +217,7 @@ def test_a_trainer_that_fails_while_it_stages_ends_the_publication_and_is_no_rel
     on_clock(body, 3)
 
 
-class Reader(protocols.Replica):
+class Reader(protocols.TrainingSide):
     """A replica that notes on which host the chunks were that it was given; it is asked for nothing else."""
 
     def __init__(self) -> None:
@@ -235,26 +235,24 @@ class Reader(protocols.Replica):
 
 def test_a_replica_on_another_host_reads_its_hosts_copy_though_no_engine_there_takes_part():
     async def body(hosts: Hosts) -> None:
-        spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
-        members = training_sides.TrainingSides(
-            hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
-        )
-        await members.ensure("engine-2.0")
-        members.follow("engine-2.0")
-        hosts.publisher = hosts.make_publisher(members=members)
+        spec = protocols.ActorSpec("hybrid-2", f"{__name__}:Reader", {}, host=2)
+        sides = training_sides.TrainingSides(hosts.run, {"engine-2.0": spec})
+        await sides.ensure("engine-2.0")
+        sides.follow("engine-2.0")
+        hosts.publisher = hosts.make_publisher(sides=sides)
         hosts.engines.engines["engine-2.0"].state = "asleep"
         for version in (1, 2):
             await hosts.publish(version)
             await asyncio.sleep(1)
-        assert members.holds("engine-2.0", 2)
+        assert sides.holds("engine-2.0", 2)
         read = [(version, {"host": 2}) for version in (1, 2) for _ in range(CHUNKS)]
-        assert hosts.cluster.actors["replica-2"].read == read
+        assert hosts.cluster.actors["hybrid-2"].read == read
         hosts.unmakable.add(2)
         hosts.relay(2).kill()
         await hosts.publish(3)
         await asyncio.sleep(1)
-        assert hosts.cluster.actors["replica-2"].read == read
-        assert any("replica-2 holds no parameters: version 3 could not" in note for note in hosts.recorder.notes)
+        assert hosts.cluster.actors["hybrid-2"].read == read
+        assert any("hybrid-2 holds no parameters: version 3 could not" in note for note in hosts.recorder.notes)
 
     on_clock(body, 3)
 
@@ -276,13 +274,11 @@ def test_an_engine_that_is_being_started_again_is_not_blamed_for_its_hosts_relay
 @pytest.mark.parametrize("making", [20.0, 500.0])
 def test_a_relay_that_died_where_an_engine_sleeps_costs_its_replica_nothing_if_it_can_be_made_soon(making):
     async def body(hosts: Hosts) -> None:
-        spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
-        members = training_sides.TrainingSides(
-            hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
-        )
-        await members.ensure("engine-2.0")
-        members.follow("engine-2.0")
-        hosts.publisher = hosts.make_publisher(members=members)
+        spec = protocols.ActorSpec("hybrid-2", f"{__name__}:Reader", {}, host=2)
+        sides = training_sides.TrainingSides(hosts.run, {"engine-2.0": spec})
+        await sides.ensure("engine-2.0")
+        sides.follow("engine-2.0")
+        hosts.publisher = hosts.make_publisher(sides=sides)
         hosts.engines.engines["engine-2.0"].state = "asleep"
         await hosts.publish(1)
         hosts.relay(2).kill()
@@ -290,7 +286,7 @@ def test_a_relay_that_died_where_an_engine_sleeps_costs_its_replica_nothing_if_i
         took = await hosts.publish(2)
         await asyncio.sleep(1)
         soon = making < relay_tree.MAKE_SECONDS
-        assert members.holds("engine-2.0", 2) == members.follows("engine-2.0") == soon
+        assert sides.holds("engine-2.0", 2) == sides.follows("engine-2.0") == soon
         assert took < min(making, relay_tree.MAKE_SECONDS) + 15.0
         assert hosts.versions() == [2, 2, protocols.NO_VERSION]
 
@@ -346,13 +342,11 @@ def test_a_host_that_is_being_replaced_keeps_nobody_elsewhere_from_the_version_n
     on_clock(body, 5)
 
 
-def test_a_host_that_is_being_replaced_and_has_no_engine_to_load_does_not_hold_up_a_publication():
+def test_a_host_that_is_being_replaced_and_has_no_engine_to_load_does_not_hold_up_a_weight_sync():
     async def body(hosts: Hosts) -> None:
-        spec = protocols.ActorSpec("replica-2", f"{__name__}:Reader", {}, host=2)
-        members = training_sides.TrainingSides(
-            hosts.config, cluster=hosts.cluster, specs={"engine-2.0": spec}, recorder=hosts.recorder
-        )
-        hosts.publisher = hosts.make_publisher(members=members)
+        spec = protocols.ActorSpec("hybrid-2", f"{__name__}:Reader", {}, host=2)
+        sides = training_sides.TrainingSides(hosts.run, {"engine-2.0": spec})
+        hosts.publisher = hosts.make_publisher(sides=sides)
         await hosts.publish(1)
         hosts.relay(2).kill()
         slowly_made(hosts, 2)

@@ -44,7 +44,9 @@ def test_a_function_that_hangs_for_one_prompt_costs_that_group_alone(tmp_path):
     assert summary.replaced == {"reward": 1}
     assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(13) if index != 5)
     (note,) = [note for note in bench.recorder.notes if note.startswith("Prompt ")]
-    assert note.startswith("Prompt task-5 was replaced (reward): reward slow (reward_functions:hanging), task ")
+    assert note.startswith(
+        "Prompt task-5 was replaced (reward): config.reward.functions.slow (reward_functions:hanging), "
+    )
     assert "task task-5: it took more than 0.3 s" in note
     assert summary.sentence == (
         "Trained 4 steps on 12 groups. 1 group was replaced (reward 1): config.coordinator.max_replacements = 1 allows "

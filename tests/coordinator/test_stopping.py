@@ -42,10 +42,10 @@ class Stepping(doubles.RecordingTrainer):
         if not stepping.done():
             stepping.cancel()
             await asyncio.sleep(self.answer_seconds)
-            raise protocols.StepGivenUp("given up")
+            raise protocols.StepAborted("given up")
         return await super().train_step(batch, shares)
 
-    async def give_up_step(self) -> bool:
+    async def abort_step(self) -> bool:
         if self.answer_seconds is None:
             return False
         self.asked.set()

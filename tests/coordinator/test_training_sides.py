@@ -8,7 +8,6 @@ import coordinator_doubles as doubles
 
 from libra_jax import deadlines, protocols
 from libra_jax.elastic import training_sides
-from libra_jax.telemetry import memory
 
 
 class NeverUp:
@@ -35,14 +34,12 @@ class Cluster:
 def test_a_replica_that_is_given_up_while_it_starts_is_gone_when_it_has_left():
     async def main():
         cluster = Cluster()
-        specs = {"rollout-1": protocols.ActorSpec("replica-1", "", {})}
-        made = training_sides.TrainingSides(
-            doubles.make_config(), cluster=cluster, specs=specs, recorder=memory.MemoryRecorder()
-        )
+        specs = {"rollout-1": protocols.ActorSpec("hybrid-1", "", {})}
+        made = training_sides.TrainingSides(doubles.run_context(doubles.make_config(), cluster), specs)
         starting = asyncio.ensure_future(made.ensure("rollout-1"))
         await asyncio.sleep(1.0)
         deadlines.abandon(starting)
-        assert cluster.alive == {"replica-1"}
+        assert cluster.alive == {"hybrid-1"}
         await made.leave("rollout-1")
         assert not cluster.alive
 

@@ -88,27 +88,27 @@ class Bench:
             elastic={"hybrid": 2, "late_factor": 2.0, "late_min_seconds": 1.0},
         )
         specs = {
-            worker: protocols.ActorSpec(f"replica-{number}", f"{__name__}:Actor", {"verb_seconds": verb_seconds})
+            worker: protocols.ActorSpec(f"hybrid-{number}", f"{__name__}:Actor", {"verb_seconds": verb_seconds})
             for number, worker in enumerate((WORKER, OTHER), start=1)
         }
-        self.members = training_sides.TrainingSides(config, cluster=self.cluster, specs=specs, recorder=self.recorder)
+        self.sides = training_sides.TrainingSides(doubles.run_context(config, self.cluster, self.recorder), specs)
 
     @property
     def actor(self) -> Actor:
-        return self.cluster.actors["replica-1"]
+        return self.cluster.actors["hybrid-1"]
 
     def publish(self, version: int, chunks: int = 2) -> None:
         staged = [protocols.WeightChunk(version, index, chunks, (), 10, {}) for index in range(chunks)]
-        self.members.offer(version, staged)
+        self.sides.offer(version, staged)
 
     async def contribute(self, version: int) -> Mapping[str, float]:
-        return await self.members.contribute(WORKER, protocols.TrainBatch(version, ()), ())
+        return await self.sides.contribute(WORKER, protocols.TrainBatch(version, ()), ())
 
 
 def on_clock(body: Any, verb_seconds: float = 1.0) -> Bench:
     async def main() -> Bench:
         bench = Bench(verb_seconds)
-        await bench.members.ensure(WORKER)
+        await bench.sides.ensure(WORKER)
         await body(bench)
         assert not bench.actor.crowded
         return bench
@@ -122,12 +122,12 @@ def seconds() -> float:
 
 def test_a_replica_reads_the_version_that_is_out_and_every_later_one():
     async def body(bench: Bench) -> None:
-        fetching = asyncio.ensure_future(bench.members.fetch(WORKER))
+        fetching = asyncio.ensure_future(bench.sides.fetch(WORKER))
         await asyncio.sleep(5)
         bench.publish(3)
         assert await fetching == 20
-        bench.members.follow(WORKER)
-        await bench.members.settle()
+        bench.sides.follow(WORKER)
+        await bench.sides.settle()
         bench.publish(4)
         assert await bench.contribute(4) == {"seconds": 1.0}
         assert bench.actor.version == 4
@@ -138,72 +138,72 @@ def test_a_replica_reads_the_version_that_is_out_and_every_later_one():
 def test_one_whose_load_was_given_up_is_given_no_other_before_it_has_answered():
     async def body(bench: Bench) -> None:
         bench.publish(1)
-        fetching = asyncio.ensure_future(bench.members.fetch(WORKER))
+        fetching = asyncio.ensure_future(bench.sides.fetch(WORKER))
         await asyncio.sleep(1)
-        await bench.members.settle()  # waits for a second, and the first verb takes ten
-        with pytest.raises(protocols.WorkerLost, match="replica-1 could not be given the parameters"):
+        await bench.sides.settle()  # waits for a second, and the first verb takes ten
+        with pytest.raises(protocols.WorkerLost, match="hybrid-1 could not be given the parameters"):
             await fetching
         bench.publish(2)
-        assert not bench.members.holds(WORKER, 2)
-        with pytest.raises(protocols.WorkerLost, match="replica-1 may still be in a weight update that was aborted"):
-            bench.members.follow(WORKER)
-        with pytest.raises(protocols.WorkerLost, match="replica-1 may still be in a weight update that was aborted"):
-            await bench.members.fetch(WORKER)
-        await bench.members.ensure(WORKER)
+        assert not bench.sides.holds(WORKER, 2)
+        with pytest.raises(protocols.WorkerLost, match="hybrid-1 may still be in a weight update that was aborted"):
+            bench.sides.follow(WORKER)
+        with pytest.raises(protocols.WorkerLost, match="hybrid-1 may still be in a weight update that was aborted"):
+            await bench.sides.fetch(WORKER)
+        await bench.sides.ensure(WORKER)
         assert seconds() == pytest.approx(10)
-        await bench.members.fetch(WORKER)
+        await bench.sides.fetch(WORKER)
         assert bench.actor.version == 2
         assert not any(call.startswith("update_weights 1") for call in bench.actor.calls)
 
     bench = on_clock(body, verb_seconds=10.0)
-    assert bench.cluster.spawned == ["replica-1"]
+    assert bench.cluster.spawned == ["hybrid-1"]
 
 
 def test_one_that_does_not_come_out_of_what_was_given_up_is_replaced():
     async def body(bench: Bench) -> None:
         bench.publish(1)
-        fetching = asyncio.ensure_future(bench.members.fetch(WORKER))
+        fetching = asyncio.ensure_future(bench.sides.fetch(WORKER))
         before = bench.actor
         await asyncio.sleep(1)
-        await bench.members.settle()
+        await bench.sides.settle()
         with pytest.raises(protocols.WorkerLost):
             await fetching
-        await bench.members.ensure(WORKER)
+        await bench.sides.ensure(WORKER)
         assert bench.actor is not before
         assert seconds() == pytest.approx(2 + LIMITS["transition"])
 
     bench = on_clock(body, verb_seconds=29.0)
-    assert bench.cluster.spawned == ["replica-1"] * 2
+    assert bench.cluster.spawned == ["hybrid-1"] * 2
 
 
 def test_one_that_leaves_while_it_reads_holds_nothing_afterwards():
     async def body(bench: Bench) -> None:
         bench.publish(1)
-        fetching = asyncio.ensure_future(bench.members.fetch(WORKER))
+        fetching = asyncio.ensure_future(bench.sides.fetch(WORKER))
         await asyncio.sleep(1.5)
         fetching.cancel()  # its worker turns round
-        await bench.members.leave(WORKER)
+        await bench.sides.leave(WORKER)
         await asyncio.sleep(20)
         assert bench.actor.calls[-1] == "leave"
         assert bench.actor.version == protocols.NO_VERSION
-        assert not bench.members.holds(WORKER, 1)
-        await bench.members.fetch(WORKER)
-        assert bench.members.holds(WORKER, 1)
+        assert not bench.sides.holds(WORKER, 1)
+        await bench.sides.fetch(WORKER)
+        assert bench.sides.holds(WORKER, 1)
 
     on_clock(body)
 
 
 def test_a_snapshot_that_is_about_to_be_written_over_is_given_to_nobody():
     async def body(bench: Bench) -> None:
-        await bench.members.ensure(OTHER)
-        other = bench.cluster.actors["replica-2"]
+        await bench.sides.ensure(OTHER)
+        other = bench.cluster.actors["hybrid-2"]
         bench.publish(1)
-        reading = asyncio.ensure_future(bench.members.fetch(WORKER))
+        reading = asyncio.ensure_future(bench.sides.fetch(WORKER))
         await asyncio.sleep(0.5)
-        settling = asyncio.ensure_future(bench.members.settle())
+        settling = asyncio.ensure_future(bench.sides.settle())
         await asyncio.sleep(0.1)
-        bench.members.follow(OTHER)
-        fetching = asyncio.ensure_future(bench.members.fetch(OTHER))
+        bench.sides.follow(OTHER)
+        fetching = asyncio.ensure_future(bench.sides.fetch(OTHER))
         await settling
         await asyncio.gather(reading, return_exceptions=True)  # too slow, and given up
         assert other.calls == ["start", "init_weight_transfer"]
@@ -216,20 +216,20 @@ def test_a_snapshot_that_is_about_to_be_written_over_is_given_to_nobody():
 
 
 def test_a_load_that_takes_too_long_as_a_whole_is_given_up_by_name():
-    message = r"replica-1's whole weight update did not finish within 90 s: .*config\.deadlines\.weight_sync"
+    message = r"hybrid-1's whole weight update did not finish within 90 s: .*config\.deadlines\.weight_sync"
 
     async def fetches(bench: Bench) -> None:
         bench.publish(1, chunks=8)
         with pytest.raises(protocols.DeadlineMissed, match=message):
-            await bench.members.fetch(WORKER)
+            await bench.sides.fetch(WORKER)
         assert seconds() == pytest.approx(3 * LIMITS["weight_sync"])
 
     async def contributes(bench: Bench) -> None:
-        bench.members.follow(WORKER)
+        bench.sides.follow(WORKER)
         bench.publish(1, chunks=8)
         with pytest.raises(protocols.DeadlineMissed, match=message):
             await bench.contribute(1)
-        assert not bench.members.follows(WORKER)
+        assert not bench.sides.follows(WORKER)
 
     for body in (fetches, contributes):
         on_clock(body, verb_seconds=20.0)  # each verb is in time
@@ -237,9 +237,9 @@ def test_a_load_that_takes_too_long_as_a_whole_is_given_up_by_name():
 
 def test_a_version_that_never_comes_out_is_not_waited_for_for_ever():
     async def body(bench: Bench) -> None:
-        message = r"replica-1's wait for a version to come out did not .* 50 s: .*config\.deadlines\.train_step"
+        message = r"hybrid-1's wait for a version to come out did not .* 50 s: .*config\.deadlines\.train_step"
         with pytest.raises(protocols.DeadlineMissed, match=message):
-            await bench.members.fetch(WORKER)
+            await bench.sides.fetch(WORKER)
         assert bench.actor.calls == ["start", "init_weight_transfer"]
 
     on_clock(body)

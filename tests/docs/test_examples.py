@@ -116,6 +116,21 @@ def test_the_config_file_is_accepted(tmp_path, monkeypatch):
     assert config.checked(mine.get_config("elsewhere")).model.path == "elsewhere"
 
 
+def run_in(folder: pathlib.Path, *arguments: str) -> str:
+    """Runs Python in a folder to its end, which has to be good, and returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(pages.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_the_agent_from_start_to_end_passes_its_dry_run(tmp_path):
     page = "docs/getting_started/own_agent.md"
@@ -128,18 +143,22 @@ def test_the_agent_from_start_to_end_passes_its_dry_run(tmp_path):
         (tmp_path / name).write_text(pages.example(source, name))
     questions = pages.blocks(pages.ROOT / page, "bash")[0]
     subprocess.run(["bash", "-c", questions], cwd=tmp_path, check=True, timeout=60)
-    done = subprocess.run(
-        [sys.executable, str(pages.ROOT / "launch/train.py"), "--config=agent.py", "--dry_run"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(pages.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "questions.jsonl, 3 to train on" in done.stdout
-    assert "brevity" in done.stdout
+    printed = run_in(tmp_path, str(pages.ROOT / "launch/train.py"), "--config=agent.py", "--dry_run")
+    assert "questions.jsonl, 3 to train on" in printed
+    assert "brevity" in printed
+
+
+@pytest.mark.slow
+def test_the_tiny_model_of_the_page_passes_a_dry_run(tmp_path):
+    (tmp_path / "tiny_qwen3.py").write_text(pages.example("docs/getting_started/model_and_data.md", "tiny_qwen3.py"))
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "12+30", "answer": "42"}\n')
+    train = str(pages.ROOT / "launch/train.py")
+    config = f"--config={pages.ROOT / 'configs/questions.py'}:models/tiny"
+    flags = ("--config.task.path=questions.jsonl", "--config.task.arguments={'holdout': 0}", "--dry_run")
+    run_in(tmp_path, "tiny_qwen3.py")
+    printed = run_in(tmp_path, train, config, *flags)
+    assert "policy      qwen3, 0.11 M parameters" in printed
+    assert "the first: 12+30" in printed
 
 
 def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 PLAIN_ROOTS = ("README.md", "CHANGELOG.md", "docs", "libra_jax", "launch", "configs")
 """Files and folders in which the words below are refused."""
 
-ENDINGS = (".md", ".py", ".sh", ".svg", ".yaml", ".jinja", ".sbatch")
+ENDINGS = (".md", ".py", ".sh", ".svg", ".yaml", ".jinja", ".j2", ".sbatch", ".ipynb")
 """Endings of the files that are read there."""
 
 BANNED = (
@@ -29,6 +29,7 @@ BANNED = (
     r"told of",
     r"to and fro",
     r"likewise",
+    r"is there",
     r"so many",
     r"so long as",
     r"has not been run yet",

@@ -161,9 +161,7 @@ KINDS = (
     Kind("relay", "narrow", r"[Rr]elay", lambda scene: scene.kill_actor("relay-0", "relay-1")),
     Kind("reward", "narrow", r"The reward actor reward-0 ", lambda scene: scene.kill_actor("reward-0")),
     Kind("sandbox", "narrow", r"[Ss]andbox", Scene.kill_sandbox),
-    Kind(
-        "replica", "hybrid", r"replica-1|^Hybrid worker rollout-1 failed", lambda scene: scene.kill_actor("replica-1")
-    ),
+    Kind("replica", "hybrid", r"hybrid-1|^Hybrid worker rollout-1 failed", lambda scene: scene.kill_actor("hybrid-1")),
     Kind("rollout host", "narrow", _LOST_ENGINE, lambda scene: scene.kill_host(training=False)),
     Kind("training host", "wide", _LOST_TRAINER, lambda scene: scene.kill_host(training=True)),
     Kind("driver", "narrow", _LOST_DRIVER, Scene.kill_driver),

@@ -79,7 +79,7 @@ def test_the_table_has_every_transition_and_no_other():
 @pytest.mark.parametrize("state", State)
 def test_what_is_asked_in_a_state_is_a_transition_of_the_table_or_refused(state, ask):
     made = make()
-    before, epoch = brought_to(state, made), made.epoch
+    before, generation = brought_to(state, made), made.generation
     if state.value in POSSIBLE[ask]:
         after = every_ask(made, NAMES[0], 0.0)[ask]()
         assert after == made.worker(NAMES[0])
@@ -87,7 +87,7 @@ def test_what_is_asked_in_a_state_is_a_transition_of_the_table_or_refused(state,
     else:
         with pytest.raises(protocols.LibraError, match=NAMES[0]):
             every_ask(made, NAMES[0], 0.0)[ask]()
-        assert (made.worker(NAMES[0]), made.epoch) == (before, epoch)
+        assert (made.worker(NAMES[0]), made.generation) == (before, generation)
 
 
 class PoolMachine(stateful.RuleBasedStateMachine):
@@ -101,7 +101,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         self.began = dict.fromkeys(NAMES, 0.0)
         self.restarts = dict.fromkeys(NAMES, 0)
         self.tickets = {name: [self.pool.worker(name).ticket] for name in NAMES}
-        self.epochs = [self.pool.epoch]
+        self.generations = [self.pool.generation]
         self.drawn: set[int] = set()
 
     def entered(self, worker: pool.Worker, state: str) -> None:
@@ -111,12 +111,12 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         assert worker.ticket not in self.tickets[worker.name]
         self.tickets[worker.name].append(worker.ticket)
         grown = "training" in (before, state)
-        assert self.pool.epoch > self.epochs[-1] if grown else self.pool.epoch >= self.epochs[-1]
-        self.epochs.append(self.pool.epoch)
+        assert self.pool.generation > self.generations[-1] if grown else self.pool.generation >= self.generations[-1]
+        self.generations.append(self.pool.generation)
         if state == "joining":
-            assert worker.epoch not in self.drawn
-            self.drawn.add(worker.epoch)
-        assert (worker.epoch != pool.NO_EPOCH) == (state in ("joining", "training"))
+            assert worker.generation not in self.drawn
+            self.drawn.add(worker.generation)
+        assert (worker.generation != pool.NO_GENERATION) == (state in ("joining", "training"))
         if before in ("rollout", "training", "failed"):
             self.began[worker.name] = self.now
         assert (worker.began, worker.since) == (self.began[worker.name], self.now)
@@ -127,10 +127,10 @@ class PoolMachine(stateful.RuleBasedStateMachine):
         if allowed and self.state[name] in POSSIBLE[ask]:
             self.entered(every_ask(self.pool, name, self.now)[ask](), state)
             return
-        before = self.pool.workers, self.pool.epoch
+        before = self.pool.workers, self.pool.generation
         with pytest.raises(protocols.LibraError, match=name):
             every_ask(self.pool, name, self.now)[ask]()
-        assert (self.pool.workers, self.pool.epoch) == before
+        assert (self.pool.workers, self.pool.generation) == before
 
     @stateful.rule(seconds=st.floats(0.0, 8.0))
     def pass_time(self, seconds: float) -> None:
@@ -175,12 +175,12 @@ class PoolMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data(), advances=st.booleans())
     def answer_late(self, data: st.DataObject, advances: bool) -> None:
         ticket = data.draw(st.sampled_from([old for tickets in self.tickets.values() for old in tickets[:-1]]))
-        before = self.pool.workers, self.pool.epoch
+        before = self.pool.workers, self.pool.generation
         if advances:
             assert self.pool.advance(ticket, self.now) is None
         else:
             assert self.pool.fail(ticket, "late", self.now) is None
-        assert (self.pool.workers, self.pool.epoch) == before
+        assert (self.pool.workers, self.pool.generation) == before
 
     @stateful.rule()
     def enforce_deadlines(self) -> None:
@@ -192,8 +192,8 @@ class PoolMachine(stateful.RuleBasedStateMachine):
     def each_worker_is_where_the_model_has_it(self) -> None:
         assert {worker.name: worker.state.value for worker in self.pool.workers} == self.state
         training = {name for name, state in self.state.items() if state == "training"}
-        assert set(self.pool.members()) == training
-        assert set(self.pool.members().values()) <= self.drawn
+        assert set(self.pool.training()) == training
+        assert set(self.pool.training().values()) <= self.drawn
         for worker in self.pool.workers:
             assert worker.lost == (worker.state is State.FAILED and self.restarts[worker.name] == RESTARTS)
             assert len(worker.phases) <= len(pool.UNDER_WAY)
@@ -238,13 +238,13 @@ def test_a_worker_goes_round_and_leaves_a_record_of_each_way():
         "phases": {"draining": 1.5, "fetching": 1.5, "warming": 1.5, "joining": 1.5},
     }
     assert json.loads(json.dumps(record)) == record
-    assert made.members() == {"engine-2": worker.epoch}
+    assert made.training() == {"engine-2": worker.generation}
     made.switch_to_rollout("engine-2", "rollout takes 20.0 s", 10.0)
     for now in (11.0, 13.0):
         worker = made.advance(made.worker("engine-2").ticket, now)
     assert worker.record()["phases"] == {"leaving": 1.0, "activating": 2.0}
     assert (worker.record()["from"], worker.record()["to"]) == ("training", "rollout")
-    assert made.members() == {}
+    assert made.training() == {}
 
 
 def test_a_switch_given_up_or_broken_says_why_in_its_record():
@@ -260,11 +260,11 @@ def test_a_switch_given_up_or_broken_says_why_in_its_record():
 
 def test_two_workers_that_join_at_once_have_epochs_of_their_own_from_joining_to_leaving():
     made = make()
-    drawn = [brought_to(State.JOINING, made, name).epoch for name in NAMES[:2]]
+    drawn = [brought_to(State.JOINING, made, name).generation for name in NAMES[:2]]
     assert len(set(drawn)) == 2
     for name in reversed(NAMES[:2]):
         made.advance(made.worker(name).ticket, 0.0)
-    assert made.members() == dict(zip(NAMES, drawn, strict=False))
+    assert made.training() == dict(zip(NAMES, drawn, strict=False))
 
 
 def test_a_worker_is_brought_back_so_often_and_then_lost():
@@ -284,8 +284,8 @@ def test_after_a_restart_of_the_run_all_are_in_rollout_and_no_epoch_comes_again(
     again = make()
     again.restore(json.loads(json.dumps(made.snapshot())))
     assert {worker.state for worker in again.workers} == {State.ROLLOUT}
-    assert again.epoch > made.epoch
-    assert brought_to(State.TRAINING, again).epoch > made.epoch
+    assert again.generation > made.generation
+    assert brought_to(State.TRAINING, again).generation > made.generation
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Simulation:
 
     Attributes:
       seen: how often each fault hit each state.
-      lives: the epochs under which anybody has trained.
+      lives: the generations under which anybody has trained.
     """
 
     def __init__(self, seed: int) -> None:
@@ -43,7 +43,7 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
         self.seen: Counter[tuple[str, State]] = Counter()
-        self.epoch = self.pool.epoch
+        self.generation = self.pool.generation
         self.members: dict[str, int] = {}
         self.lives: set[int] = set()
 
@@ -111,13 +111,17 @@ class Simulation:
             if worker.serial == old.serial + 1:
                 assert worker.state in pool.LEGAL[old.state]
             assert worker.at_rest or self.now - worker.began <= self.bound(), f"{worker} is stuck at {self.now}"
-        members = {worker.name: worker.epoch for worker in self.pool.workers if worker.state is State.TRAINING}
-        assert self.pool.members() == members
-        assert self.pool.epoch > self.epoch if members != self.members else self.pool.epoch >= self.epoch
+        members = {worker.name: worker.generation for worker in self.pool.workers if worker.state is State.TRAINING}
+        assert self.pool.training() == members
+        assert (
+            self.pool.generation > self.generation
+            if members != self.members
+            else self.pool.generation >= self.generation
+        )
         new = set(members.values()) - set(self.members.values())
         assert not new & self.lives
         self.lives |= new
-        self.epoch, self.members = self.pool.epoch, members
+        self.generation, self.members = self.pool.generation, members
 
     def bound(self) -> float:
         """Seconds within which a worker that set out is at rest: each state's deadline, found out at the next look."""

@@ -311,7 +311,7 @@ class Deceptive(World):
         return self.table[training]
 
 
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=40)  # 1,200 steps each
 @hypothesis.given(
     stages=st.lists(st.tuples(st.floats(1.0, 100.0), st.floats(1.0, 100.0)), min_size=4, max_size=4),
     hybrids=st.lists(st.tuples(st.integers(1, 8), st.floats(0.1, 2.0)), min_size=2, max_size=2),

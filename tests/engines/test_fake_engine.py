@@ -1,6 +1,7 @@
 """The engine double behaves like an engine where the coordinator can tell."""
 
 import asyncio
+import dataclasses
 import sys
 import types
 
@@ -54,6 +55,22 @@ def test_a_request_resumed_from_its_retained_tokens_goes_on_as_it_would_have():
         assert len(whole) > 6
         rest = tokens_of(await collect(engine, request(7, 8, 9, *whole[:5])))
         assert whole[:5] + rest[: len(whole) - 5] == whole
+
+    asyncio.run(body())
+
+
+def test_rollouts_of_a_group_differ_and_each_repeats_on_another_stream():
+    async def body():
+        engine = make()
+        await engine.start()
+        names = ("task-1/0#1", "task-1/1#2", "task-1/2#3")
+        first = [tokens_of(await collect(engine, request(7, 8, 9, name=name))) for name in names]
+        assert len(set(map(tuple, first))) == 3
+        again = tokens_of(await collect(engine, request(7, 8, 9, *first[1][:2], name="task-1/1#9")))
+        assert (first[1][:2] + again)[: len(first[1])] == first[1]
+        greedy = dataclasses.replace(SAMPLING, temperature=0.0)
+        alike = [tokens_of(await collect(engine, request(7, 8, 9, name=name, sampling=greedy))) for name in names]
+        assert alike[0] == alike[1] == alike[2]
 
     asyncio.run(body())
 

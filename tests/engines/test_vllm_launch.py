@@ -1,11 +1,20 @@
-"""What the start of an engine leaves of the environment; no engine is started."""
+"""What the start of an engine does to the environment, and to other starts; no engine is started."""
 
+import contextlib
+import logging
 import os
+import threading
+import types
 
+import psutil
 import pytest
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.engines import vllm_launch
+
+
+def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.Launch:
+    return vllm_launch.Launch(name, {"vocab_size": 8}, config.RolloutConfig(), tensor_parallel, 0, "auto", "")
 
 
 def test_named_cores_are_bound_and_one_that_is_not_there_is_refused():
@@ -30,3 +39,55 @@ def test_the_environment_is_put_back_but_for_what_another_actor_changed_meanwhil
     assert (os.environ["LIBRA_TEST_VARIABLE"], os.environ["LD_PRELOAD"]) == ("before", "")
     assert not {"LIBRA_TEST_NEW", "VLLM_TEST_VARIABLE", "JAX_PLATFORMS"} & set(os.environ)
     assert os.environ["JAX_NUM_CPU_DEVICES"] == "4"
+
+
+@pytest.fixture
+def spawning(monkeypatch):
+    """vLLM without processes: an engine is ready when both have spawned theirs. Yields (log, lock is held) of each."""
+    together, seen = threading.Barrier(2), {}
+
+    @contextlib.contextmanager
+    def launch_core_engines(name):
+        seen[name] = os.environ[vllm_launch.vllm_plugin.LOG_VARIABLE], vllm_launch._spawning.locked()
+        core = types.SimpleNamespace(pid=os.getpid())
+        yield types.SimpleNamespace(engine_manager=types.SimpleNamespace(processes=[core]))
+        together.wait(30)
+        logging.getLogger("vllm").error(f"ValueError: of {name}")
+        if name == "second":
+            raise RuntimeError("Engine core initialization failed")
+
+    class Engine:
+        @classmethod
+        def from_engine_args(cls, name, stat_loggers):
+            with vllm_launch.core_client.launch_core_engines(name):
+                return cls()
+
+        def shutdown(self, timeout):
+            pass
+
+    monkeypatch.setattr(vllm_launch, "_launch_core_engines", launch_core_engines)
+    monkeypatch.setattr(vllm_launch.async_llm, "AsyncLLM", Engine)
+    monkeypatch.setattr(vllm_launch.Launch, "_arguments", lambda self: self.name)
+    monkeypatch.setattr(psutil.Process, "terminate", lambda self: None)  # the "core" is this process
+    monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: ([], []))
+    return seen
+
+
+def test_engines_spawn_one_by_one_and_load_side_by_side(spawning):
+    launches, order = [launch("first"), launch("second")], []
+    starts = [vllm_launch.STARTER.submit(item.start, lambda item=item: order.append(item.name)) for item in launches]
+    starts[0].result(40)
+    with pytest.raises(protocols.WorkerLost, match=r"engine second did not start: ValueError: of second$"):
+        starts[1].result(40)
+    assert sorted(order) == ["first", "second"]
+    assert {name: path for name, (path, _) in spawning.items()} == {item.name: str(item._log) for item in launches}
+    assert all(locked for _, locked in spawning.values())
+    assert not vllm_launch._spawning.locked()
+    assert vllm_launch.vllm_plugin.LOG_VARIABLE not in os.environ
+    launches[0].stop()
+
+
+def test_an_engine_on_another_device_than_a_cpu_is_left_its_threads(monkeypatch):
+    assert launch("cpu")._variables()["OMP_NUM_THREADS"]
+    monkeypatch.setattr(vllm_launch, "current_platform", types.SimpleNamespace(is_cpu=lambda: False))
+    assert not [name for name in launch("gpu", 8)._variables() if "OMP_" in name]

@@ -14,7 +14,7 @@ import vllm_host
 from libra_jax import config, protocols
 from libra_jax.engines import vllm_engine, vllm_launch, vllm_weight_sender
 from libra_jax.models import config as models_config
-from libra_jax.weights import snapshot
+from libra_jax.weights import create
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -94,7 +94,7 @@ def test_a_cuda_transport_without_cuda_is_refused_by_field(transport):
     with pytest.raises(protocols.ConfigError, match=f"rollout.transport: '{transport}' needs CUDA"):
         vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
     with pytest.raises(protocols.ConfigError, match=f"rollout.transport: '{transport}' needs CUDA"):
-        snapshot.create(vllm_host.QWEN3, "float32", 1 << 20, transport, False, (1,), 300.0)
+        create.create(vllm_host.QWEN3, "float32", 1 << 20, transport, False, 300.0, "127.0.0.1")
 
 
 class Connected:
@@ -106,8 +106,17 @@ class Connected:
         self.sent += 1
 
 
+class Norm:
+    """A model of one tensor."""
+
+    def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        return [("model.norm.weight", torch.float32, torch.Size([3]))]
+
+    def tensors(self):
+        yield "model.norm.weight", torch.ones(3)
+
+
 def test_an_engine_that_never_joins_is_a_sentence_and_one_that_joins_late_is_served(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     joined, engine = threading.Event(), Connected()
 
     def connect(info: object, client: object, source: object) -> Connected:
@@ -115,9 +124,11 @@ def test_an_engine_that_never_joins_is_a_sentence_and_one_that_joins_late_is_ser
         return engine
 
     monkeypatch.setattr(vllm_weight_sender.factory.WeightTransferTrainerFactory, "trainer_init", connect)
-    sender = vllm_weight_sender.Sender("nccl", workers=2, seconds=0.2)
-    address = sender.begin([("model.norm.weight", torch.ones(3))])
-    assert (address["init_info"]["world_size"], address["update_info"]["shapes"]) == (3, [[3]])
+    sender = vllm_weight_sender.Sender("nccl", torch.device("cpu"), 0, 0.2, "127.0.0.1", 1 << 20)
+    members = [protocols.WeightDestination("a", 2, 0), protocols.WeightDestination("b", 1, 0)]
+    address = sender.begin(Norm(), members)["instances"]
+    assert [address[name]["init_info"]["rank_offset"] for name in "ab"] == [1, 3]
+    assert (address["a"]["init_info"]["world_size"], address["b"]["update_info"]["shapes"]) == (4, [[3]])
     with pytest.raises(protocols.DeadlineMissed, match=r"over nccl, within 0\.2 s.*config\.deadlines\.weight_sync"):
         sender.end()
     joined.set()

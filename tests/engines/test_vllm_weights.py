@@ -66,6 +66,6 @@ def test_a_new_update_forgets_the_one_that_was_refused(checker):
 
 
 def test_the_workers_payload_is_plain(checker):
-    payload = vllm_weights.payload(chunk())
+    payload = vllm_weights.payload(chunk(), "any")
     assert payload["entries"][0] == ("model.embed_tokens.weight", "float32", [128, 128], 0, 4)
     assert payload["transport"] == {"kind": "memfd", "pid": 1, "fd": 2}

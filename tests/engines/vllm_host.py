@@ -35,14 +35,14 @@ ROLLOUT = config.RolloutConfig(
 class Host:
     """An engine, and the event loop that it lives on between tests."""
 
-    def __init__(self, tensor_parallel: int) -> None:
+    def __init__(self, tensor_parallel: int, **engine_arguments) -> None:
         self.loop = asyncio.new_event_loop()
         self.shape = SHAPES[tensor_parallel]
         self.version = 0
         self.engine = vllm_engine.create(
             f"tp{tensor_parallel}",
             models_config.to_hf(self.shape),
-            config.to_dict(ROLLOUT),
+            config.to_dict(dataclasses.replace(ROLLOUT, engine_arguments=engine_arguments)),
             tensor_parallel,
             seed=0,
             cpu_cores=str(CORE) if tensor_parallel == 1 else "auto",

@@ -155,7 +155,7 @@ def run(config: configuration.RunConfig, workdir: Path) -> None:
     async def go() -> None:
         async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
             opened = workdirs.open_workdir(config, str(workdir))
-            await wiring.train(config, opened, tools, take_epoch=lambda: workdirs.take_epoch(opened))
+            await wiring.train(config, opened, tools, take_fencing_token=lambda: workdirs.take_fencing_token(opened))
 
     # A lock is held until its process ends, and here one process stands for several.
     with mock.patch.object(workdirs, "_lock", return_value=True):

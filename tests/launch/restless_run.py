@@ -85,11 +85,11 @@ class Killer:
 
     @staticmethod
     def _processes(workers: Any, name: str, victim: str) -> list[int]:
-        actors = workers._members._cluster._actors
+        actors = workers._sides._cluster._actors
         if victim == "engine":
             return list(workers._engines.engines[name].info.process_ids)
-        name = "trainer" if victim == "trainer" else name.replace("rollout", "replica")
-        return [actors[name].birth.pid] if name in actors else []  # a replica that was killed is made when it is needed
+        name = "trainer" if victim == "trainer" else name.replace("rollout", "hybrid")
+        return [actors[name].birth.pid] if name in actors else []  # one that was killed is made when it is needed
 
 
 def main() -> None:

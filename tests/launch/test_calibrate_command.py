@@ -71,7 +71,7 @@ def test_it_fits_runs_of_two_degrees_and_tells_what_they_are_off_by(record, tmp_
     assert set(profile.engines) == {1, 2}
     assert profile.engines[2].step < profile.engines[1].step
     assert profile.errors["rollout"] < 0.1
-    assert "publication: " in result.stdout
+    assert "weight sync: " in result.stdout
     assert output.with_suffix(".svg").read_text().startswith("<?xml")
     plan = planned(folders[0], output, tmp_path / "plan.json")
     assert plan["calibrated"] is True

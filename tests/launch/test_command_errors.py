@@ -164,8 +164,10 @@ QUICK, SIMULATED = "--config=configs/quickstart.py", "--config=configs/simulate.
 MISTAKES = {
     "tests.drills": [["--only=nothing"], []],
     "calibrate.py": [["--workdirs="]],
+    "gpu_check.py": [["--minutes=many"]],
     "kubernetes.py": [[QUICK], [QUICK, "--config.steps=0", "--dry_run"]],
     "local.py": [[]],
+    "compile.py": [[QUICK, "--config.steps=0"], [QUICK, "--topology=many"]],
     "plan.py": [["--hardware=a900"], ["--accelerators=few"], ["--config.steps=0"]],
     "prepare_data.py": [["--dataset=search_r1", "--input=in.jsonl", "--output=out.txt"], []],
     "report.py": [[]],

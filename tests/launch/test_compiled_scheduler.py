@@ -8,6 +8,8 @@ import pytest
 
 from tests.benchmarks import compiled
 
+pytestmark = pytest.mark.drill  # compiling takes a minute and a half, and only the benchmark of calls is compiled
+
 SCHEDULING = Path(__file__).resolve().parents[1] / "scheduling"
 
 
@@ -19,7 +21,6 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-@pytest.mark.slow
 def test_the_compiled_scheduler_is_what_is_imported(folder):
     names = ["cmlfq", "slots", "evidence", "prefix_tree"]
     imports = "; ".join(f"import libra_jax.scheduling.{name} as m; print(m.__file__)" for name in names)
@@ -29,7 +30,6 @@ def test_the_compiled_scheduler_is_what_is_imported(folder):
     assert all(Path(file).suffix == ".so" and Path(file).is_relative_to(folder) for file in files)
 
 
-@pytest.mark.slow
 def test_the_compiled_scheduler_passes_the_schedulers_tests(folder):
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(SCHEDULING)]
     made = compiled.run(folder, arguments, seconds=240)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from support import config_files
+from support import cli, config_files
 
 import pytest
 import scripts
@@ -136,11 +136,17 @@ def test_help_names_the_flag_that_lists_settings():
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("steps = 'ten'", "RunConfig.steps: must be of type int, not 'ten'"),
-        ("optimizer.learning_rate = '1e-4'", "OptimizerConfig.learning_rate: must be of type float, not '1e-4'"),
-        ("optimizer = {}", "RunConfig.optimizer: must be of type OptimizerConfig, not {}"),
-        ("tools.use = 'python'", "ToolsConfig.use: must be a tuple, not 'python'"),
-        ("task.arguments = 3", "TaskConfig.arguments: must be a mapping, not 3"),
+        ("steps = 'ten'", "RunConfig.steps: must be of type int, not 'ten'; for example 100"),
+        (
+            "optimizer.learning_rate = '1e-4'",
+            "OptimizerConfig.learning_rate: must be of type float, not '1e-4'; for example 0.001",
+        ),
+        (
+            "optimizer = {}",
+            "RunConfig.optimizer: must be of type OptimizerConfig, not {}; for example OptimizerConfig()",
+        ),
+        ("tools.use = 'python'", "ToolsConfig.use: must be a tuple, not 'python'; for example ('first', 'second')"),
+        ("task.arguments = 3", "TaskConfig.arguments: must be a mapping, not 3; for example {'name': 1}"),
     ],
 )
 def test_a_setting_of_the_wrong_type_is_told_with_its_line(tmp_path, setting, expected):
@@ -154,6 +160,12 @@ def test_a_setting_takes_the_type_of_its_field():
     run.optimizer.learning_rate, run.tools.use = 1, ["python"]
     assert isinstance(run.optimizer.learning_rate, float)
     assert run.tools.use == ("python",)
+
+
+def test_an_empty_mapping_clears_what_a_config_file_gives():
+    for field, emptied in (("name=x", False), ("task.environment_arguments={}", True)):
+        read = cli.read_config(config.RunConfig, "configs/questions.py", [f"--config.{field}"])
+        assert (not read.task.environment_arguments) is emptied
 
 
 def test_a_config_file_without_return_is_answered_in_one_sentence_alone(tmp_path):

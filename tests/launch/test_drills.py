@@ -73,7 +73,7 @@ rollout-0: no weights yet, 0 requests running
 step  9/40  reward 0.117  229 tokens/s
 Engine rollout-0 was lost (its process 8 died); its requests wait, and it is started again (restart 1 of 3).
 step 10/40  reward 0.092  11 tokens/s
-replica-1 is ended: its process 9 died
+hybrid-1 is ended: its process 9 died
 W1123 02:50:00.123456 1234 pool.py:140] The sandbox of process 5 ended.
 error: trainer.1 is lost
 """
@@ -92,7 +92,7 @@ def test_a_log_tells_its_last_step_and_its_sentences():
     assert first.startswith("SIGTERM: stopping")
     assert second.startswith("Engine rollout-0 was lost")
     assert others == [
-        "replica-1 is ended: its process 9 died",
+        "hybrid-1 is ended: its process 9 died",
         "The sandbox of process 5 ended.",
         "error: trainer.1 is lost",
     ]

@@ -170,7 +170,7 @@ cat >"$0.input"
     ("end", "said"),
     [
         ("echo rayjob.ray.io/mine created", "created"),
-        ("echo rayjob.ray.io/mine unchanged", "mine is there already: to start it again, first kubectl delete"),
+        ("echo rayjob.ray.io/mine unchanged", "mine exists already: to start it again, first kubectl delete"),
         ("echo 'error: unknown field \"spec.entrypoints\"' >&2; exit 1", "error: kubectl refused it: error: unknown"),
     ],
 )

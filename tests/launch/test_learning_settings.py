@@ -148,6 +148,7 @@ def test_the_fake_engine_is_warned_of():
     result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run")
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("warning: config.rollout.engine: fake is a test double without a model") == 1
+    assert "its log-probabilities made up (the mismatch" in result.stderr
 
 
 def test_the_config_for_questions_chooses_by_its_weights():

@@ -112,8 +112,8 @@ def test_killed_with_9_it_leaves_no_host_command_or_file(tmp_path):
         (("--hosts=2",), "no command to run on the hosts; give it after --"),
         (("--hosts=2", "--kill_host=2", "--", "true"), "--kill_host=2: the hosts are 0 to 1 (--hosts)"),
         (("--hosts=999", "--", "true"), "999 hosts cannot be emulated; between 1 and 250 can"),
-        (("--hosts=1", "--", "no-such-command"), "no-such-command, the command after --, is no script"),
-        (("--hosts=1", "--", "nowhere.py"), "nowhere.py, the command after --, is no script"),
+        (("--hosts=1", "--", "no-such-command"), "no-such-command, the command after --, is neither a script"),
+        (("--hosts=1", "--", "nowhere.py"), "nowhere.py, the command after --, is neither a script"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(arguments, sentence):

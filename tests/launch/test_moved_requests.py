@@ -1,12 +1,16 @@
-"""A real run (vLLM and JAX) over a narrow and a wide instance: what moves keeps its tokens and log-probabilities."""
+"""A real run (vLLM and JAX) over a narrow and a wide instance, both of which speculate: what moves keeps its tokens and
+log-probabilities, and these are the trainer's."""
 
 import json
+import math
 import os
 
 import pytest
 import scripts
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SETTINGS = (
+    f"--config.rollout.engine_arguments={ {'speculative_config': NGRAM} }",
     "--config.steps=3",
     "--config.coordinator.groups_per_step=8",
     "--config.rollout.slots_by_instance=(64,8)",
@@ -33,4 +37,10 @@ def test_log_probabilities_of_moved_trajectories_are_the_trainers(tmp_path):
     assert sum(step["routing/judged"] for step in steps) > 0
     moved = [step["mismatch/moved_log_prob_max"] for step in steps if step["agent/moves"] > 0]
     assert max(moved) < 1e-3
+    # Tokens of the scoring version, moved or not.
+    ratios = [step["mismatch/ratio_max"] for step in steps if "mismatch/ratio_max" in step]
+    assert steps[0]["mismatch/ratio_max"] == ratios[0], "the first batch was sampled by the version that trains"
+    assert max(map(math.log, ratios)) < 1e-3
+    assert all(step["skipped"] == 0 and step["grad_norm"] > 0 for step in steps)
+    assert [step["policy_version"] for step in steps] == [1, 2, 3]
     assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])

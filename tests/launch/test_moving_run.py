@@ -8,7 +8,9 @@ import pytest
 import real_runs
 from real_runs import lines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.multiprocess]
+# With the drills: CI moves a trainer between process sets in tests/cluster/test_trainer_processes.py, and its other
+# whole runs have plans that move, hybrid workers and several nodes one at a time.
+pytestmark = [pytest.mark.drill, pytest.mark.ray, pytest.mark.slow, pytest.mark.multiprocess]
 
 SAME = ("trajectory_id", "prompt_id", "group_id", "step", "policy_version", "reward", "prompt_tokens")
 
@@ -39,7 +41,7 @@ def test_a_plan_moves_the_trainer_over_two_nodes_and_every_step_is_that_of_a_run
         assert {"start", "compile", "snapshot", "restore", "replay", "settle"} <= item["phases"].keys()
     told = [json.loads(line) for line in moved.stdout.splitlines() if line.startswith("{")]
     nodes = {item["actor"]: item["node"] for item in told}
-    assert len({nodes[name] for name in ("trainer-1.0", "trainer-1.1", "replica-2")}) == 2, nodes
+    assert len({nodes[name] for name in ("trainer-1.0", "trainer-1.1", "hybrid-2")}) == 2, nodes
     assert "trainer-2" in nodes
 
     helped = [step["step"] for step in steps if step.get("shares/micro_batches", 0) > 0]

@@ -56,8 +56,11 @@ def test_degrees_that_do_not_divide_the_model_are_left_out(tmp_path):
     """Qwen2.5-0.5B has 14 attention heads, which neither 4 nor 8 divides."""
     output = tmp_path / "plan.json"
     model = "--config.simulation.model=Qwen2.5-0.5B"
-    result = plan("--config=configs/simulate.py:search", model, f"--output={output}")
+    result = plan("--config=configs/simulate.py:search", model, "--generated_tokens=2000", f"--output={output}")
     assert result.returncode == 0, result.stderr
+    told = "gives the mean alone, so the spread of the workload search is assumed: P90 6,"
+    assert told in result.stdout
+    assert "Give mean,P90 for another, like --generated_tokens=2000,3500." in result.stdout
     assert {item["tensor_parallel"] for item in json.loads(output.read_text())["rollout"]} <= {1, 2}
 
 

@@ -16,6 +16,8 @@ def test_three_sizes_are_told_of_with_the_first_bottleneck_and_what_to_do_about_
     result = scale(f"--output={output}")
     assert result.returncode == 0, result.stderr
     made = json.loads(output.read_text())
+    assert (made["model"], made["hardware"]) == ("Qwen3-14B", "a800")
+    assert result.stdout.startswith("Qwen3-14B on a800, ")
     assert [one["accelerators"] for one in made["loads"]] == [48, 1_024, 10_240]
     for name in made["loads"][0]["parts"]:
         values = [one["parts"][name]["value"] for one in made["loads"]]
@@ -41,9 +43,9 @@ def test_settings_of_the_run_change_what_they_are_about_and_nothing_else(tmp_pat
     changed = scale("--accelerators=10240", "--stream_interval=512", "--chunk_mib=2048", f"--output={paths[1]}")
     assert changed.returncode == 0, changed.stderr
     before, after = (json.loads(path.read_text())["loads"][0]["parts"] for path in paths)
-    assert {name for name in before if before[name] != after[name]} == {"coordinator", "publication"}
+    assert {name for name in before if before[name] != after[name]} == {"coordinator", "weight sync"}
     assert after["coordinator"]["value"] < before["coordinator"]["value"]
-    assert after["publication"]["value"] < before["publication"]["value"]
+    assert after["weight sync"]["value"] < before["weight sync"]["value"]
 
 
 def test_costs_that_come_along_are_whole_and_within_reason():
@@ -65,6 +67,8 @@ def test_costs_that_come_along_are_whole_and_within_reason():
         (["--stream_interval=0"], ["--stream_interval=0"]),
         (["--config=configs/quickstart.py"], ["--config", "no simulated run"]),
         (["--output=/proc/scale.json"], ["--output"]),
+        (["--config.optimizer.learning_rate=1.0"], ["optimizer.learning_rate: launch/scale.py does not read it"]),
+        (["--config.rollout.stream_interval=64"], ["rollout.stream_interval: ", "takes --stream_interval"]),
     ],
 )
 def test_what_cannot_be_is_refused_by_one_sentence(arguments, said):

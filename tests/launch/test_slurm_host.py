@@ -174,6 +174,17 @@ class TestAHostWhoseRay:
         assert (process.returncode, said) == (1, 2 * again + "n2: error: Ray did not start here\n")
         assert (attempt / "ended").read_text() == "failed 1\n"
 
+    def test_opens_its_folder_to_all_is_in_one_for_this_user_only(self, run, attempt):
+        """Ray makes its folder 0777; its logs say why a run did not finish."""
+        process = run(
+            'for word; do case "$word" in --temp-dir=*) own=${word#*=} ;; esac; done\n'
+            "mkdir -p $own/session_2026/logs; chmod 777 $own\n"
+            "stat -c %a $own $own/.. >$own/session_2026/logs/modes; exit 1",
+            "n2",
+        )
+        process.communicate(timeout=60)
+        assert (attempt / "ray-n2" / "modes").read_text().split() == ["777", "700"]
+
     def test_does_not_start_at_once_is_started_again(self, run, attempt, tmp_path):
         process = run(f"test -e {tmp_path}/tried && exit 0; touch {tmp_path}/tried; exit 1", "n1", hosts=1)
         assert process.wait(60) == 0

@@ -118,6 +118,9 @@ def test_two_runs_share_a_node_and_go_on_after_a_signal_and_a_requeue(slurm, cac
     slurm_node.wait_for(lambda: begun(told), RUN_SECONDS, "second step of the run that is told to stop")
     slurm.run("scancel", "--batch", "--signal=TERM", jobs[told])  # as Slurm does before it ends a job
     slurm_node.wait_for(lambda: begun(requeued), RUN_SECONDS, "second step of the run that is requeued")
+    (folder,) = pathlib.Path("/tmp").glob(f"libra-{jobs[requeued]}-*")
+    assert folder.stat().st_mode & 0o777 == 0o700, "other users reach Ray's folder, which Ray opens to all"
+    assert list(folder.glob("*/session_2*")), "Ray runs elsewhere"
     slurm.run("scontrol", "requeue", jobs[requeued])
     reached = {workdir: steps_done(workdir) for workdir in jobs}
 

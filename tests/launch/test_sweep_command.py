@@ -27,6 +27,7 @@ def test_a_sweep_runs_each_config_and_seed_once_and_goes_on_where_it_was_stopped
     more = scripts.run("sweep.py", *arguments[:-1], "--seeds=0,1", arguments[-1], seconds=200)
     assert more.returncode == 0, more.stderr
     assert "4 runs, of which 2 are done already" in more.stderr
+    assert "+- is the sample standard deviation over the seeds" in more.stdout
     again = json.loads((output / "sweep.json").read_text())
     assert [entry["seed"] for entry in again["static-search"]] == [0, 1]
     assert again["static-search"][0] == results["static-search"][0]

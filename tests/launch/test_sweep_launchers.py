@@ -131,6 +131,7 @@ def test_a_table_and_a_picture_have_means_and_spreads_over_seeds(tmp_path, monke
     assert "2 of 2" in shown
     assert "0.500" in shown, "the mean of 0.25 and 0.75"
     assert "0.354" in shown, "their standard deviation"
+    assert "+- is the sample standard deviation over the seeds" in " ".join(shown.split())
     summary = json.loads((folder / "sweep.json").read_text())
     assert summary["a"]["reward"] == {"mean": 0.5, "spread": pytest.approx(0.3536, abs=1e-4)}
     assert summary["b"]["reward"]["mean"] is None
@@ -150,6 +151,26 @@ def test_what_a_run_says_of_its_end_is_in_the_table(sweep, capsys):
     shown = capsys.readouterr().out
     assert "the disk is full" in shown
     assert "failed" in shown
+
+
+def test_escapes_of_runs_and_launchers_do_not_reach_the_terminal(sweep, tmp_path, capsys):
+    """A run's reason to fail, a launcher's answer and a launcher's last line are anybody's text."""
+    runs, folder, _ = sweep
+    hostile = "\x1b]0;mine\x07 \x9b2J"
+    script = LAUNCHER.replace("Submitted.", hostile).replace("no room", hostile).replace("error: ", "")
+    (tmp_path / "launcher.py").write_text(f"{script}print({hostile!r})\n")
+    with pytest.raises(LibraError):
+        submit(runs, folder, "slurm", "--fail")
+    runs[0].workdir.mkdir()
+    view = status.RunStatus("a", 2, 1, lambda: 0.0).view()
+    ended = {"how": "failed", "sentence": f"[red]mine[/red] {hostile}"}
+    (runs[0].workdir / "status.json").write_text(json.dumps({**view, "ended": ended}))
+    submit(runs, folder, "slurm")
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert not set(text) & {"\x1b", "\x07", "\x9b"}
+        assert r"\x1b]0;mine\x07 \x9b2J" in text
+    assert "[red]mine[/red]" in shown.out
 
 
 def test_a_run_is_submitted_once_with_its_own_workdir(sweep, capsys):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -76,7 +77,15 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
         ),
         ("--config.rollout.bucket_mib=64", ("rollout.bucket_mib is now rollout.chunk_mib",)),
         ("--config.roolout.slots=3", ("config.roolout", "did you mean rollout")),
-        ("--config.rollout.slots=many", ("--config.rollout.slots", "many")),
+        (
+            "--config.rollout.slots=many",
+            ("--config.rollout.slots: 'many' is not a whole number; for example --", "=64"),
+        ),
+        (
+            "--config.optimizer.learning_rate=fast",
+            ("'fast' is not a number; for example --config.optimizer.learning_rate=0.001",),
+        ),
+        ("--config.elastic.resize=maybe", ("'maybe' is not True or False; for example --config.elastic.resize=False",)),
         ("--config.rollout.slots=0", ("config.rollout.slots", "must be positive")),
         ("--config.algorithm.advantage=gppo", ("config.algorithm.advantage", "did you mean 'grpo'")),
         ("--config.rollout.tensor_parallel=(3,)", ("config.rollout.tensor_parallel", "1, 2, 4, 8")),
@@ -127,11 +136,30 @@ def test_a_reward_function_that_cannot_be_made_is_refused_before_anything_starts
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_names_the_model_that_is_not_here_before_its_shape():
-    offline = {"HF_HUB_OFFLINE": "1"}
-    result = train("--config=configs/questions.py:models/NONE", "--dry_run", environment=offline)
+def test_a_dry_run_names_what_is_not_here_without_the_settings(tmp_path):
+    (tmp_path / "flights.jsonl").write_text("{}")
+    offline, tasks = {"HF_HUB_OFFLINE": "1"}, f"--config.task.path={tmp_path / 'flight.jsonl'}"
+    result = train("--config=configs/questions.py:models/NONE", tasks, "--dry_run", environment=offline)
     scripts.assert_one_sentence(result, "this run cannot start here: config.model.path: models/NONE is no folder here")
-    assert "policy      not known: no model at models/NONE" in result.stdout
+    scripts.assert_one_sentence(result, "did you mean ", "flights.jsonl? What does not depend on the model's shape was")
+    assert result.stdout.startswith("policy      not known: no model at models/NONE")
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"), [("nan", "gave nan, which is not a finite number for the first task"), ("number", "")]
+)
+def test_a_dry_run_tries_the_rewards_on_the_first_task(kind, shown):
+    function = {"mine": {"factory": "reward_functions:giving", "arguments": {"kind": kind}}}
+    folder = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), "tests/common"])}
+    result = train(QUICKSTART, f"--config.reward.functions={function}", "--dry_run", environment=folder)
+    if shown:
+        scripts.assert_one_sentence(
+            result, f"start here: config.reward.functions.mine: reward_functions:giving {shown}"
+        )
+        assert "\nsteps: " not in result.stdout
+    else:
+        assert "\nsteps: " in result.stdout
+        assert "\n  mine gave 0.5 for the first task with its own answer\n" in result.stdout
 
 
 def test_a_path_is_refused_where_the_source_reads_none_even_if_it_is_missing():
@@ -218,8 +246,10 @@ def test_a_workdir_of_another_config_is_refused_with_the_fields_that_differ(tmp_
     workdir.mkdir()
     stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
     (workdir / "config.json").write_text(json.dumps(stored))
-    result = train(QUICKSTART, f"--workdir={workdir}")
+    result = train(QUICKSTART, "--config.rollout.engine=fake", f"--workdir={workdir}")
     scripts.assert_one_sentence(result, str(workdir), "config.name is 'run' there and 'quickstart' here")
+    warned = "warning: config.rollout.engine: fake is a test double without a model"
+    assert result.stderr.count(warned) == 1, "a real start warns as a dry run does"
 
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path):

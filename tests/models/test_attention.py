@@ -1,6 +1,7 @@
 """Blockwise attention and the platform kernels against one dense softmax, values and gradients."""
 
 import functools
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as stablehlo
 
-from libra_jax.models import attention, feasibility
+from libra_jax.models import attention, cudnn_attention, feasibility, splash_attention, transformer
+from libra_jax.models import config as model_config
 from libra_jax.protocols import ConfigError
+from libra_jax.training import topology
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -76,64 +80,217 @@ def test_blocks_that_no_segment_needs_are_not_computed():
     np.testing.assert_array_equal(needed, np.diag([True, True, True, False]))
 
 
-PACKED = np.array([[1] * 100 + [2] * 90 + [3] * 66, [5] * 200 + [0] * 56], np.int32)
-
-
-def test_splash_equals_dense_in_interpret_mode():
-    """On a TPU the same kernel is compiled; interpreting it checks our masks, scaling and padding of heads."""
-    q, k, v, grad = _inputs(2, 256, seed=1)
-    real = (PACKED != 0)[..., None, None]
-    splash = functools.partial(attention.splash, interpret=True)
-    got = _values_and_gradients(splash, q, k, v, grad * real, PACKED)
-    expected = _values_and_gradients(attention.dense, q, k, v, grad * real, PACKED)
+def _agree(got, expected, segments):
+    """Compares outputs and gradients where there is a token; nothing anywhere may be NaN."""
+    real = (segments != 0)[..., None, None]
     for ours, reference in zip(got, expected, strict=True):
+        assert np.isfinite(ours).all()
         np.testing.assert_allclose(ours * real, reference * real, atol=1e-5)
 
 
-def test_cudnn_serves_single_segments_and_leaves_packed_rows_to_blocks():
-    """Run with XLA's implementation of the same call, because the cuDNN one needs a GPU."""
-    q, k, v, grad = _inputs(2, 256, seed=2)
-    served = []
+# Three blocks of 128; the second row ends in padding that shares a block with a sequence, and has a block of its own.
+BLOCKED = np.array([[1] * 100 + [2] * 90 + [3] * 194, [1] * 120 + [2] * 20 + [0] * 244], np.int32)
 
-    def otherwise(*inputs):
-        jax.debug.callback(lambda: served.append("blocks"))
-        return attention.chunked(*inputs, chunk=64)
 
-    fused = functools.partial(attention.cudnn, otherwise=otherwise, implementation="xla")
-    single = np.array([[3] * 256, [1] * 200 + [0] * 56], np.int32)
-    for segments, packed in ((single, False), (PACKED, True)):
-        real = (segments != 0)[..., None, None]
-        got = _values_and_gradients(fused, q, k, v, grad * real, segments)
-        jax.effects_barrier()
-        assert bool(served) == packed
-        expected = _values_and_gradients(attention.dense, q, k, v, grad * real, segments)
-        for ours, reference in zip(got, expected, strict=True):
-            np.testing.assert_allclose(ours * real, reference * real, atol=1e-5)
+@pytest.mark.parametrize("one_backward_kernel", [True, False])
+def test_splash_equals_dense_and_skips_other_segments(monkeypatch, one_backward_kernel):
+    """On a TPU the same kernels are compiled; interpreting them checks our masks, scaling and padding of heads."""
+    monkeypatch.setattr(splash_attention, "FUSED_BLOCKS", 3 if one_backward_kernel else 2)
+    needed = np.asarray(splash_attention.needed_blocks(jnp.asarray(BLOCKED)))
+    np.testing.assert_array_equal(needed[0], [[True, False, False], [True, True, False], [False, True, True]])
+    np.testing.assert_array_equal(needed[1], [[True, False, False], [True, True, False], [False, False, True]])
+
+    def splash(q, k, v, segments):
+        return splash_attention.attend(q, k, v, segments, splash_attention.needed_blocks(segments), interpret=True)
+
+    q, k, v, grad = _inputs(2, 384, seed=1)
+    grad = grad * (BLOCKED != 0)[..., None, None]
+    # Values of a block that is skipped are never read.
+    got = _values_and_gradients(splash, q, k, v, grad, BLOCKED)
+    _agree(got, _values_and_gradients(attention.dense, q, k, v, grad, BLOCKED), BLOCKED)
+
+
+MOST = 4  # sequences of a row in the tests of cuDNN's layout
+
+
+@st.composite
+def _rows(draw):
+    """Rows as the trainer packs them: sequences numbered from 1, then padding; some rows are empty."""
+    tokens, lengths = 27, st.lists(st.integers(1, 12), max_size=MOST)
+    rows = []
+    for sequences in draw(st.lists(lengths, min_size=3, max_size=3)):
+        ids = np.repeat(np.arange(1, len(sequences) + 1), sequences)[:tokens]
+        rows.append(np.pad(ids, (0, tokens - len(ids))))
+    return np.array(rows, np.int32)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(_rows())
+def test_cudnn_layout_lists_each_sequence_once(segments):
+    starts, lengths = map(np.asarray, cudnn_attention.layout(jnp.asarray(segments), MOST))
+    for row, ids in enumerate(segments):
+        # An empty row hands over its first token, so that no call of the kernel is without a sequence.
+        expected = [(np.flatnonzero(ids == name)[0], (ids == name).sum()) for name in np.unique(ids[ids > 0])] or [
+            (0, 1)
+        ]
+        none = [(-1, -1)] * (MOST - len(expected))
+        assert list(zip(starts[row], lengths[row], strict=False)) == expected + none
+        assert starts[row, -1] == -1
+
+
+@jax.custom_vjp
+def _on_flat_memory(q, k, v, owner_q, owner_k, scale):
+    """Attention over all tokens of all rows as one array; `owner` is the sequence of a token, 0 if it has none."""
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    allowed = (owner_q[:, None] == owner_k) & (owner_k > 0) & (jnp.arange(len(q))[:, None] >= jnp.arange(len(k)))
+    weights = jax.nn.softmax(jnp.where(allowed, jnp.einsum("qhd,khd->hqk", q, k) * scale, -1e30))
+    return jnp.where(owner_q[:, None, None] > 0, jnp.einsum("hqk,khd->qhd", weights, v), jnp.nan)
+
+
+def _forward(q, k, v, owner_q, owner_k, scale):
+    out, vjp = jax.vjp(lambda q, k, v: _on_flat_memory.fun(q, k, v, owner_q, owner_k, scale), q, k, v)
+    return out, (vjp, owner_q, owner_k)
+
+
+def _backward(saved, grad):
+    vjp, owner_q, owner_k = saved
+    dq, dk, dv = vjp(jnp.where(owner_q[:, None, None] > 0, grad, 0.0))
+    blank_q, blank_k = ((owner == 0)[:, None, None] for owner in (owner_q, owner_k))
+    return jnp.where(blank_q, jnp.nan, dq), *(jnp.where(blank_k, jnp.nan, d) for d in (dk, dv)), None, None, None
+
+
+_on_flat_memory.defvjp(_forward, _backward)
+
+
+def _cudnn_double(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
+    """Computes what cuDNN computes, from the offsets that JAX hands it. What cuDNN leaves unwritten is NaN here."""
+    assert mask_type is stablehlo.MaskType.PADDING_CAUSAL
+    rows, tokens = query.shape[:2]
+    if q_offsets is None:
+        begins, counts = jnp.arange(rows) * tokens, q_seqlen
+        begins_k = begins
+    else:
+        fixed = stablehlo._fix_seqlen_offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, query, key)
+        # Offsets count elements of the memory of queries or keys.
+        begins, begins_k = (
+            fixed[2 + i].reshape(-1)[:-rows] // (x.shape[2] * x.shape[3]) for i, x in enumerate((query, key))
+        )
+        counts = fixed[0].reshape(-1)
+
+    def owner(begins):
+        token = jnp.arange(rows * tokens)[:, None]
+        inside = (token >= begins) & (token < begins + counts)
+        return (inside * (1 + jnp.arange(len(counts)))).max(-1)
+
+    flat = (x.reshape(rows * tokens, *x.shape[2:]) for x in (query, key, value))
+    return _on_flat_memory(*flat, owner(begins), owner(begins_k), scale).reshape(query.shape)
+
+
+def _by_cudnn(most, q, k, v, segments):
+    arrays = cudnn_attention.layout(segments, most)
+    return cudnn_attention.attend(q, k, v, segments, *arrays, fused=_cudnn_double)
+
+
+BY_CUDNN = {most: functools.partial(_by_cudnn, most) for most in (1, MOST)}  # one compilation each
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(_rows(), st.booleans())
+def test_cudnn_call_equals_dense_values_and_gradients(segments, packed):
+    """No CPU runs cuDNN, so a double takes the same call: grouped heads, odd lengths, padding, empty rows."""
+    if not packed:
+        segments = np.minimum(segments, 1)
+    q, k, v, grad = _inputs(len(segments), segments.shape[1], seed=3)
+    got = _values_and_gradients(BY_CUDNN[MOST if packed else 1], q, k, v, grad, segments)
+    expected = _values_and_gradients(attention.dense, q, k, v, grad, segments)
+    for ours, reference in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+def test_rows_beyond_cudnns_offsets_are_refused():
+    q = jax.ShapeDtypeStruct((8, 32768, 64, 128), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((8, 32768), jnp.int32)
+    with pytest.raises(ConfigError, match="rows_per_micro_batch: queries of shape"):
+        jax.eval_shape(functools.partial(_by_cudnn, 2), q, q, q, segments)
+
+
+def _kernels(jaxpr, found):
+    """Collects the fused kernels of a program, and the loops and branches that the chunked kernel consists of."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "pallas_call":
+            found.append(equation.params["name"])
+            continue
+        if name.startswith("dot_product_attention") or name in ("while", "cond"):
+            found.append(name)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            _kernels(inner, found)
+    return found
+
+
+GPU = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
+TPU = types.SimpleNamespace(platform="tpu")
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("full", 2)])
+@pytest.mark.parametrize("device", [GPU, TPU])
+def test_only_full_remat_runs_the_forward_kernel_again(device, remat, forwards):
+    """Packed rows take one fused kernel in each pass, and no branch leads to the chunked loop."""
+    config = model_config.TransformerConfig(
+        **(vars(model_config.load_preset("Qwen3-0.6B")) | {"num_layers": 2, "vocab_size": 128})
+    )
+    options = transformer.ComputeOptions("bfloat16", remat, target=attention.target(device))
+    params = transformer.abstract_params(config)
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def loss(params, ids):
+        return transformer.forward(params, config, options, ids, ids, ids).astype(jnp.float32).sum()
+
+    with topology.answering_for(device):
+        found = _kernels(jax.make_jaxpr(jax.grad(loss))(params, ids).jaxpr, [])
+    forward, backward = {
+        "gpu": ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"),
+        "tpu": ("splash_mha_fwd_segmented_residuals", "splash_mha_dkv_segmented_no_residuals"),
+    }[device.platform]
+    assert found == [forward] * forwards + [backward]
 
 
 def test_a_kernel_of_another_platform_is_refused_with_a_sentence():
-    q, k, v = (jnp.ones((1, 128, heads, 128)) for heads in (4, 2, 2))
     segments = jnp.ones((1, 128), jnp.int32)
     for kernel, needs in (("splash", "TPU"), ("cudnn", "GPU")):
         with pytest.raises(ConfigError, match=rf"config.model.attention: {kernel} needs a {needs} \(this is cpu\)"):
-            attention.prepare(kernel, 128, segments)(q, k, v)
+            attention.prepare(segments, kernel=kernel, chunk=128, head_dim=128, dtype="bfloat16")
+
+
+def test_a_device_names_its_platform_and_generation():
+    assert attention.target(jax.devices("cpu")[0]) == feasibility.CPU
+    assert attention.target(GPU) == feasibility.Target("gpu", (9, 0))
+    rocm = types.SimpleNamespace(platform="gpu", compute_capability="gfx90a")
+    assert attention.target(rocm) == feasibility.Target("gpu", (0, 0))
+
+
+AMPERE, HOPPER = feasibility.Target("gpu", (8, 0)), feasibility.Target("gpu", (9, 0))
+V6E = feasibility.Target("tpu", (0, 0))
 
 
 @pytest.mark.parametrize(
-    ("platform", "tokens", "head_dim", "dtype", "auto", "problem"),
+    ("target", "tokens", "head_dim", "dtype", "packed", "auto", "problem"),
     [
-        ("cpu", 128, 128, "bfloat16", "chunked", None),
-        ("tpu", 256, 64, "float32", "splash", None),
-        ("tpu", 200, 64, "float32", "chunked", "splash needs rows of a multiple of 128 tokens, not 200"),
-        ("gpu", 200, 128, "bfloat16", "cudnn", None),
-        ("gpu", 200, 128, "float32", "chunked", "cudnn needs bfloat16 and heads of at most 128, not float32"),
-        ("gpu", 200, 256, "bfloat16", "chunked", "cudnn needs bfloat16 and heads of at most 128, not bfloat16"),
+        (feasibility.CPU, 128, 128, "bfloat16", True, "chunked", None),
+        (V6E, 256, 64, "float32", True, "splash", None),
+        (V6E, 200, 64, "float32", True, "chunked", "splash needs rows of a multiple of 128 tokens, not 200"),
+        (HOPPER, 200, 128, "bfloat16", True, "cudnn", None),
+        (feasibility.Target("gpu"), 200, 128, "bfloat16", True, "cudnn", None),
+        (AMPERE, 200, 128, "bfloat16", False, "cudnn", None),
+        (AMPERE, 200, 128, "bfloat16", True, "chunked", "cudnn needs an NVIDIA GPU of the Hopper generation or later"),
+        (HOPPER, 200, 128, "float32", True, "chunked", "cudnn needs bfloat16 and heads of at most 128, not float32"),
+        (HOPPER, 200, 256, "bfloat16", True, "chunked", "cudnn needs bfloat16 and heads of at most 128, not bfloat16"),
     ],
 )
-def test_auto_takes_the_platform_kernel_where_it_suffices(platform, tokens, head_dim, dtype, auto, problem):
-    case = (platform, tokens, head_dim, dtype)
+def test_auto_takes_the_platform_kernel_where_it_suffices(target, tokens, head_dim, dtype, packed, auto, problem):
+    case = (target, tokens, head_dim, dtype, packed)
     assert feasibility.choose_attention("auto", *case) == auto
     assert feasibility.choose_attention("chunked", *case) == "chunked"
     if problem is not None:
         with pytest.raises(ConfigError, match=problem):
-            feasibility.choose_attention({"tpu": "splash", "gpu": "cudnn"}[platform], *case)
+            feasibility.choose_attention({"tpu": "splash", "gpu": "cudnn"}[target.platform], *case)

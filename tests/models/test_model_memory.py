@@ -10,7 +10,7 @@ import pytest
 
 from libra_jax.models import config as model_config
 from libra_jax.models import transformer
-from libra_jax.training import losses
+from libra_jax.training import logprobs
 
 TOKENS, VOCABULARY, CHUNK = 32_768, 4096, 1024
 
@@ -18,7 +18,7 @@ TOKENS, VOCABULARY, CHUNK = 32_768, 4096, 1024
 def _loss(config, options):
     def loss(params, tokens, positions, segments):
         hidden = transformer.forward(params, config, options, tokens, positions, segments)
-        scores, _ = losses.token_log_probs(
+        scores, _ = logprobs.token_log_probs(
             hidden, transformer.unembedding(params, config), jnp.roll(tokens, -1), temperature=1.0, chunk=CHUNK
         )
         return -scores.mean()

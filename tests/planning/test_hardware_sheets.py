@@ -20,6 +20,14 @@ def test_an_a800_is_an_a100_with_two_thirds_of_its_links():
     assert a800.node_link_bytes_per_second == pytest.approx(a100.node_link_bytes_per_second * 2 / 3)
 
 
+def test_a_device_has_the_peak_of_its_own_sheet_or_none():
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert hardware.peak_flops("TPU v5 lite") == 197e12
+    assert hardware.peak_flops("NVIDIA H100 PCIe") is None  # 756e12: another board
+    assert hardware.peak_flops("cpu") is None
+    assert set(hardware.DEVICE_KINDS.values()) == set(hardware.names())
+
+
 def test_an_unknown_accelerator_is_answered_with_the_nearest_name():
     with pytest.raises(protocols.ConfigError, match="did you mean 'a800'"):
         hardware.sheet("A80O")

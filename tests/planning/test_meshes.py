@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes
+from libra_jax.planning import costs, hardware, meshes, programs
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-8B", "model"))
 TRAINER = meshes.Trainer(lengths=(8_192, 32_768))
@@ -86,3 +88,18 @@ def test_a_sequence_that_no_row_holds_is_refused():
         training([40_000])
     with pytest.raises(protocols.DataError, match="there is none"):
         training([])
+
+
+def test_a_compiled_mesh_takes_its_memory_and_communication_from_the_program():
+    parts = (programs.Traffic(("fsdp",), 8, 100, 9e12), programs.Traffic(("tensor",), 2, 100, 9e9))
+    program = programs.Program(9e9, 30e9, parts, 1e12, 0, 0, 0, (), (), 1.0)
+    case = programs.Case("a", MODEL.parameters, "h100", 1, 4, 2, 8, 32_768, True, "full", 5e9, 1e9, {"policy": program})
+    plain, known = (meshes.Trainer((8_192, 32_768), rows=8, compiled=compiled) for compiled in ((), (case,)))
+    lengths = [16_000] * 16
+    before, after = meshes.Training(MODEL, lengths, plain), meshes.Training(MODEL, lengths, known)
+    assert after.memory_bytes(1, 4, 2) == case.memory_bytes == 43e9
+    assert after.seconds(1, 4, 2) > before.seconds(1, 4, 2)
+    # Other meshes and other rows were not compiled.
+    assert after.mesh(1, 8, 1) == before.mesh(1, 8, 1)
+    other = meshes.Training(MODEL, lengths, dataclasses.replace(known, rows=16))
+    assert other.memory_bytes(1, 4, 2) != case.memory_bytes

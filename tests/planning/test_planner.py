@@ -126,7 +126,7 @@ def test_nothing_is_decided_while_it_may_not_move():
     assert metrics["plan/step_seconds"] > 0
 
 
-def test_publication_is_part_of_the_trainers_cycle():
+def test_weight_sync_is_part_of_the_trainers_cycle():
     made = make(shadow=True)
     looks = steps(made, planner.Measured(step=60.0, train=40.0, sync=20.0, wait=0.0, slots=448), 500, 8)
     assert made.levels.sync == pytest.approx(20.0)

@@ -77,14 +77,14 @@ def test_rates_and_cores_are_those_that_were_added_up_by_hand():
     assert here.parts["coordinator"].value == pytest.approx(sum(expected.values()))
 
 
-def test_a_publication_is_the_bytes_down_the_tree_or_the_calls_and_then_the_loading():
+def test_a_weight_sync_is_the_bytes_down_the_tree_or_the_calls_and_then_the_loading():
     here = found()  # two hosts of rollout, so that the tree is two deep; 8 buckets
     calls = 8 * (0.2 + 4 * 0.5) + 8 * 8 * (0.1 + 0.5) + 2 * 8 * (0.3 + 2 * 0.5)
-    assert here.publication == pytest.approx({"bytes": 2 * 2.0 * (1 + 2 / 8), "calls": calls * MS, "load": 0.5})
-    assert here.parts["publication"].value == pytest.approx(5.5)
-    assert here.parts["publication"].limit == pytest.approx(100.0)
+    assert here.weight_sync == pytest.approx({"bytes": 2 * 2.0 * (1 + 2 / 8), "calls": calls * MS, "load": 0.5})
+    assert here.parts["weight sync"].value == pytest.approx(5.5)
+    assert here.parts["weight sync"].limit == pytest.approx(100.0)
     many = found(40_000)
-    assert many.parts["publication"].value == pytest.approx(many.publication["calls"] + 0.5)
+    assert many.parts["weight sync"].value == pytest.approx(many.weight_sync["calls"] + 0.5)
     assert scale.FAN_OUT == relay_tree.FAN_OUT
 
 
@@ -136,7 +136,7 @@ def test_fewer_deltas_and_larger_buckets_never_cost_more(accelerators, one, othe
     few, many = (found(accelerators, stream_interval=size) for size in (max(one, other), min(one, other)))
     assert few.parts["coordinator"].value <= many.parts["coordinator"].value
     large, small = (found(accelerators, chunk_mib=size) for size in (max(one, other), min(one, other)))
-    assert large.publication["calls"] <= small.publication["calls"]
+    assert large.weight_sync["calls"] <= small.weight_sync["calls"]
 
 
 @pytest.mark.parametrize("part", found().parts)
@@ -174,12 +174,12 @@ def test_fewer_deltas_are_the_remedy_of_a_busy_coordinator_as_long_as_they_are_e
     assert (count - 1) * scale.BUSY < left <= count * scale.BUSY
 
 
-def test_larger_buckets_are_the_remedy_of_a_publication_as_long_as_they_are_enough():
+def test_larger_chunks_are_the_remedy_of_a_weight_sync_as_long_as_they_are_enough():
     dear = dataclasses.replace(COSTS, call=5 * MS)
-    over = next(size for size in range(40, 10**6, 40) if found(size, dear).parts["publication"].ratio > 1.0)
-    told = scale.remedy(dear, WORK, SETTINGS, over, "publication")
+    over = next(size for size in range(40, 10**6, 40) if found(size, dear).parts["weight sync"].ratio > 1.0)
+    told = scale.remedy(dear, WORK, SETTINGS, over, "weight sync")
     assert told.startswith("rollout.chunk_mib=512: ")
-    told = scale.remedy(dear, WORK, SETTINGS, 10**6, "publication")
+    told = scale.remedy(dear, WORK, SETTINGS, 10**6, "weight sync")
     assert "one call for each of 50,000 hosts instead of 4 times as many" in told
 
 

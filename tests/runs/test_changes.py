@@ -144,7 +144,7 @@ def test_a_new_run_in_its_own_folder_tells_of_the_one_before(tmp_path, monkeypat
     workdirs.open_workdir(settings(), None)
     assert capsys.readouterr().err == "", "the first one, and the same again"
     second = workdirs.open_workdir(settings(optimizer=FASTER), None)
-    said = f"note: {second} begins a new run; --workdir={first} goes on in the newest that is there.\n"
+    said = f"note: {second} begins a new run; --workdir={first} goes on in the newest.\n"
     assert capsys.readouterr().err == said
 
 

@@ -77,7 +77,7 @@ def test_a_call_in_a_sandbox_must_end_before_its_step_does(tool):
     ("trainer", "rollout", "sentence"),
     [
         ({"platform": "auto"}, {}, r"trainer\.platform: auto leaves all .* to each of the 2 processes"),
-        ({"platform": "cuda"}, {"transport": "nccl"}, r"rollout\.transport: 'nccl' serves a trainer of one process"),
+        ({"platform": "cuda"}, {"transport": "ipc"}, r"rollout\.transport: 'ipc' hands memory of one process"),
         ({"platform": "cpu", "cores": (0,)}, {}, r"trainer\.cores: pins one process"),
     ],
 )

@@ -52,13 +52,13 @@ def test_a_second_start_on_the_host_is_refused_by_name_and_goes_on_once_the_firs
             match=rf"is in use by the run of process {first.pid} on \S+ \(step 0 of 100\); wait .* --take_over",
         ):
             workdirs.open_workdir(RUN, str(tmp_path / "run"))
-        assert fencing.newest(tmp_path / "run").epoch == 1, "a start that is refused fences nobody off"
+        assert fencing.newest(tmp_path / "run").number == 1, "a start that is refused fences nobody off"
         first.kill()
         first.wait(timeout=20)
         began = time.monotonic()
         workdirs.open_workdir(RUN, str(tmp_path / "run"))
         assert time.monotonic() - began < status.WATCH_SECONDS / 2, "a lock that is free needs no watching"
-        assert workdirs.take_epoch(tmp_path / "run").number == 2
+        assert workdirs.take_fencing_token(tmp_path / "run").number == 2
 
 
 @pytest.mark.multiprocess
@@ -91,14 +91,14 @@ def test_a_run_that_is_taken_over_stops_with_a_sentence_and_writes_nothing_more(
     with holder(tmp_path / "run", *where) as first:
         workdirs.open_workdir(RUN, str(tmp_path / "run"), take_over=True)
         began = time.monotonic()
-        epoch = workdirs.take_epoch(tmp_path / "run", take_over=True)
+        token = workdirs.take_fencing_token(tmp_path / "run", take_over=True)
         waited = time.monotonic() - began
         assert first.wait(timeout=20) == 3
         assert f"taken over by the run of process {os.getpid()} on " in first.stdout.read()
     assert waited < 20.0
-    assert epoch.may_write()
+    assert token.may_write()
     record = json.loads((tmp_path / "run" / status.STATUS_FILE).read_text())
-    assert (record["epoch"], record["ended"]) == (1, None), "not even that it has ended"
+    assert (record["fencing_token"], record["ended"]) == (1, None), "not even that it has ended"
 
 
 @pytest.mark.multiprocess
@@ -106,5 +106,5 @@ def test_a_take_over_with_another_config_is_refused_and_leaves_the_live_run_alon
     with holder(tmp_path / "run") as first:
         with pytest.raises(protocols.ConfigError, match=r"config\.seed is 0 there and 1 here"):
             workdirs.open_workdir(dataclasses.replace(RUN, seed=1), str(tmp_path / "run"), take_over=True)
-        assert fencing.newest(tmp_path / "run").epoch == 1
+        assert fencing.newest(tmp_path / "run").number == 1
         assert first.poll() is None

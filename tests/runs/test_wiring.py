@@ -11,7 +11,7 @@ from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import granted, hosts
-from libra_jax.coordinator import checkpoints, context, fencing
+from libra_jax.coordinator import checkpoints, fencing, parts, rollouts
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.runs import dry_run, preflight, wiring
@@ -55,13 +55,13 @@ def test_hosts_are_not_written_down_by_a_run_that_has_been_taken_over(tmp_path, 
     monkeypatch.setattr(wiring.cluster, "create", create)
     run = config.RunConfig(telemetry=config.TelemetryConfig(console=False, tensorboard=False))
 
-    def take_epoch() -> fencing.Epoch:
+    def take_fencing_token() -> fencing.Token:
         return fencing.take(tmp_path, lambda: checkpoints.newest_step(tmp_path))
 
     tools = toolkit.Toolkit(run.tools, run.sandbox)
     with pytest.raises(protocols.ConfigError, match="seen enough"):
-        asyncio.run(wiring.train(run, tmp_path, tools, take_epoch=take_epoch))
-    take_epoch()
+        asyncio.run(wiring.train(run, tmp_path, tools, take_fencing_token=take_fencing_token))
+    take_fencing_token()
     layout = hosts.layout(config.RunConfig(cluster=config.ClusterConfig(backend="ray", accelerators_per_host=1)))
     nodes = tuple(granted.Node(f"id-{name}", name, f"10.0.0.{name}", accelerators=("0",)) for name in ("1", "2"))
     told[0](granted.Granted(layout, nodes, "CPU"))
@@ -69,7 +69,7 @@ def test_hosts_are_not_written_down_by_a_run_that_has_been_taken_over(tmp_path, 
 
 
 @pytest.mark.parametrize("field", ["task", "scheduler"])
-def test_a_run_that_cannot_be_made_takes_no_epoch_and_so_ends_no_other(tmp_path, field):
+def test_a_run_that_cannot_be_made_takes_no_token_and_so_ends_no_other(tmp_path, field):
     broken = {
         "task": {"task": config.TaskConfig(source="no_such_module:source")},
         "scheduler": {"scheduler": config.SchedulerConfig(learnt_from=(str(tmp_path / "nothing"),))},
@@ -78,7 +78,9 @@ def test_a_run_that_cannot_be_made_takes_no_epoch_and_so_ends_no_other(tmp_path,
     taken: list[int] = []
     with pytest.raises(protocols.ConfigError):
         asyncio.run(
-            wiring.train(run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox), take_epoch=lambda: taken.append(1))
+            wiring.train(
+                run, tmp_path, toolkit.Toolkit(run.tools, run.sandbox), take_fencing_token=lambda: taken.append(1)
+            )
         )
     assert (taken, list(tmp_path.iterdir())) == ([], [])
 
@@ -87,7 +89,7 @@ def test_the_runs_scorer_is_made_of_the_configs_functions_and_weights(tmp_path, 
     scores: list[scoring.Score] = []
 
     class Scoring:
-        def __init__(self, run: context.RunContext, specs: context.WorkerSpecs, agent: context.Agent, *_: Any) -> None:
+        def __init__(self, run: parts.RunContext, specs: parts.WorkerSpecs, agent: rollouts.Agent, *_: Any) -> None:
             self.reward = agent.reward
 
         async def run(self, at_signal: Any) -> coordinator.RunSummary:
@@ -110,7 +112,7 @@ def test_a_run_writes_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
     made: list[Any] = []
 
     class Reading:
-        def __init__(self, run: context.RunContext, *_: Any) -> None:
+        def __init__(self, run: parts.RunContext, *_: Any) -> None:
             assert run.samples is not None
             rollouts = [protocols.Trajectory(f"p/{n}", "p", reward=0.0) for n in range(9)]
             made.append(run.samples.of_evaluation(1, rollouts))
@@ -156,15 +158,22 @@ def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_pat
     [
         ("auto", {}),
         ("cpu", {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}),
-        ("cuda", {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "0,1"}),
+        ("cuda", {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "0,1", "XLA_CLIENT_MEM_FRACTION": "0.8"}),
         ("tpu", {"JAX_PLATFORMS": "tpu,cpu"}),
     ],
 )
 def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes_through(
     platform, environment, tmp_path
 ):
-    run = config.RunConfig(trainer=config.TrainerConfig(platform=platform, fsdp=2))
+    run = config.RunConfig(trainer=config.TrainerConfig(platform=platform, fsdp=2, memory_fraction=0.8))
     assert wiring.trainer_spec(run, tmp_path).environment == environment
+
+
+def test_a_share_of_gpu_memory_that_the_user_set_is_left_alone(monkeypatch, tmp_path):
+    # JAX refuses to start if its old and its new variable are both set.
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    run = config.RunConfig(trainer=config.TrainerConfig(platform="cuda"))
+    assert "XLA_CLIENT_MEM_FRACTION" not in wiring.trainer_spec(run, tmp_path).environment
 
 
 def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_devices(tmp_path):
@@ -174,9 +183,10 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
         trainer=config.TrainerConfig(platform="cuda", data=2, fsdp=2),
         cluster=config.ClusterConfig(backend="ray"),
     )
-    (spec,) = wiring.replica_specs(run, tmp_path)
+    (spec,) = wiring.training_side_specs(run, tmp_path)
     assert spec.arguments["name"] == "rollout-1"
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert "XLA_CLIENT_MEM_FRACTION" not in spec.environment  # it reserves nothing of what its engine needs
     assert spec.gpus == 0  # its instance has leased them
 
 
@@ -184,7 +194,14 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
     ("platform", "shares", "gpus"),
     [
         ("cpu", [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}] * 2, 0),
-        ("cuda", [{"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": devices} for devices in ("0,1", "2,3")], 2),
+        (
+            "cuda",
+            [
+                {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": devices, "XLA_CLIENT_MEM_FRACTION": "0.9"}
+                for devices in ("0,1", "2,3")
+            ],
+            2,
+        ),
     ],
 )
 def test_each_process_of_a_trainer_has_its_own_share_of_the_devices(platform, shares, gpus, tmp_path):

@@ -25,10 +25,10 @@ def be_elsewhere() -> None:
 async def main(workdir: str) -> None:
     run = config.RunConfig(telemetry=config.TelemetryConfig(console=False))
     path: Path = workdirs.open_workdir(run, workdir)
-    epoch = workdirs.take_epoch(path)
-    with observing.observed(run, path, epoch):
+    token = workdirs.take_fencing_token(path)
+    with observing.observed(run, path, token):
         print("holding", flush=True)
-        await fencing.watch(epoch)
+        await fencing.watch(token)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,23 @@ from libra_jax import protocols
 from libra_jax.scheduling import evidence, prediction_quality
 
 
-def attempt(prompt, step, turns):
+def rollout(prompt, step, turns):
     """Turns as (tokens, tool, status, payload); the last one's return ends it."""
     generated = tuple(tokens for tokens, *_ in turns)
     returns = tuple(protocols.CausalState(tool, payload, status) for _, tool, status, payload in turns[:-1])
-    return prediction_quality.Attempt(prompt, step, generated, returns)
+    return prediction_quality.Rollout(prompt, step, generated, returns)
 
 
 def world(left, steps=12, size=32, seed=0):
-    """Attempts whose one tool return has status success or failure; `left(rng, status)` tokens come after it."""
+    """Rollouts whose one tool return has status success or failure; `left(rng, status)` tokens come after it."""
     rng = random.Random(seed)
-    attempts = []
+    rollouts = []
     for step in range(steps):
         for index in range(size):
             status = rng.choice(("success", "failure"))
             turns = [(rng.randint(5, 20), "python", status, 30), (left(rng, status), None, None, 0)]
-            attempts.append(attempt(f"{step}/{index}", step, turns))
-    return attempts
+            rollouts.append(rollout(f"{step}/{index}", step, turns))
+    return rollouts
 
 
 def test_an_outcome_that_decides_everything_is_found_to():
@@ -57,12 +57,12 @@ def test_an_outcome_that_says_nothing_is_found_to():
 def test_nothing_of_a_trajectory_is_known_before_it_ends():
     """Every step has a length of its own: what the step before taught is always wrong, however the buckets are cut."""
     lengths = {step: (10, 100, 1000)[step % 3] for step in range(30)}
-    attempts = [
-        attempt(f"{step}/{index}", step, [(5, "python", "success", 30), (lengths[step], None, None, 0)])
+    rollouts = [
+        rollout(f"{step}/{index}", step, [(5, "python", "success", 30), (lengths[step], None, None, 0)])
         for step in range(30)
         for index in range(20)
     ]
-    found = prediction_quality.measure(attempts)
+    found = prediction_quality.measure(rollouts)
     assert found.by_state < 0.5
     assert found.by_path < 0.5
 
@@ -75,11 +75,11 @@ def test_nothing_of_a_trajectory_is_known_before_it_ends():
     )
 )
 def test_the_variance_between_states_is_that_of_an_analysis_of_variance(samples):
-    attempts = [
-        attempt(str(index), 0, [(3, tool, status, 10), (tokens, None, None, 0)])
+    rollouts = [
+        rollout(str(index), 0, [(3, tool, status, 10), (tokens, None, None, 0)])
         for index, (tool, status, tokens) in enumerate(samples)
     ]
-    found = prediction_quality.measure(attempts)
+    found = prediction_quality.measure(rollouts)
     groups: dict[tuple[str, str], list[int]] = {}
     for tool, status, tokens in samples:
         groups.setdefault((tool, status), []).append(tokens)
@@ -99,7 +99,7 @@ def test_the_variance_between_states_is_that_of_an_analysis_of_variance(samples)
 
 def test_every_return_that_is_followed_by_an_output_counts_once():
     turns = [(4, "a", "success", 10), (6, "b", "timeout", 5000), (8, None, None, 0)]
-    found = prediction_quality.measure([attempt("p", step, turns) for step in (1, 2)])
+    found = prediction_quality.measure([rollout("p", step, turns) for step in (1, 2)])
     assert [(state.tool, state.count, state.mean, state.p90) for state in found.states] == [
         ("a", 2, 14.0, 14),
         ("b", 2, 8.0, 8),
@@ -110,12 +110,12 @@ def test_every_return_that_is_followed_by_an_output_counts_once():
 
 def test_without_a_tool_return_there_is_nothing_to_judge():
     assert prediction_quality.measure([]) is None
-    assert prediction_quality.measure([attempt("p", 1, [(40, None, None, 0)])]) is None
-    assert prediction_quality.measure([attempt("p", 1, [])]) is None
+    assert prediction_quality.measure([rollout("p", 1, [(40, None, None, 0)])]) is None
+    assert prediction_quality.measure([rollout("p", 1, [])]) is None
 
 
 def test_a_single_step_has_states_but_no_verdict():
-    found = prediction_quality.measure([attempt("p", 1, [(4, "a", "success", 10), (8, None, None, 0)])] * 3)
+    found = prediction_quality.measure([rollout("p", 1, [(4, "a", "success", 10), (8, None, None, 0)])] * 3)
     assert (found.judged, found.states[0].count) == (0, 3)
     assert math.isnan(found.majority)
     assert math.isnan(found.by_path)
@@ -123,8 +123,8 @@ def test_a_single_step_has_states_but_no_verdict():
 
 def test_an_output_without_a_call_is_the_environments_return_as_in_the_agent_loop():
     record = {"prompt_id": "p", "turns": [{"generated_tokens": 3, "payload_tokens": 9}, {"generated_tokens": 4}]}
-    read = prediction_quality.attempt(record)
-    assert read == prediction_quality.Attempt("p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),))
+    read = prediction_quality.rollout(record)
+    assert read == prediction_quality.Rollout("p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),))
 
 
 @pytest.mark.parametrize("payload", [0, 1, 63, 64, 127, 128, 5000, 100_000, 2**17, 2**20])

@@ -5,6 +5,7 @@ See `seeds` for how many there are, and for how to repeat one.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -83,9 +84,9 @@ def case(seed: int) -> Case:
 
     broken = faults.FaultConfig(
         engine_life_seconds=sometimes(rng.uniform(20.0, 300.0)),
-        replica_life_seconds=sometimes(rng.uniform(1.0, 100.0)),
-        replica_hang=sometimes(rng.uniform(0.0, 0.2)),
-        replica_slow=sometimes(0.5),
+        training_side_life_seconds=sometimes(rng.uniform(1.0, 100.0)),
+        training_side_hang=sometimes(rng.uniform(0.0, 0.2)),
+        training_side_slow=sometimes(0.5),
         slow_factor=rng.uniform(1.0, 50.0),
         late_weights=sometimes(0.3),
         late_seconds=rng.uniform(0.0, 10.0),
@@ -126,9 +127,9 @@ class Checked(faults.Trainer):
         parts = self._log.parts[-1]
         wanted = [trajectory.trajectory_id for group in batch.groups for trajectory in group.trajectories]
         assert sorted(name for part in parts.values() for name in part) == sorted(wanted)
-        assert set(parts) <= {"", *(share.member for share in shares)}
+        assert set(parts) <= {"", *(share.worker for share in shares)}
         late = {name.rpartition("/")[2] for name in metrics if name.startswith("shares/late/")}
-        assert not late & set(parts), "what a member sent counted, and its share was computed again"
+        assert not late & set(parts), "what a worker sent counted, and its share was computed again"
         return metrics
 
 
@@ -143,6 +144,7 @@ class Watched(hybrid.HybridWorkers):
         return super().devices()
 
 
+@functools.cache  # a seed that two tests look at runs once
 def check(seed: int) -> results.StepRecorder | None:
     made = case(seed)
     try:

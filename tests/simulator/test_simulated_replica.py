@@ -18,7 +18,7 @@ def on_clock(work, count):
     async def main():
         channels, model = training_side.Channels(), doubles.model()
         core = trainer.Trainer(model, 1, trainer.TrainingLog(), channels=channels, late_seconds=100.0)
-        made = training_side.Replica(
+        made = training_side.TrainingSide(
             "r", devices=1, model=model, channels=channels, train_seconds=lambda lengths: float(len(lengths))
         )
         address = await core.listen("r", 1)

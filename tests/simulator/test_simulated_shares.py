@@ -25,7 +25,7 @@ def batch() -> protocols.TrainBatch:
 
 
 def step(**arrivals: float) -> tuple[dict[str, float], float, float]:
-    """A step of which each member has a quarter, sent so many seconds after its begin.
+    """A step of which each worker has a quarter, sent so many seconds after its begin.
 
     Returns its metrics, its seconds, and those of them that the trainer computed.
     """
@@ -34,11 +34,11 @@ def step(**arrivals: float) -> tuple[dict[str, float], float, float]:
         loop, channels, log = asyncio.get_running_loop(), training_side.Channels(), trainer.TrainingLog()
         model = types.SimpleNamespace(train_seconds=lambda lengths, devices: float(sum(lengths)))
         made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS)
-        shares = [protocols.Share(member, 1, 0.25) for member in arrivals]
+        shares = [protocols.Share(worker, 1, 0.25) for worker in arrivals]
         _, parts = training_side.split([10] * 4, shares)
-        for member, seconds in arrivals.items():
-            channels.listening[member] = channels.connected[member] = 1
-            loop.call_later(seconds, channels.send, member, 1, 0, parts[member])
+        for worker, seconds in arrivals.items():
+            channels.listening[worker] = channels.connected[worker] = 1
+            loop.call_later(seconds, channels.send, worker, 1, 0, parts[worker])
         metrics = await made.train_step(batch(), shares)
         return metrics, loop.time(), log.busy_seconds
 
@@ -78,7 +78,7 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
         channels = training_side.Channels()
         channels.listening["a"] = 1
         made = trainer.Trainer(model, 1, log, channels=channels, late=0.1, late_seconds=LATE_SECONDS, masks=masks)
-        member = training_side.Replica(
+        worker = training_side.TrainingSide(
             "a",
             devices=1,
             model=types.SimpleNamespace(load_seconds=lambda _: 0.0, weight_bytes=0),
@@ -86,9 +86,9 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
             train_seconds=sum,
             masks=masks,
         )
-        await member.join(1, {})
-        await member.finish_weight_update(0)
-        told, metrics = await asyncio.gather(member.contribute(cut, shares), made.train_step(cut, shares))
+        await worker.join(1, {})
+        await worker.finish_weight_update(0)
+        told, metrics = await asyncio.gather(worker.contribute(cut, shares), made.train_step(cut, shares))
         return told, metrics, log
 
     told, metrics, log = clock.run(main())

@@ -3,6 +3,7 @@
 See `seeds` for how many there are, and for how to repeat one.
 """
 
+import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -157,7 +158,8 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, Watched]:
     return result, watched[0]
 
 
-def check(seed: int) -> None:
+@functools.cache  # a seed that two tests look at runs once
+def check(seed: int) -> tuple[results.Result, Watched]:
     made = case(seed)
     result, watched = simulate(seed, made)
     doubles.check_whole(result, made.config)
@@ -166,6 +168,7 @@ def check(seed: int) -> None:
     limits = made.config.coordinator
     if made.faults == faults.FaultConfig() and limits.stale == "wait" and not limits.redundancy:
         assert result.replaced_trajectories == 0
+    return result, watched
 
 
 @pytest.mark.parametrize("batch", seeds.batches(100), ids=str)
@@ -178,9 +181,8 @@ def test_the_cases_reach_what_they_are_for():
     """Among a hundred of them, faults of each kind happen and requests wait for longer than they may unaged."""
     seen = Counter()
     for seed in range(100):
-        made = case(seed)
-        result, watched = simulate(seed, made)
-        seen["aged"] += watched.longest_wait > made.config.scheduler.ageing_seconds
+        result, watched = check(seed)
+        seen["aged"] += watched.longest_wait > case(seed).config.scheduler.ageing_seconds
         seen["died"] += any("was lost" in note for note in result.notes)
         seen["crashed"] += any("(environment)" in note for note in result.notes)
         seen["stale"] += result.staleness_max > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import random
 from collections import Counter
 from typing import Any
@@ -76,6 +77,7 @@ def case(seed: int) -> hybrid_faults.Case:
     return dataclasses.replace(made, config=dataclasses.replace(made.config, trainer=limits))
 
 
+@functools.cache  # a seed that two tests look at runs once
 def check(seed: int) -> tuple[results.StepRecorder, int] | None:
     made, deaths = case(seed), Deaths(seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,15 +93,15 @@ def check(seed: int) -> tuple[results.StepRecorder, int] | None:
     return recorder, deaths.lives
 
 
-@pytest.mark.parametrize("batch", seeds.batches(500), ids=str)
+@pytest.mark.parametrize("batch", seeds.batches(300), ids=str)
 def test_whenever_the_trainer_dies_every_prompt_is_trained_once_and_nothing_sticks(batch):
-    seeds.each(batch[::10], check, told=case)
+    seeds.each(batch[::4], check, told=case)
 
 
 def test_the_cases_reach_what_they_are_for():
     """Trainers die while members train, more than once, and with steps behind them."""
     seen: Counter[str] = Counter()
-    for seed in range(80):
+    for seed in range(0, 300, 4):
         if (found := check(seed)) is None:
             continue
         recorder, lives = found

@@ -108,7 +108,7 @@ def test_prometheus_reads_scalars_workers_and_counters():
     assert old == new
     assert new == {
         ("libra_healthy",): 1.0,
-        ("libra_epoch",): 2.0,
+        ("libra_fencing_token",): 2.0,
         ("libra_steps_total",): 2.0,
         ("libra_worker_failures_total", "rollout-0"): 1.0,
         ("libra_replaced_groups_total", "stale"): 3.0,

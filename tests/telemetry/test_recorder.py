@@ -213,6 +213,14 @@ def test_the_speed_is_that_of_the_last_steps():
     assert console.Speed().tokens_per_second is None
 
 
+def test_a_step_line_tells_the_speed_of_training():
+    pace, speed = console.Pace(12, 0.0), {"train/tokens_per_second": 12e3, "train/tokens_per_second_per_device": 1500.0}
+    assert console.step_line(3, pace, speed) == "step  3/12  trained 12,000/s (1,500 a device)"
+    assert console.step_line(3, pace, {"train/tokens_per_second": 9.0, "train/mfu": 0.428}).endswith(
+        "trained 9/s  MFU 43%"
+    )
+
+
 def test_a_step_line_tells_moves_where_there_were_any():
     pace = console.Pace(12, 0.0)
     assert console.step_line(3, pace, {"routing/moves": 0.0}) == "step  3/12"

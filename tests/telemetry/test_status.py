@@ -56,7 +56,7 @@ def test_the_view_says_what_every_worker_does_and_for_how_long():
         "trainer": {"doing": "training step 4", "seconds": 7.0},
         "rollout-0": {"doing": "starting", "seconds": 0.0},
     }
-    assert (view["step"], view["policy_version"], view["epoch"], view["pid"]) == (4, 4, 3, os.getpid())
+    assert (view["step"], view["policy_version"], view["fencing_token"], view["pid"]) == (4, 4, 3, os.getpid())
     assert (view["failures"], view["replaced"], view["notes"]) == ({"rollout-0": 1}, {"stale": 3}, ["One sentence."])
     assert view["scalars"]["loss"] is None
     assert (view["ended"], view["problems"]) == (None, [])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax.protocols import DataError, LibraError
-from libra_jax.telemetry import files, metrics, recorder, sinks, trace
+from libra_jax.telemetry import files, metrics, recorder, trace
 
 
 def no_warning(key: str, sentence: str) -> None:
@@ -34,10 +34,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 def write_metrics(workdir: Path, steps: range) -> None:
-    sink = sinks.MetricsFile(workdir, no_warning)
+    file = files.LineFile(workdir / metrics.METRICS_FILE, no_warning)
     for step in steps:
-        sink.metrics(step, {"reward/mean": step / 100, "loss": math.nan if step % 3 == 0 else 1.0})
-    sink.close()
+        scalars = {"reward/mean": step / 100, "loss": math.nan if step % 3 == 0 else 1.0}
+        file.append(metrics.encode(step, scalars))
+    file.close()
 
 
 @given(cut=st.integers(0, 10**6), more=st.integers(0, 3))
@@ -78,11 +79,10 @@ def test_a_number_that_is_not_finite_is_null_and_named(tmp_path):
 
 
 def test_objects_of_one_step_are_merged_when_read(tmp_path):
-    sink = sinks.MetricsFile(tmp_path, no_warning)
-    sink.metrics(2, {"loss": 1.0})
-    sink.metrics(1, {"loss": 2.0})
-    sink.metrics(2, {"evaluation/reward": 0.5})
-    sink.close()
+    file = files.LineFile(tmp_path / "metrics.jsonl", no_warning)
+    for step, scalars in ((2, {"loss": 1.0}), (1, {"loss": 2.0}), (2, {"evaluation/reward": 0.5})):
+        file.append(metrics.encode(step, scalars))
+    file.close()
     assert metrics.read(tmp_path / "metrics.jsonl") == {1: {"loss": 2.0}, 2: {"loss": 1.0, "evaluation/reward": 0.5}}
 
 
@@ -160,14 +160,14 @@ def test_one_edit_of_the_checksums_name_is_damage(name):
 
 def test_a_removed_file_is_told_of_and_a_new_one_goes_on(tmp_path):
     told = []
-    sink = sinks.MetricsFile(tmp_path, lambda key, sentence: told.append(sentence))
     path = tmp_path / metrics.METRICS_FILE
+    file = files.LineFile(path, lambda key, sentence: told.append(sentence))
     for step in (1, 2, 3):
-        sink.metrics(step, {"loss": 1.0})
-        sink.flush()
+        file.append(metrics.encode(step, {"loss": 1.0}))
+        file.flush()
         path.unlink()
-    sink.metrics(4, {"loss": 1.0})
-    sink.close()
+    file.append(metrics.encode(4, {"loss": 1.0}))
+    file.close()
     assert len(told) == 3
     assert "was removed while the run writes it: the run goes on in a new file" in told[0]
     assert list(metrics.read(path)) == [4]

@@ -150,16 +150,16 @@ class Trainer:
         await self._asked("warm_start_step")
         return {}
 
-    async def give_up_step(self) -> bool:
+    async def abort_step(self) -> bool:
         return False
 
-    async def listen(self, member: str, epoch: int) -> Mapping[str, Any]:
+    async def listen(self, worker: str, generation: int) -> Mapping[str, Any]:
         return {}
 
-    async def connect(self, member: str, epoch: int, address: Mapping[str, Any]) -> None:
+    async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
         pass
 
-    async def dismiss(self, member: str) -> None:
+    async def dismiss(self, worker: str) -> None:
         pass
 
     async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
@@ -174,7 +174,7 @@ class Trainer:
     async def cancel_resize(self) -> None:
         pass
 
-    async def open_weights(self, policy_version: int) -> int:
+    async def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         await self._asked("open_weights")
         return 1
 

@@ -264,7 +264,7 @@ def test_while_it_catches_up_nobody_opens_or_closes_a_channel_of_it(tmp_path, mo
                     await ask
             return await super().restore(path)
 
-        async def dismiss(self, member: str) -> None:
+        async def dismiss(self, worker: str) -> None:
             dismissed.append(self._life)
 
         async def save(self, path: str) -> None:
@@ -349,10 +349,10 @@ class GivingUp(doubles.Trainer):
         for _ in range(35 * self._life):
             await asyncio.sleep(1.0)
             if self.asked:
-                raise protocols.StepGivenUp("given up")
+                raise protocols.StepAborted("given up")
         return await super().train_step(batch, shares)
 
-    async def give_up_step(self) -> bool:
+    async def abort_step(self) -> bool:
         self.asked = True
         return True
 

@@ -8,7 +8,6 @@ import coordinator_doubles as doubles
 import movable_trainers
 import pytest
 
-from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client, handover, resize
@@ -25,14 +24,12 @@ class NoCheckpoint:
         pass
 
 
-def resizing_of(trainer, recorder, config=None, data=1, successors=None, checkpoint=None, events=None):
+def resizing_of(trainer, recorder, config=None, data=1, successors=None, checkpoint=None, run=None):
     return resize.Resizing(
-        config or doubles.make_config(),
+        run or doubles.run_context(config or doubles.make_config(), recorder=recorder),
         trainer=trainer,
         sizes=sizes(data),
         checkpoint=checkpoint or NoCheckpoint(),
-        recorder=recorder,
-        events=events or protocols.Events(),
         successors=successors,
     )
 
@@ -233,20 +230,15 @@ class Elsewhere:
 
     def __init__(self, folder, faults=None, replay_seconds=0.5, checkpoint=None):
         self.cluster = movable_trainers.Cluster(movable_trainers.Faulty(faults))
-        self.recorder, self.events = memory.MemoryRecorder(), protocols.Events()
-        limits = configuration.DeadlineConfig(trainer_start=60, checkpoint=60, train_step=60, shutdown=60)
+        limits = {"trainer_start": 60.0, "checkpoint": 60.0, "train_step": 60.0, "shutdown": 60.0}
+        run = doubles.run_context(doubles.make_config(deadlines=limits), self.cluster, workdir=folder)
+        self.recorder, self.events = run.recorder, run.events
         processes = client.TrainerProcesses(self.cluster, movable_trainers.maker())
-        self.serving = client.TrainerClient(processes, limits)
+        self.serving = client.TrainerClient(processes, run.config.deadlines)
         successors = handover.successors(
-            self.cluster,
-            lambda wanted: movable_trainers.maker(step_seconds=replay_seconds),
-            serving=self.serving,
-            limits=limits,
-            workdir=folder,
+            run, lambda wanted: movable_trainers.maker(step_seconds=replay_seconds), serving=self.serving
         )
-        self.mesh = resizing_of(
-            self.serving, self.recorder, successors=successors, checkpoint=checkpoint, events=self.events
-        )
+        self.mesh = resizing_of(self.serving, self.recorder, successors=successors, checkpoint=checkpoint, run=run)
 
     async def open(self):
         await self.serving.make()
@@ -514,7 +506,7 @@ def test_one_that_is_cancelled_while_its_snapshot_is_written_does_not_hold_train
         began = asyncio.get_running_loop().time()
         await run.steps(1)
         assert asyncio.get_running_loop().time() - began < 2.0  # a step takes one
-        with pytest.raises(protocols.ConfigError, match="before the processes of the last attempt have ended"):
+        with pytest.raises(protocols.ConfigError, match="before the processes of the last one have ended"):
             run.mesh.resize(sizes(data=2), "", processes=2)
         await run.steps(5)
         assert list(run.cluster.alive) == ["trainer"]

@@ -130,7 +130,7 @@ def test_a_lost_trainer_is_not_called_until_it_has_been_made_again():
         await trainer.make()
         with trainer.catching_up():
             await trainer.start()
-            for call in (trainer.listen("worker", 1), trainer.dismiss("worker"), trainer.give_up_step()):
+            for call in (trainer.listen("worker", 1), trainer.dismiss("worker"), trainer.abort_step()):
                 with pytest.raises(protocols.TrainerLost, match="trainer was lost, and is being restarted"):
                     await call
         await trainer.listen("worker", 1)

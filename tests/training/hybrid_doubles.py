@@ -41,8 +41,8 @@ def batch(version):
     return protocols.TrainBatch(version, groups)
 
 
-def share(epoch=1, fraction=0.4, member="r"):
-    return protocols.Share(member, epoch, fraction)
+def share(generation=1, fraction=0.4, worker="r"):
+    return protocols.Share(worker, generation, fraction)
 
 
 def publish(core, version, remote=None):
@@ -57,11 +57,11 @@ def publish(core, version, remote=None):
     core.close_weights(version)
 
 
-def admit(core, remote, epoch):
+def admit(core, remote, generation):
     """Lets the training side join the core; returns where they meet."""
-    address = asyncio.run(core.listen("r", epoch))
-    asyncio.run(core.connect("r", epoch, address))
-    remote("join", epoch, address)
+    address = asyncio.run(core.listen("r", generation))
+    asyncio.run(core.connect("r", generation, address))
+    remote("join", generation, address)
     return address
 
 

@@ -75,7 +75,7 @@ def remote(hybrid_config, small):
 @pytest.mark.multiprocess
 def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hybrid_config):
     core = start_core()
-    batch, given = doubles.batch(0), [doubles.share(epoch=3)]
+    batch, given = doubles.batch(0), [doubles.share(generation=3)]
     doubles.publish(core, 0, remote)
     remote("warm")
     listener = gradient_channel.Listener("r", 3, ranks=2)
@@ -86,7 +86,7 @@ def test_a_replicas_sums_are_those_that_the_core_computes(start_core, remote, hy
     told = remote.result()
     own, indices = doubles.ranges(hybrid_config, batch, given)
     assert (len(own), len(indices)) == (4, 2)
-    assert (header.first, header.last, header.version, header.epoch) == (4, 6, 0, 3)
+    assert (header.first, header.last, header.version, header.generation) == (4, 6, 0, 3)
     assert header.digest == core.running().weights.digest(0)
     assert told["micro_batches"] == 2
     assert told["bytes"] == sum(array.nbytes for array in arrays) + gradient_channel.HEADER_BYTES
@@ -115,12 +115,12 @@ def test_sixty_steps_with_a_replica_that_comes_and_goes_four_times_learn_as_the_
     for version in range(60):
         batch = doubles.batch(version)
         wanted.append(alone.train_step(batch)["loss"])
-        period, epoch = version % 15, 10 + version // 15
-        given = [doubles.share(epoch, 0.3 + 0.05 * (version // 15))] if 3 <= period < 12 else []
+        period, generation = version % 15, 10 + version // 15
+        given = [doubles.share(generation, 0.3 + 0.05 * (version // 15))] if 3 <= period < 12 else []
         if given:
             doubles.publish(core, version, remote)
             if period == 3:
-                doubles.admit(core, remote, epoch)
+                doubles.admit(core, remote, generation)
             remote.begin("contribute", batch, given)
         metrics = core.train_step(batch, given)
         losses.append(metrics["loss"])
@@ -151,10 +151,10 @@ def test_a_replica_that_stands_still_or_is_killed_is_late_and_the_step_is_the_co
     remote("start")
     for signal_number in (signal.SIGSTOP, signal.SIGKILL):
         version = core._version
-        epoch = 20 + version
-        batch, given = doubles.batch(version), [doubles.share(epoch)]
+        generation = 20 + version
+        batch, given = doubles.batch(version), [doubles.share(generation)]
         doubles.publish(core, version)
-        address = doubles.admit(core, remote, epoch)
+        address = doubles.admit(core, remote, generation)
         remote.process.send_signal(signal_number)
         if signal_number == signal.SIGKILL:
             assert remote.process.wait(20) == -9
@@ -180,13 +180,15 @@ def test_a_replica_without_a_part_in_the_step_says_why(hybrid_config):
         actor.contribute(doubles.batch(0), [doubles.share()])
     actor._version = 0
     listener = gradient_channel.Listener("r", 4, ranks=2)
-    with pytest.raises(protocols.LibraError, match=r"gradient channel of r \(epoch 4\) is not that of r in epoch 5"):
+    with pytest.raises(
+        protocols.LibraError, match=r"gradient channel of r \(generation 4\) is not that of r in generation 5"
+    ):
         actor.join(5, listener.address)
     with pytest.raises(protocols.LibraError, match="r has no part in this step: it has not joined"):
         actor.contribute(doubles.batch(0), [doubles.share(4)])
     core = gradient_channel.Channel(listener.address, 0, 20, listener)
     actor.join(4, listener.address)
-    for given in ([doubles.share(5)], [doubles.share(4, member="q")]):
+    for given in ([doubles.share(5)], [doubles.share(4, worker="q")]):
         with pytest.raises(protocols.LibraError, match="r has no part in this step"):
             actor.contribute(doubles.batch(0), given)
     nothing = {"seconds": 0.0, "bytes": 0.0, "micro_batches": 0.0}
@@ -200,7 +202,7 @@ def test_the_seconds_of_a_share_go_from_the_batch_to_the_end_of_the_sending_with
     hybrid_config, monkeypatch
 ):
     class Slow:
-        epoch, closed = 4, ""
+        generation, closed = 4, ""
 
         def send(self, header, arrays, seconds):
             time.sleep(0.6)

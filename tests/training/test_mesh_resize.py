@@ -1,6 +1,5 @@
 """A mesh that changes between two steps: not a bit of the state changes, nor does what is learnt."""
 
-import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -8,7 +7,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from jax import monitoring
+from trainer_doubles import compilations
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
@@ -52,22 +51,6 @@ def resized(learner, sizes, **arguments):
 
 def on_host(learner):
     return [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(learner.state))]
-
-
-@contextlib.contextmanager
-def compilations():
-    """What XLA compiles meanwhile."""
-    seen = []
-
-    def listen(name, seconds, **_):
-        if "backend_compile" in name:
-            seen.append(seconds)
-
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        monitoring.unregister_event_duration_listener(listen)
 
 
 def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun):
@@ -166,7 +149,7 @@ def test_where_replicas_help_their_sums_are_added_at_once_on_each_mesh(small):
     learner = small.learner(dataclasses.replace(config, rollout=rollout, elastic=elastic))
     learner.compile(learner_lib.POLICY)
     begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
-    begins._thread.join(PATIENCE)
+    begins._compilation.wait(PATIENCE)
     ones = [np.ones(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(learner.layout.accumulator)]
     received = step_lib.Received(ones, {"metrics": {}, "maxima": {}})
     for programs in (learner.programs, begins.take_over(PATIENCE)[0].programs):
@@ -231,7 +214,7 @@ def test_room_for_state_and_gradient_sums_is_too_little_without_that_of_the_prog
         for here, there in ((before.state, after.state), (before.accumulator, after.accumulator))
     )
     assert begins.estimate.step_bytes == stays + 4 * learner.programs.temporary_bytes()  # a guess: a quarter of devices
-    begins._thread.join(PATIENCE)
+    begins._compilation.wait(PATIENCE)
     program = begins._next.programs.temporary_bytes()
     assert stays + program > begins.estimate.peak_bytes
     rooms.append(stays + program - 1)

@@ -16,9 +16,9 @@ from libra_jax.weights import gradient_channel
 class Forger:
     """A training side's end of the channel in this process, which sends whatever a test likes."""
 
-    def __init__(self, core, epoch=1):
-        address = asyncio.run(core.listen("r", epoch))
-        asyncio.run(core.connect("r", epoch, address))
+    def __init__(self, core, generation=1):
+        address = asyncio.run(core.listen("r", generation))
+        asyncio.run(core.connect("r", generation, address))
         self.address = address
         self.channel = gradient_channel.Channel(address, 1, 20)
         self.channel.wait(20)
@@ -65,8 +65,8 @@ def forge(pair, hybrid_config):
 WRONG = {
     "version": lambda header: {"version": header.version + 1},
     "digest": lambda header: {"digest": "0" * 32},
-    "epoch": lambda header: {"epoch": 2},
-    "member": lambda header: {"member": "q"},
+    "generation": lambda header: {"generation": 2},
+    "worker": lambda header: {"worker": "q"},
     "micro-batches": lambda header: {"first": header.first - 1},
 }
 
@@ -79,6 +79,10 @@ def test_sums_of_anything_else_are_refused_and_the_step_is_the_cores_own(pair, f
     metrics = core.train_step(batch, [doubles.share()])
     wanted = alone.train_step(batch)
     assert (metrics["shares/refused"], metrics["shares/late"], metrics["shares/micro_batches"]) == (2, 0, 0)
+    # The worker that offered the sums was part of the step, with its devices.
+    assert metrics.pop("train/devices") > wanted.pop("train/devices")
+    # Row lengths are compiled in the background, so their number depends on when it is looked at.
+    assert metrics.pop("compiled_shapes") >= 1 <= wanted.pop("compiled_shapes")
     assert {name: value for name, value in metrics.items() if not name.startswith("shares/")} == wanted
     doubles.assert_equal_params(core, alone)
     forger.end()
@@ -171,7 +175,7 @@ def test_what_the_step_raises_leaves_the_trainer_as_it_was(pair, forge):
     core, alone = pair
     _, batch, _, _ = forge
     with pytest.raises(protocols.ConfigError, match="leave a part to the core"):
-        core.train_step(batch, [doubles.share(fraction=0.6), doubles.share(member="q", fraction=0.4)])
+        core.train_step(batch, [doubles.share(fraction=0.6), doubles.share(worker="q", fraction=0.4)])
     core.train_step(batch)
     alone.train_step(batch)
     doubles.assert_equal_params(core, alone)
@@ -180,8 +184,10 @@ def test_what_the_step_raises_leaves_the_trainer_as_it_was(pair, forge):
 def test_an_address_of_another_member_or_epoch_is_refused(pair):
     core, _ = pair
     address = asyncio.run(core.listen("r", 8))
-    for member, epoch in (("q", 8), ("r", 9)):
-        with pytest.raises(protocols.LibraError, match=r"gradient channel of r \(epoch 8, 2 ends\) is not the one"):
-            asyncio.run(core.connect(member, epoch, address))
+    for worker, generation in (("q", 8), ("r", 9)):
+        with pytest.raises(
+            protocols.LibraError, match=r"gradient channel of r \(generation 8, 2 ends\) is not the one"
+        ):
+            asyncio.run(core.connect(worker, generation, address))
     asyncio.run(core.dismiss("r"))
     doubles.eventually(lambda: doubles.refused(address))

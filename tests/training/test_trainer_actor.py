@@ -12,6 +12,7 @@ import pytest
 import torch
 import trainer_doubles as doubles
 import transformers
+from torch.utils import flop_counter
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
@@ -46,6 +47,26 @@ def test_start_tells_what_it_is_and_a_step_reports_its_metrics(small, start_trai
     assert wanted <= metrics.keys()
     assert "offpolicy/kl" not in metrics
     assert all(isinstance(value, float) and np.isfinite(value) for value in metrics.values())
+
+
+def test_the_flops_of_a_step_are_those_that_torch_counts(small, start_trainer, model_directory):
+    actor = start_trainer(trainer={"data": 2, "peak_flops": 4e12})
+    batch = doubles.batch(small)
+    metrics = actor.train_step(batch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_directory, attn_implementation="eager")
+    counted, tokens, squares = flop_counter.FlopCounterMode(display=False), 0, 0
+    with counted:
+        for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
+            columns = int(np.flatnonzero(trajectory.loss_mask)[-1])  # tokens up to the last one that is trained
+            model(torch.tensor([trajectory.token_ids[:columns]])).logits.sum().backward()
+            tokens, squares = tokens + columns, squares + columns**2
+    # Eager attention multiplies every pair of tokens, and half of the pairs are causal. N has norms and biases too.
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
+    acausal = 6 * small.shape.num_layers * small.shape.num_heads * small.shape.head_dim * squares
+    assert metrics["train/flops"] == pytest.approx(counted.get_total_flops() - acausal + 6 * vectors * tokens, rel=1e-3)
+    assert metrics["train/devices"] == 2
+    info = actor.stand_by()
+    assert (info.platform, info.device_kind, info.peak_flops) == ("cpu", "cpu", 4e12)
 
 
 def _scored_by_transformers(batch, model_directory):
@@ -252,11 +273,11 @@ def test_a_step_that_is_given_up_leaves_the_state_as_it_was_and_the_same_batch_t
     def counted(*arguments):
         steps.append(arguments)
         if len(steps) == 2:
-            assert asyncio.run(actor.give_up_step())
+            assert asyncio.run(actor.abort_step())
         return grad_step(*arguments)
 
     programs.grad_step = counted
-    with pytest.raises(protocols.StepGivenUp, match=r"given up after 2 of its micro-batches"):
+    with pytest.raises(protocols.StepAborted, match=r"aborted after 2 of its micro-batches"):
         actor.train_step(batch)
     assert len(steps) == 2
     assert actor.policy_version() == 0
@@ -274,4 +295,4 @@ def test_a_trainer_of_several_processes_gives_no_step_up(small):
         small.config(trainer={"data": 2, "processes": 2}, cluster=config_lib.ClusterConfig("ray"))
     )
     actor = trainer.create({**config, "steps": 4}, workdir="unused")
-    assert not asyncio.run(actor.give_up_step())
+    assert not asyncio.run(actor.abort_step())

@@ -9,7 +9,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import optimizer, packing, state
+from libra_jax.training import optimizer, packing, resize, state
 
 
 def _batch(small, config, count=10, seed=0):
@@ -164,6 +164,23 @@ def test_a_reference_model_exists_only_above_coefficient_zero_and_pulls_the_poli
     assert divergences[-1] < 0.7 * divergences[0]
     for leaf, original in zip(_leaves(learner.state.reference), _leaves(small.params), strict=True):
         np.testing.assert_array_equal(leaf, original)
+
+
+def test_the_reference_model_is_kept_in_bfloat16_and_scores_to_the_same_bit(small):
+    bfloat16 = {"compute_dtype": "bfloat16"}
+    config = small.config(model=bfloat16, algorithm=config_lib.AlgorithmConfig(kl_coefficient=1.0))
+    learner, without = small.learner(config), small.learner(small.config(model=bfloat16))
+    stored = jax.tree_util.tree_leaves_with_path(learner.state.reference)
+    assert {leaf.dtype.name for path, leaf in stored if "norm" in str(path)} == {"float32"}
+    assert {leaf.dtype.name for path, leaf in stored if "norm" not in str(path)} == {"bfloat16"}
+    packed, _ = _batch(small, config)
+    for got, item in zip(learner.reference_log_probs(packed), packed.micro_batches, strict=True):
+        wanted = without.programs.score(without.params, without.programs.put(vars(item)))
+        np.testing.assert_array_equal(got, wanted)
+    begins = resize.Resize(learner, protocols.MeshSizes(2, 1, 1), jax.devices())
+    moved, _ = begins.take_over(120.0)
+    for leaf, (_, before) in zip(jax.tree.leaves(moved.state.reference), stored, strict=True):
+        assert leaf.dtype == before.dtype
 
 
 def test_supervised_steps_learn_the_sequences(small):

@@ -1,7 +1,10 @@
-"""What the small model's trainer is given in tests, and what it holds."""
+"""What the small model's trainer is given in tests, what it holds, and what it compiles."""
+
+import contextlib
 
 import jax
 import numpy as np
+from jax import monitoring
 
 from libra_jax import protocols
 
@@ -44,3 +47,19 @@ def batch(small, version=0, seed=0, sampled_by=None):
 def params(actor):
     """Copies of the actor's parameters."""
     return [np.array(leaf) for leaf in jax.tree.leaves(actor.running().learner.params)]
+
+
+@contextlib.contextmanager
+def compilations():
+    """What XLA compiles meanwhile."""
+    seen = []
+
+    def listen(name, seconds, **details):
+        if "backend_compile" in name:
+            seen.append((details.get("fun_name", ""), seconds))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        monitoring.unregister_event_duration_listener(listen)

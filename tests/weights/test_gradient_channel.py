@@ -105,7 +105,7 @@ def test_sums_arrive_one_after_the_other_as_they_were_sent(peer, part_bytes):
 @pytest.mark.parametrize("mode", ["dies_in_header", "dies_in_message"])
 def test_a_sender_killed_in_the_middle_closes_the_channel_and_leaves_no_port(peer, mode):
     channel, process, address = peer(mode, part_bytes=1000)
-    with pytest.raises(gradient_channel.ChannelError, match=r"of r \(epoch 7\) is closed: the connection broke"):
+    with pytest.raises(gradient_channel.ChannelError, match=r"of r \(generation 7\) is closed: the connection broke"):
         channel.receive(KINDS, 10)
     assert process.wait(20) == -9
     with pytest.raises(gradient_channel.ChannelError, match="the connection broke"):
@@ -144,7 +144,7 @@ def test_a_replica_that_never_comes_is_given_up_at_once_or_at_the_deadline():
     channel.close("it changed its mind")
     _eventually(lambda: not channel._thread.is_alive())
     assert _refused(listener.address)
-    assert channel.closed == "the gradient channel of r (epoch 7) is closed: it changed its mind."
+    assert channel.closed == "the gradient channel of r (generation 7) is closed: it changed its mind."
     listener = gradient_channel.Listener("r", 7, ranks=2)
     channel = gradient_channel.Channel(listener.address, 0, 0.1, listener)
     with pytest.raises(gradient_channel.ChannelError, match=r"not everybody came to it within 0\.1 s"):

@@ -38,8 +38,8 @@ def content(chunk):
     return memfd.open_peer(chunk.transport)[: chunk.nbytes]
 
 
-async def link(above, below, name, epoch=1):
-    await above.connect(name, epoch, await below.listen(epoch))
+async def link(above, below, name, generation=1):
+    await above.connect(name, generation, await below.listen(generation))
 
 
 def chain(body, count=3, seconds=SECONDS):
@@ -109,7 +109,9 @@ def test_another_version_or_damaged_bytes_are_refused_and_the_link_goes_on(sync)
 def test_a_chunk_that_does_not_come_in_time_closes_the_link_and_another_link_brings_it(sync):
     async def body(root, first):
         chunk = sync(1)[0]
-        with pytest.raises(gradient_channel.ChannelError, match=r"relay-1 \(epoch 1\) is closed: the other side took"):
+        with pytest.raises(
+            gradient_channel.ChannelError, match=r"relay-1 \(generation 1\) is closed: the other side took"
+        ):
             await first.receive(chunk)
         with pytest.raises(gradient_channel.ChannelError, match="is closed"):
             await root.send(chunk, "relay-1")
@@ -127,7 +129,9 @@ def test_who_has_no_link_or_another_relays_is_told_so(sync):
         with pytest.raises(protocols.LibraError, match="relay-0 has no link to receive over: call listen first"):
             await root.receive(chunk)
         address = await first.listen(5)
-        with pytest.raises(protocols.LibraError, match=r"link of relay-1 \(epoch 5\) is not .* relay-1 in epoch 4"):
+        with pytest.raises(
+            protocols.LibraError, match=r"link of relay-1 \(generation 5\) is not .* relay-1 in generation 4"
+        ):
             await root.connect("relay-1", 4, address)
 
     chain(body, 2)

@@ -63,6 +63,7 @@ def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
     """
     field = "task.arguments.people"
     config.check(8 <= people <= MOST_PEOPLE, field, f"must lie in 8..{MOST_PEOPLE}, not {people}")
+    # Independent of the run's seed: the tasks and the corpus are made apart, and must show the same world.
     rng = splits.generator("acquaintances", "world", world)
     cities = people // PEOPLE_PER_CITY
     # One sample without repetition for both, so that no city has the name of a person.

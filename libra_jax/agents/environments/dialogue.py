@@ -82,6 +82,7 @@ class EarlyCalls:
         """Takes the next piece of the output, and starts the calls that the piece completes."""
         for call in self.parser.feed(text):
             place, self.heard = self.heard, self.heard + 1
+            # Calls beyond `most` and ill-formed ones are answered with a failure, so nothing is started for them.
             if place < self.most and not call.problem and self.box.eager(call.name):
                 running = asyncio.get_running_loop().create_task(self.box.call(call.name, call.arguments))
                 self.begun[place] = call, running
@@ -172,6 +173,7 @@ class Dialogue:
     async def ready(self, output: str) -> None:
         """Waits for the rollout's sandbox, if the output calls a tool that needs it. See `protocols.Queued`."""
         if self._toolbox is not None:
+            # Only calls that will run: one beyond the limit must not make the rollout wait for a sandbox.
             calls = self._calls(self._toolbox, output)[: self._tools.parallel]
             await self._toolbox.ready([call.name for call in calls if not call.problem])
 
@@ -192,6 +194,7 @@ class Dialogue:
                 return protocols.StepResult(tool_returns=returns, metrics=metrics)
         finally:
             if early is not None:
+                # Also after an error, or an early call that nobody took would run on into the next step.
                 await early.close()
         verdict = await deadlines.call(self._score, self._task, output, self._toolbox)
         if guarded.is_finite(verdict):
@@ -245,6 +248,7 @@ class Dialogue:
         problem = call.problem or (f"no more than {most} calls run at once" if place >= most else "")
         if problem:
             return protocols.ToolReturn(NO_CALL, "failure", f"error: {problem}")
+        # A policy may write a name that is no text.
         self._running[place] = str(call.name)
         begun = early.take(place, call) if early is not None else None
         if begun is None:

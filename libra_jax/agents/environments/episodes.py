@@ -67,6 +67,7 @@ class Tally:
           cut: Whether the game was cut off by its own limit.
         """
         self.steps += 1
+        # Moves that were not valid count as steps, and have no reward.
         self.rewards += [] if reward is None else [reward]
         cut = cut or (not over and self.steps == self.max_steps)
         if not (over or cut):

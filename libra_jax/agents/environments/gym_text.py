@@ -172,6 +172,7 @@ class GymTextEnvironment:
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message, if any, and the first observation."""
+        # A replay that differed resets the same environment again.
         await self.close()
         self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
         making = asyncio.ensure_future(deadlines.off_loop(Game, self._settings))

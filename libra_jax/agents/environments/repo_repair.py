@@ -75,7 +75,7 @@ class Repair:
         snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         saved = await box.session.save(self._most_bytes)
         if saved.broken:
-            raise protocols.WorkerLost(f"the attempt's sandbox died when its files were taken over: {saved.text}")
+            raise protocols.WorkerLost(f"the rollout's sandbox died when its files were taken over: {saved.text}")
         await box.session.close()  # frees its place, which may be the only one that the tests can get
         try:
             if saved.status != "success":
@@ -92,7 +92,7 @@ class Repair:
             verdict = await self._judge(snapshot, workspace, suite)
             lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
         if refused or verdict.deceit or verdict.broke:
-            self._reasons.tell(f"An attempt at {task.prompt_id} is worth 0: {resolving.loggable(verdict.problem)}")
+            self._reasons.tell(f"A rollout of {task.prompt_id} is worth 0: {resolving.loggable(verdict.problem)}")
         metrics = {
             "tests_passed": float(verdict.passed),
             "tests_total": float(verdict.total),
@@ -149,16 +149,11 @@ class Repair:
 
 def _files(source: str | Mapping[str, str], most_bytes: int) -> snapshots.Snapshot:
     """Returns the files of a repository, or of hidden tests, from their path or their texts."""
-    return _read(source, most_bytes) if isinstance(source, str) else snapshots.Snapshot.of_texts(source)
+    return _read(pathlib.Path(source), most_bytes) if isinstance(source, str) else snapshots.Snapshot.of_texts(source)
 
 
-@functools.lru_cache(maxsize=64)
-def _read(path: str, most_bytes: int) -> snapshots.Snapshot:
-    """Returns the repository at a path.
-
-    Cached, because the rollouts of a group run in sequence on the same repository.
-    """
-    return snapshots.Snapshot.read(pathlib.Path(path), most_bytes)
+_read = functools.lru_cache(maxsize=64)(snapshots.Snapshot.read)
+"""Cached, because the rollouts of a group run in sequence on the same repository."""
 
 
 def environment(

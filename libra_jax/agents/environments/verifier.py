@@ -126,6 +126,7 @@ class Verifier:
         self._live.clear()
 
     async def _start(self) -> _Process:
+        # Ended processes are dropped here, or a long run would keep one for each replacement.
         self._live = {process for process in self._live if process.process.returncode is None}
         # -P keeps the current folder off sys.path. If it is the worker's, its `math.py` would hide the standard module.
         process = _Process(

@@ -61,6 +61,7 @@ def main() -> None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # A parent may ignore the signal, and its children would inherit that.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     say(ready=True)
     for line in sys.stdin:

@@ -8,7 +8,8 @@ itself.
 The source of a hidden test is rewritten, so that its calls, comparisons and sums go through a `Witness`. A lie is
 behaviour that no real value has, such as being equal to two different numbers. A class that compares with a tolerance
 also behaves this way, so `suites.py` forgives what the original repository already did. Changed arguments are allowed:
-a fix may have to change an argument in place, which looks the same as a function that spoils a test's expected value.
+a fix may have to change an argument in place, which looks the same as a function that spoils a test's expected value
+(docs/guides/repositories.md has the proof).
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def names_of(tree: ast.Module) -> Names:
 def _top_level(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         yield child
+        # What a function or class binds inside is not bound at the top level.
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield from _top_level(child)
 
@@ -278,6 +280,7 @@ class Witness:
         """Records whether a value, or a value inside it, lies about itself."""
         if type(value) in _PLAIN:
             return
+        # Bounded, because a test may compare huge containers.
         for leaf in itertools.islice(_leaves(value, 3), _LEAVES):
             own = self._own(type(leaf))
             if own and (lie := self._lie(leaf, other, own)):
@@ -307,6 +310,7 @@ class Witness:
 
     def _own(self, kind: type) -> frozenset[str]:
         """Returns the operators that a class defines in tested code, including those that it inherits from there."""
+        # Kept, because a test may compare many values of one class.
         if kind not in self._operators:
             self._operators[kind] = frozenset(
                 name
@@ -332,7 +336,9 @@ class Witness:
         if "__contains__" in own and _true(operator.contains, value, strangers[0]):
             return "contains everything"
         # Operators run only if they are the object's own: others may be slow.
-        if own & {"__sub__", "__rsub__"} and _true(_as_near, value, number):
+        if own & {"__sub__", "__rsub__"} and _true(
+            lambda one, far: abs(one - far) == abs(one - 3 * far), value, number
+        ):
             return "is as near to one number as to another"
         return ""
 
@@ -347,10 +353,6 @@ class Witness:
             words = f"an iteration of {type(value).__name__} offers more than {_MOST_ITEMS} values to choose from"
             self.seen[words] = None
         return items
-
-
-def _as_near(one: Any, far: int) -> bool:
-    return bool(abs(one - far) == abs(one - 3 * far))
 
 
 def _true(test: Callable[[Any, Any], Any], left: Any, right: Any) -> bool:

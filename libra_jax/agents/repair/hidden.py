@@ -139,6 +139,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.loaded[name] = module
         names = guard.names_of(tree)
         module.__dict__.update(self._seer.namespace)
+        # Compiled with the file's own path, by which a `Witness` tells tests from tested code.
         code = compile(ast.fix_missing_locations(guard.Rewriter().visit(tree)), path, "exec")
         exec(code, module.__dict__)
         self._guard.watch(module, names)

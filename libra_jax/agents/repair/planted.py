@@ -242,6 +242,7 @@ def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
         "wrong_operator": f"x{other}{large}{second}{small}",
         "off_by_one": f"x{first}{large}{second}{small + 1}",
     }[kind]
+    # Evaluates our own text: digits, signs and x.
     calls = [((x,), eval(right, {"x": x})) for x in sorted(rng.sample(range(2, 40), _CASES - 1))]
     broken = [eval(wrong, {"x": x}) != value for (x,), value in calls]
     names = [f"test_m.py::Test_f::test_{number}" for number in range(len(calls))]

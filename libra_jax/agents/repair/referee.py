@@ -41,6 +41,7 @@ def make_way(names: Sequence[str], workspace: str) -> None:
     packages = _path(workspace)[2:]
     for name in names:
         found = importlib.machinery.PathFinder.find_spec(name, packages)
+        # A folder without __init__.py has no loader, and takes the place of no package.
         if found is not None and found.loader is not None:
             for root in _path(workspace)[:2]:
                 shutil.rmtree(os.path.join(root, name), ignore_errors=True)

@@ -106,6 +106,7 @@ class Snapshot:
     def _of_directory(cls, root: pathlib.Path, most_bytes: int) -> Snapshot:
         files, links, left = {}, {}, most_bytes
         for folder, folders, names in os.walk(root):
+            # The history may hold the fix.
             folders[:] = [name for name in sorted(folders) if name not in (".git", "__pycache__")]
             for path in (pathlib.Path(folder, name) for name in (*folders, *sorted(names))):
                 short = path.relative_to(root).as_posix()

@@ -28,7 +28,6 @@ import pathlib
 import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines
@@ -356,6 +355,7 @@ class _Examination:
         name = outcomes.dotted(f"{where}::{test}")
         self._controls[name] = good
         self._modules[name] = outcomes.dotted(f"{where.partition('::')[0]}::").removesuffix(".")
+        # A plain function, which has no `self` to assert with.
         if where.endswith(".py"):
             return test, f"assert {left!r} == {right!r}"
         return test, secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
@@ -382,9 +382,6 @@ class _Examination:
             passed = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
         except outcomes.Unreadable as error:
             return Findings(problem=str(error), forged=True)
-        return self._judged(passed, answer)
-
-    def _judged(self, passed: Mapping[str, bool], answer: Mapping[str, Any]) -> Findings:
         # Tested code may have made these lists.
         told = [answer.get(name) for name in ("changes", "lies")]
         changes, lies = ([str(text) for text in value] if isinstance(value, list) else [] for value in told)

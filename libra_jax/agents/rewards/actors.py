@@ -78,7 +78,7 @@ def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any
         if [*inspect.signature(factory).parameters][:1] != ["task"]:
             raise
         raise protocols.ConfigError(
-            f"config.{field_name}.factory: {function.factory} scores attempts itself, as it takes a task; name a "
+            f"config.{field_name}.factory: {function.factory} scores rollouts itself, as it takes a task; name a "
             "factory, which returns such a function"
         ) from error
     return factory
@@ -104,6 +104,7 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
             f"config.{where}: {function.factory} must return a function of (task, text), and what it returns takes "
             f"{signature} ({error})"
         ) from error
+    # The name of the parameter tells: a transcript and a text are passed in the same place.
     second = [*signature.parameters][1:2]
     return made, second == ["transcript"]
 
@@ -144,6 +145,7 @@ class RewardWorker:
                 raise
             return Outcome(problem="was cancelled from within")
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # One line, because it becomes part of a sentence.
             line = " ".join(resolving.raised(error).split())
             return Outcome(problem=line if len(line) <= _LONGEST_PROBLEM else f"{line[:_LONGEST_PROBLEM]}...")
         return _read(value, asyncio.get_running_loop().time() - began)
@@ -322,6 +324,7 @@ class Pool:
           WorkerLost: More actors were lost than `reward.restarts` allows.
         """
         place = self._alone if alone else min(self._places, key=lambda place: place.calls)
+        # Counted before the first wait, so that calls made at the same moment spread over the actors.
         place.calls += 1
         try:
             async with self._one_at_a_time if alone else contextlib.nullcontext():

@@ -17,15 +17,10 @@ import dataclasses
 import hashlib
 import json
 import math
-import multiprocessing
 from collections.abc import AsyncIterator, Callable, Mapping
-from multiprocessing import connection
 
 from libra_jax import config, protocols
 from libra_jax.agents.rewards import actors, scoring
-
-TRY_SECONDS = 20.0
-"""Seconds to wait for factories before the run starts. A factory that loads a model is slower, and not waited for."""
 
 
 def check(reward: config.RewardConfig) -> None:
@@ -36,46 +31,6 @@ def check(reward: config.RewardConfig) -> None:
     """
     for name, function in reward.parsed().items():
         actors.check(name, function)
-
-
-def try_factories(reward: config.RewardConfig) -> None:
-    """Makes each function once, in a child process: a factory may take memory and devices that the run's actors need.
-
-    A factory that takes longer than `TRY_SECONDS` is left to the actors.
-
-    Raises:
-      ConfigError: A factory raises, or does not make a function of two arguments.
-    """
-    if not reward.functions:
-        return
-    forked = multiprocessing.get_context("fork")  # only fork does not import the command's script a second time
-    answers, answer = forked.Pipe(duplex=False)
-    child = forked.Process(target=_tried, args=(reward, answer))
-    child.start()
-    answer.close()  # a child that dies then ends the wait
-    try:
-        problem = answers.recv() if answers.poll(TRY_SECONDS) else ""
-        child.join(actors.CLOSE_SECONDS)  # a factory's own processes end with the child
-    except EOFError:
-        child.join(actors.CLOSE_SECONDS)
-        problem = f"config.reward.functions: a factory ended its process (exit status {child.exitcode})"
-    finally:
-        child.kill()  # SIGTERM would run the handler that the command has installed, which the child inherited
-        child.join()
-        answers.close()
-    if problem:
-        raise protocols.ConfigError(problem)
-
-
-def _tried(reward: config.RewardConfig, answer: connection.Connection) -> None:
-    """Makes the functions, and sends the first problem. Sends an empty text if there is none."""
-    problem = ""
-    try:
-        for name, function in reward.parsed().items():
-            actors.make(name, function)
-    except protocols.LibraError as error:
-        problem = str(error)
-    answer.send(problem)
 
 
 @contextlib.asynccontextmanager
@@ -156,7 +111,9 @@ class ComposedReward:
         # fsum raises for inf - inf, so infinite terms are sorted out before.
         total = math.fsum(terms) if all(map(math.isfinite, terms)) else math.inf
         if not math.isfinite(total):
-            raise protocols.RewardFailed(f"task {task.prompt_id}: the reward's terms {terms} have no finite sum")
+            raise protocols.RewardFailed(
+                f"config.reward.functions, task {task.prompt_id}: the terms {terms} have no finite sum"
+            )
         return scoring.Score(total, metrics)
 
     async def _value(
@@ -168,6 +125,7 @@ class ComposedReward:
         outcome = self._cache.get(key)
         told = {f"reward_cached/{name}": float(outcome is not None)} if entries else {}
         if outcome is None:
+            # `reward.concurrency` bounds calls; a value that is known needs none.
             async with self._turns[name]:
                 outcome = await self._call(name, task, given)
             told[f"reward_seconds/{name}"] = outcome.seconds
@@ -194,9 +152,8 @@ class ComposedReward:
             if not problem:
                 return outcome
             if blamed and not left:
-                raise protocols.RewardFailed(
-                    f"reward {name} ({self._functions[name].factory}), task {task.prompt_id}: it {problem}"
-                )
+                whose = f"config.reward.functions.{name} ({self._functions[name].factory}), task {task.prompt_id}"
+                raise protocols.RewardFailed(f"{whose}: it {problem}")
             left -= blamed  # a call that another one brought down costs no try
 
 
@@ -207,4 +164,5 @@ def cache_key(function: config.RewardFunctionConfig, task: protocols.Task, given
     """
     seen = given if isinstance(given, str) else dataclasses.asdict(given)
     content = [function.factory, dict(function.arguments), dict(task.payload), seen]
+    # `repr` for what JSON cannot hold, as a payload that a Python program made may.
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).digest()

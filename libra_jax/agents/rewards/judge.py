@@ -85,6 +85,7 @@ class Judge:
             name: value if isinstance(value, str) else json.dumps(value, default=str)
             for name, value in task.payload.items()
         }
+        # Columns come first, so that none can stand in for what the policy wrote.
         fields = {**columns, **own, **self.fields}
         try:
             content = self.prompt.substitute(fields)
@@ -99,6 +100,7 @@ class Judge:
             )
         except Exception as error:  # the package's own errors, and those of its transport
             where = self._safe(f"the judge's endpoint, {self.client.base_url}, failed: {type(error).__name__}: {error}")
+            # Without its cause, whose text may hold the key.
             raise RuntimeError(f"{where}; is it up, and is that its address?") from None
         said = (reply.choices[0].message.content or "") if reply.choices else ""
         usage = getattr(reply, "usage", None)
@@ -200,5 +202,6 @@ def judge(
     # The package refuses an empty key, also for an endpoint that needs none.
     client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", timeout=seconds, max_retries=retries)
     fields = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
+    # The model comes last: a further field must not replace it.
     whole = {"temperature": 0.0, "max_tokens": 1024, **(request or {}), "model": model}
     return Judge(client, key, whole, template, fields, compiled, lowest, highest)

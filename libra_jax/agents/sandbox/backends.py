@@ -265,6 +265,7 @@ class Bubblewrap(Backend):
         # --unshare-all only tries to make a user namespace; --unshare-user turns a failure into an error.
         command += [self._program, "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         command += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+        # Older versions lack it. The filter of system calls refuses new namespaces as well.
         command += ["--disable-userns"] if "--disable-userns" in self._options else []
         command += self._mounts()
         for path, text in _FILES.items():
@@ -348,7 +349,9 @@ class Container(Backend):
         size = f"rw,nosuid,nodev,mode=1777,size={limits.workspace_mib}m"
         command = [self._runtime, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--network=none"]
         command += ["--read-only", f"--user={NOBODY}:{NOBODY}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        # Swap is part of the second number, so equal numbers allow none.
         command += [f"--memory={limits.memory_mib}m", f"--memory-swap={limits.memory_mib}m"]
+        # 3 more processes for the sandbox itself: its first process and two interpreters.
         command += ["--oom-score-adj=1000", f"--pids-limit={limits.processes + 3}"]
         command += [f"--shm-size={limits.workspace_mib}m"]
         command += [f"--tmpfs={WORKSPACE}:{size},exec", f"--tmpfs=/tmp:{size}", f"--workdir={WORKSPACE}"]

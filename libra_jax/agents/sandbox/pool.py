@@ -128,6 +128,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
                             f"config.sandbox.backend: {error}; see that this machine lets {self._name} start "
                             "(bubblewrap needs user namespaces), or choose another backend"
                         ) from error
+            # The others start side by side, now that the first has shown that sandboxes work here.
             self._idle += await asyncio.gather(*(self._begin() for _ in range(self._warm - 1)))
             _warn_once(tuple(self.caveats()))
         except BaseException:
@@ -155,6 +156,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             return refused
         lent = await self.take()
         try:
+            # Cleaned afterwards, because the sandbox serves another caller next.
             outcome = await lent.call("run", code.encode(errors="replace"), allowed, clean=True)
         finally:
             self.give_back(lent)
@@ -252,11 +254,13 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             self._places.release()
             raise
         finally:
+            # Also if nothing was lent: a warm sandbox may have been found dead.
             self._top_up()
 
     def give_back(self, lent: worker.Worker, *, used: bool = False) -> None:
         """Ends a loan. A sandbox that is `used` or dead is retired. Any other may serve the next call."""
         self._places.release()
+        # Beyond `warm`, sandboxes of a burst of calls would hold memory until the end of the run.
         if used or not lent.alive or lent.gone or self._closed or len(self._idle) >= self._warm:
             self._retire(lent)
         else:
@@ -362,6 +366,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
         """
         self._files = files
         async with self._turn:
+            # Without a sandbox yet, the first call unpacks the files into the one that it takes.
             if self._worker is not None:
                 await self._unpack(self._worker)
 
@@ -430,6 +435,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
     def _drop(self) -> None:
         lent, self._worker = self._worker, None
         if lent is not None:
+            # What the policy left in it must not reach another trajectory.
             self._sandbox.give_back(lent, used=True)
 
 

@@ -175,10 +175,12 @@ def program() -> bytes:
         _statement(_EQUAL, _ARCHITECTURE, 1, 0),
         _no(errno.EPERM),
         _statement(_LOAD, _NUMBER_AT),
+        # Calls of the x32 interface have the same architecture, and other numbers.
         _statement(_AT_LEAST, _X32, 0, 1),
         _no(errno.EPERM),
     ]
     for number, rule in _special().items():
+        # A mismatch jumps over the rule. A jump has one byte, so no rule may grow beyond 255 statements.
         lines += [_statement(_EQUAL, number, 0, len(rule)), *rule]
     ranges: list[tuple[int, int]] = []  # ends included; ranges make the filter shorter than single numbers do
     for number in sorted(ALLOWED.values()):

@@ -48,7 +48,7 @@ class Output:
         self.scratch = bytearray(65536)
 
     def read(self, source: int) -> int | None:
-        """Reads what is available. Returns the number of bytes: 0 at the stream's end, None if nothing is there."""
+        """Reads what is available. Returns the number of bytes: 0 at the stream's end, None if nothing has come yet."""
         try:
             piece = memoryview(self.scratch)[: os.readv(source, [self.scratch])]
         except BlockingIOError:

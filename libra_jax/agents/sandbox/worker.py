@@ -312,7 +312,19 @@ class Worker:
         """
         self.kill()
         if self._launch.remove:
-            await self._remove()
+            # Killing the runtime's client leaves its container behind.
+            remover = await asyncio.create_subprocess_exec(
+                *self._launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+            )
+            try:
+                await deadlines.within(REAP_SECONDS, remover.wait())
+            except deadlines.Overdue:
+                with contextlib.suppress(ProcessLookupError):
+                    remover.kill()
+                raise protocols.DeadlineMissed(
+                    f"{' '.join(self._launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still "
+                    "run"
+                ) from None
         try:
             await deadlines.within(REAP_SECONDS / 2, self.process.wait())
         except deadlines.Overdue:
@@ -338,19 +350,6 @@ class Worker:
         # A second close then finds nothing left to free.
         launch, self._launch = self._launch, backends.Launch((), {})
         await deadlines.off_loop(_discard, launch)
-
-    async def _remove(self) -> None:
-        remover = await asyncio.create_subprocess_exec(
-            *self._launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-        )
-        try:
-            await deadlines.within(REAP_SECONDS, remover.wait())
-        except deadlines.Overdue:
-            with contextlib.suppress(ProcessLookupError):
-                remover.kill()
-            raise protocols.DeadlineMissed(
-                f"{' '.join(self._launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
-            ) from None
 
 
 def _discard(launch: backends.Launch) -> None:

@@ -94,6 +94,7 @@ def build(
       sqlite3.Error, OSError: The index cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename between file systems would not be atomic.
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:
@@ -234,6 +235,7 @@ class Index:
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         for connection in self._all:
             for statement in (
+                # 8 GiB of the file are mapped, so that all connections share the kernel's cache of it.
                 "PRAGMA mmap_size = 8589934592",
                 "PRAGMA temp_store = MEMORY",
                 f"CREATE VIRTUAL TABLE temp.words USING fts5(word, tokenize='{TOKENIZER}')",
@@ -298,6 +300,7 @@ class Index:
         with self._connection(due) as connection:
             query = "SELECT passage_id, title, text FROM passages WHERE rowid = ?"
             for place in places:
+                # SQLite counts rows from 1.
                 name, title, text = connection.execute(query, (place + 1,)).fetchone()
                 end = next(itertools.islice(re.finditer(r"\S+", text), snippet_words, None), None)
                 hits.append(Hit(name, title, text if end is None else text[: end.start()].rstrip() + "..."))

@@ -175,6 +175,7 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
         seconds = getattr(spec, key)
         config.check(0 < seconds < math.inf, f"{own}.{key}", f"must be positive and finite, not {seconds}")
     config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
+    # The standard form may leave the type out, as it follows from the other keys.
     kind = values.get("type", "stdio" if spec.command else "http")
     config.check(
         bool(getattr(spec, _TYPES.get(kind, ""), "")),
@@ -373,6 +374,7 @@ async def _bound(response: Any) -> None:
 async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -> Any:
     mcp = package()
     loop = asyncio.get_running_loop()
+    # The package takes only an open file for standard error, and its end has to be kept for error messages.
     reading, writing = os.pipe()
     told = stack.enter_context(os.fdopen(writing, "w"))
     tail = _Tail()
@@ -386,6 +388,7 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
         args=arguments,
         env=_environment(spec),
         cwd=filled(spec.cwd) or None,
+        # A byte that is no text must not end the connection.
         encoding_error_handler="replace",
     )
     return mcp.stdio_client(parameters, errlog=told)

@@ -143,7 +143,15 @@ class Server:
             async with mcp_connection.connected(self._spec, connection):
                 self._connecting = False
                 if not opened.done():
-                    self._tools = self._offered(connection.tools)
+                    # Only the first connection decides: the policy has been told these tools for the whole run.
+                    names = [tool.name for tool in connection.tools]
+                    unknown = [name for name in self._spec.only if name not in names]
+                    lacking = f"the server has no tool {unknown[0] if unknown else ''!r}"
+                    only = f"tools.arguments.{self.name}.only"
+                    config.check(not unknown, only, f"{lacking}; it has {', '.join(names) or 'none'}")
+                    prefix = f"{self.name}_" if self._spec.prefix else ""
+                    offered = [tool for tool in connection.tools if tool.name in (self._spec.only or names)]
+                    self._tools = [Tool(self, prefix + tool.name, tool) for tool in offered]
                     opened.set_result(None)
                 self._client = connection.client
                 self._changed.set()
@@ -159,17 +167,6 @@ class Server:
         finally:
             self._connecting = False
         return str(connection.stderr) or "it did not answer any more"
-
-    def _offered(self, listed: Sequence[Any]) -> list[Tool]:
-        names = [tool.name for tool in listed]
-        unknown = [name for name in self._spec.only if name not in names]
-        config.check(
-            not unknown,
-            f"tools.arguments.{self.name}.only",
-            f"the server has no tool {unknown[0] if unknown else ''!r}; it has {', '.join(names) or 'none'}",
-        )
-        prefix = f"{self.name}_" if self._spec.prefix else ""
-        return [Tool(self, prefix + tool.name, tool) for tool in listed if tool.name in (self._spec.only or names)]
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +185,13 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         due = loop.time() + self._spec.seconds
-        client = await self._connected(min(PATIENCE_SECONDS, self._spec.seconds / 2))
+        if self._client is None and not self._ended:
+            # A call waits for a server that is being restarted, but half of its time is for the answer.
+            with contextlib.suppress(deadlines.Overdue):
+                await deadlines.within(min(PATIENCE_SECONDS, self._spec.seconds / 2), self._changed.wait())
+        if self._client is None:
+            raise protocols.WorkerLost(self._ended or f"MCP server {self.name} is being started again")
+        client = self._client
         call = self._start(client.call_tool(tool, dict(arguments)))
         try:
             await deadlines.within(max(0.0, due - loop.time()), asyncio.wait({call}))
@@ -206,9 +209,15 @@ class Server:
             self._failures = 0
             result = call.result()
             return "failure" if result.is_error else "success", text_of(result)
-        if error is not None and client is self._client and not _of_transport(error):
-            return "failure", f"error: {error}"
-        if client is self._client and error is not None:
+        if error is not None and client is self._client:
+            # An answer that is an error is data for the policy. An error of the transport means that no answer came.
+            if isinstance(error, mcp_connection.package().MCPError):
+                answered = not str(error).startswith(_OF_TRANSPORT)
+            else:
+                origin = type(error).__module__.partition(".")[0]
+                answered = origin not in ("anyio", "httpx2") and not isinstance(error, OSError)
+            if answered:
+                return "failure", f"error: {error}"
             self._broken.set()
         why = "it was closed" if error is None else self._reason(error)
         raise protocols.WorkerLost(f"MCP server {self.name} was lost during a call ({why})") from error
@@ -225,14 +234,6 @@ class Server:
         self._background.add(task)
         task.add_done_callback(forget)
         return task
-
-    async def _connected(self, seconds: float) -> Any:
-        if self._client is None and not self._ended:
-            with contextlib.suppress(deadlines.Overdue):
-                await deadlines.within(seconds, self._changed.wait())
-        if self._client is None:
-            raise protocols.WorkerLost(self._ended or f"MCP server {self.name} is being started again")
-        return self._client
 
     async def _probe(self, client: Any, seconds: float) -> None:
         """Restarts the server if it cannot even list its tools. If it can, only the tool was slow."""
@@ -296,10 +297,3 @@ def text_of(result: Any) -> str:
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content)]
     return "\n".join(parts)
-
-
-def _of_transport(error: BaseException) -> bool:
-    """Returns whether the error means that no answer came. An answer that is an error does not count."""
-    if isinstance(error, mcp_connection.package().MCPError):
-        return str(error).startswith(_OF_TRANSPORT)
-    return type(error).__module__.partition(".")[0] in ("anyio", "httpx2") or isinstance(error, OSError)

@@ -50,6 +50,7 @@ def _pattern(validator: Any, pattern: str, instance: object, schema: object) -> 
     del schema
     if validator.is_type(instance, "string"):
         compiled = _compiled(pattern)
+        # RE2 takes linear time. Python's own engine may take forever on a text that a policy wrote.
         if compiled is not None and compiled.search(instance) is None:
             yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
@@ -95,6 +96,7 @@ def _counted(keyword: str) -> Any:
     follow = jsonschema.Draft202012Validator.VALIDATORS[keyword]
 
     def counted(validator: Any, reference: str, instance: object, schema: object) -> Iterator[Any]:
+        # Counted in a context variable, because all values share the validators.
         left = _followed.get()
         left[0] -= 1
         if left[0] < 0:

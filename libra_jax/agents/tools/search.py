@@ -413,6 +413,7 @@ class Vectors:
         Raises:
           bm25.Overdue: The search missed the deadline.
         """
+        # The model is called by one thread at a time (`Embed`), and the wait for it counts towards the deadline.
         if not self._one_at_a_time.acquire(timeout=max(0.0, due - time.monotonic())):
             raise bm25.Overdue
         try:

@@ -129,6 +129,7 @@ class Toolbox:
             except (TypeError, ValueError, RecursionError) as error:
                 problem = str(error)
             config.check(not problem, "tools", f"the parameters of {tool.name!r} are no JSON schema: {problem}")
+            # Every check lies before the first rollout, whose policy could do nothing about a broken tool.
             self._tools[tool.name] = tool
         self.any_eager = any(map(self.eager, self._tools))
 
@@ -167,6 +168,7 @@ class Toolbox:
             problem = f"no tool {name!r}; there are: {', '.join(self._tools) or 'none'}"
         else:
             values, problem = _read(arguments)
+            # Checked here, so that a tool can take its arguments for granted.
             problem = problem or schemas.mismatch(values, tool.parameters, "arguments")
         if tool is None or problem:
             text = limits.cut(f"error: {problem}", self._most_characters)
@@ -182,6 +184,7 @@ class Toolbox:
                 what = f"a ToolReturn whose content is of type {type(answer.content).__name__}"
             raise protocols.EnvironmentCrashed(f"call of the tool {tool.name!r} returned {what}; write {CALL}")
         text = limits.cut(answer.content, self._most_characters)
+        # A tool may know better than the clock how long it worked, for example without a wait for its turn.
         return dataclasses.replace(answer, content=text, seconds=answer.seconds or loop.time() - began)
 
     async def close(self) -> None:

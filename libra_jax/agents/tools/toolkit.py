@@ -120,6 +120,7 @@ class Toolkit:
         )
         full = SHORT_NAMES.get(name, name)
         factory = resolving.resolve(full, "tools.use")
+        # A factory asks for the sandbox of the rollout by having this parameter.
         if "session" not in inspect.signature(factory).parameters:
             made = resolving.call(factory, full, arguments, field)
             if not isinstance(made, Shared):
@@ -171,6 +172,7 @@ class Toolkit:
           ConfigError: No sandbox can be started on this machine.
         """
         async with self._starting:
+            # Under the lock, or two rollouts that begin at once would start two pools.
             if self._sandbox is None:
                 kept = self._sandbox_config
                 made = pool.Sandbox(
@@ -212,6 +214,7 @@ class Toolkit:
         Args:
           session: Whether the rollout needs a sandbox even if no tool does.
         """
+        # A session takes its sandbox at the first call, so a rollout that calls no such tool holds none.
         own = (await self.sandbox()).session() if session or self._of_session else None
         tools = [make(own) for make in self._of_session if own is not None]
         in_session = [tool.name for tool in tools]

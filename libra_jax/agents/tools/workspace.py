@@ -71,8 +71,8 @@ class Edit(_InSession):
         command={"type": "string", "enum": list(_NEEDS)},
         path={"type": "string", "description": "Of the file, from the workspace."},
         text={"type": "string", "description": "create: the file's content."},
-        old={"type": "string", "description": "replace: what is there."},
-        new={"type": "string", "description": "replace: what is to be there instead."},
+        old={"type": "string", "description": "replace: the present text."},
+        new={"type": "string", "description": "replace: the text that takes its place."},
         first={"type": "integer", "minimum": 1, "description": "view: the first line shown."},
         last={"type": "integer", "minimum": 1, "description": "view: the last line shown."},
     )

@@ -1,0 +1,79 @@
+"""The cases of `launch/gpu_check.py`, in the order in which they run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libra_jax import protocols
+
+MODELS = {"0.6B": "Qwen3-0.6B", "1.7B": "Qwen3-1.7B", "4B": "Qwen3-4B"}
+TOKENS = {"8k": (8192, 25.0), "64k": (65_536, 40.0), "32k": (32_768, 25.0)}
+"""Tokens of a micro-batch, and the seconds that a case of it takes. Cases of 64k run before those of 32k, because the
+budget may leave out the last ones."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+      name: group, a slash and the variant; or the group alone.
+      target: function that measures, as "module:function". Its module is imported where the case runs, so that a
+        missing package fails this case alone.
+      arguments: the function's arguments after the bench.
+      expected_seconds: seconds that the case takes on an H100. It is left out if less is left.
+      most_seconds: deadline in seconds.
+      alone: runs in a process of its own, after the others have given their memory back.
+    """
+
+    name: str
+    target: str
+    arguments: tuple[str | int, ...] = ()
+    expected_seconds: float = 15.0
+    most_seconds: float = 90.0
+    alone: bool = False
+
+
+def _grad_steps() -> list[Case]:
+    return [
+        Case(f"grad_step/{model}/{count}", "gpu.training_speed:grad_step", (preset, tokens), seconds, 150.0)
+        for count, (tokens, seconds) in TOKENS.items()
+        for model, preset in MODELS.items()
+    ]
+
+
+CASES: tuple[Case, ...] = (
+    Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
+    Case("attention/unpacked", "gpu.attention_parity:measure", ("unpacked",)),
+    Case("dlpack", "gpu.moving:dlpack", (), 5.0),
+    Case("weight_sync/ipc", "gpu.syncing:torch_memory", (), 25.0),
+    Case("weight_sync/memfd", "gpu.syncing:host_memory", (), 25.0),
+    Case("vocabulary/1k", "gpu.training_speed:vocabulary", (1024,)),
+    Case("vocabulary/4k", "gpu.training_speed:vocabulary", (4096,)),
+    Case("reshard", "gpu.moving:reshard", (), 10.0),
+    Case("offload", "gpu.moving:offload", (), 10.0),
+    Case("checkpoint", "gpu.moving:checkpoint", (), 25.0),
+    *_grad_steps(),
+    Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, alone=True),
+)
+
+
+def chosen(names: Sequence[str], known: Sequence[Case] = CASES) -> list[Case]:
+    """Returns the cases with these names, or of these groups; all if there is no name.
+
+    Raises:
+      ConfigError: there is no such case; the message offers the nearest name.
+    """
+    for name in names:
+        if not any(_has(case, name) for case in known):
+            groups = list(dict.fromkeys(case.name.partition("/")[0] for case in known))
+            near = difflib.get_close_matches(name, [*groups, *(case.name for case in known)], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise protocols.ConfigError(f"--cases: {name!r} is no case and no group of {', '.join(groups)}{hint}")
+    return [case for case in known if not names or any(_has(case, name) for name in names)]
+
+
+def _has(case: Case, name: str) -> bool:
+    return case.name == name or case.name.startswith(f"{name}/")

@@ -1,0 +1,102 @@
+"""The least that a training micro-batch has to communicate, by formula, and the time of collectives.
+
+Parallelism that is well compiled moves each parameter over `fsdp` once in the forward pass and once in the backward
+pass, in the compute dtype, and sums each gradient once. Over `tensor`, activations travel as in Megatron-LM with
+sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2). The planner predicts with these formulas,
+and the tests of compiled programs compare with them.
+
+All bytes are wire bytes: bytes that a device sends in a ring algorithm. Over n devices, a gather or a scatter of an
+array of S bytes takes S (n - 1) / n, an all-reduce twice as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from libra_jax.models import config as model_config
+from libra_jax.planning import hardware
+
+COMPUTE_BYTES = 2
+"""Bytes of a value in the compute dtype, bfloat16."""
+
+SUM_BYTES = 4
+"""Bytes of a value in float32, the dtype of sums over many tokens."""
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Wire bytes of a device, by the axis that they travel over.
+
+    Attributes:
+      fsdp: parameters gathered and gradients scattered.
+      data: gradients reduced over the replicas.
+      tensor: activations.
+    """
+
+    fsdp: float
+    data: float
+    tensor: float
+
+    @property
+    def total(self) -> float:
+        """Wire bytes over all axes."""
+        return self.fsdp + self.data + self.tensor
+
+
+def share(devices: int) -> float:
+    """Returns (n - 1) / n: the part of an array that a device of n sends to gather or to scatter it in a ring."""
+    return (devices - 1) / devices
+
+
+def over_fsdp(values: float, fsdp: int, passes: float, gradient_bytes: float) -> float:
+    """Returns the bytes of gathering `values` parameters in each of `passes` and of scattering their gradients once."""
+    return (passes * COMPUTE_BYTES + gradient_bytes) * values * share(fsdp)
+
+
+def over_data(values: float, data: int, gradient_bytes: float) -> float:
+    """Returns the bytes of reducing the gradients of `values` parameters over replicas."""
+    return 2.0 * gradient_bytes * values * share(data)
+
+
+def over_tensor(columns: float, hidden_size: int, tensor: int, moves: float) -> float:
+    """Returns the bytes of gathering or scattering `columns` hidden vectors `moves` times."""
+    return moves * columns * hidden_size * COMPUTE_BYTES * share(tensor)
+
+
+def volumes(shape: model_config.TransformerConfig, data: int, fsdp: int, tensor: int, columns: int) -> Volumes:
+    """Returns the least wire bytes of one micro-batch's forward and backward pass.
+
+    Args:
+      shape: shape of the model.
+      data: replicas.
+      fsdp: ways that parameters are split.
+      tensor: ways that a layer's matrices are split.
+      columns: tokens of the micro-batch on each data and fsdp shard.
+    """
+    tables = shape.vocab_size * shape.hidden_size / tensor
+    layers = model_config.parameter_count(shape) / tensor - tables * (1 if shape.tie_word_embeddings else 2)
+    # The projection onto the vocabulary is gathered once, and its gradient sums over all tokens in float32. The lookup
+    # needs no table, only the rows of its tokens, and sends their gradients back.
+    gathered = over_fsdp(layers, fsdp, 2, COMPUTE_BYTES) + over_fsdp(tables, fsdp, 1, SUM_BYTES)
+    gathered += 2 * COMPUTE_BYTES * columns * shape.hidden_size / tensor * share(fsdp)
+    reduced = over_data(layers / fsdp, data, COMPUTE_BYTES)
+    reduced += over_data(tables / fsdp, data, SUM_BYTES) * (1 if shape.tie_word_embeddings else 2)
+    # Two gathers and two scatters a layer and pass, and two gathers more in the backward pass: the inputs of the
+    # projections are kept split. The projection onto the vocabulary gathers its input in each pass and scatters its
+    # gradient; the lookup scatters its output and gathers its gradient.
+    moves = 10 * shape.num_layers + 5
+    return Volumes(gathered, reduced, over_tensor(columns, shape.hidden_size, tensor, moves))
+
+
+def rate(sheet: hardware.HardwareSheet, span: int, link_share: float, network_share: float) -> float:
+    """Returns the bytes a second of a collective over `span` neighbouring devices.
+
+    Args:
+      sheet: the accelerator.
+      span: devices from the first to the last of a group, counted along the mesh.
+      link_share: share of the link's bandwidth that a collective reaches inside a node.
+      network_share: share of the network's bandwidth that it reaches between nodes.
+    """
+    if span <= sheet.devices_per_node:
+        return sheet.node_link_bytes_per_second * link_share
+    return sheet.network_bytes_per_second * network_share

@@ -1,0 +1,102 @@
+"""Compiles a run's training programs for devices on paper, and counts what they do (`planning.programs`).
+
+The programs are those of the run: `learner.Learner` makes them as the trainer does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from libra_jax import config as config_lib
+from libra_jax.models import config as model_config
+from libra_jax.planning import compiled, programs
+from libra_jax.training import learner, step, topology
+
+ALL = (learner.POLICY, step.APPLY, step.SCORE)
+"""Names of the programs that are compiled: a micro-batch's gradient, the update, and scoring."""
+
+
+def case(
+    config: config_lib.RunConfig,
+    model: model_config.TransformerConfig,
+    devices: Sequence[jax.Device],
+    target: str,
+    names: Iterable[str] = ALL,
+    dump: dict[str, str] | None = None,
+) -> programs.Case:
+    """Compiles the programs of a run's longest rows, and counts what they do.
+
+    Args:
+      config: configuration of the run.
+      model: shape of the model.
+      devices: devices to compile for, on paper or real; the mesh takes the first of them.
+      target: name of the devices' hardware sheet.
+      names: programs to compile.
+      dump: takes the text of each program; None drops it.
+
+    Raises:
+      ConfigError: too few devices, or the model is not divisible over the mesh.
+    """
+    trainer = dataclasses.replace(config.trainer, platform="auto")
+    made = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
+    row_tokens = max((trainer.row_tokens, *trainer.row_buckets))
+    sizes = compiled.Sizes(
+        mesh=dict(made.layout.mesh.shape),
+        vocabulary=model.vocab_size,
+        hidden=model.hidden_size,
+        tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens,
+        logits_chunk=config.model.logits_chunk,
+    )
+    found: dict[str, programs.Program] = {}
+    with topology.answering_for(devices[0]):
+        for name in names:
+            began = time.monotonic()
+            batch = None if name == step.APPLY else made.micro_batch(name, row_tokens)
+            program = made.programs.program(name, batch)
+            seconds = time.monotonic() - began
+            text = program.as_text() or ""
+            if dump is not None:
+                dump[name] = text
+            found[name] = _counted(program, text, sizes, seconds)
+    return programs.Case(
+        model=Path(config.model.path).name if Path(config.model.path or "?").exists() else config.model.preset,
+        parameters=model_config.parameter_count(model),
+        target=target,
+        data=trainer.data,
+        fsdp=trainer.fsdp,
+        tensor=trainer.tensor,
+        rows=trainer.rows_per_micro_batch,
+        row_tokens=row_tokens,
+        packed=trainer.pack,
+        remat=config.model.remat,
+        state_bytes=_bytes(made.layout.state),
+        parameter_bytes=_bytes(made.layout.state.params),
+        programs=found,
+        reference=made.layout.state.reference is not None,
+    )
+
+
+def _counted(program: jax.stages.Compiled, text: str, sizes: compiled.Sizes, seconds: float) -> programs.Program:
+    memory = program.memory_analysis()
+    # Results that reuse no argument's buffer.
+    fresh = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    return programs.Program.counted(
+        compiled.count(text, sizes), memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh, seconds
+    )
+
+
+def _bytes(structure: Any) -> float:
+    """Returns the bytes of a tree of placed shapes on one device."""
+    return float(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(structure)
+        )
+    )

@@ -1,0 +1,174 @@
+"""launch/gpu_check.py as a dry run on CPU, without the packages that a GPU machine may lack; and its runner."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import time
+
+import jax
+import psutil
+import pytest
+import scripts
+
+from gpu import attention_parity, cases, rows, runner
+from libra_jax.models import attention
+
+BLOCKED = ("vllm", "ray", "ml_collections", "transformers", "safetensors", "pybase64")
+"""Packages that the command has to do without."""
+
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def check(folder: pathlib.Path, *arguments: str, blocked: tuple[str, ...] = BLOCKED):
+    """Runs the command in a Python that cannot import some packages; returns its result and its report."""
+    (folder / "sitecustomize.py").write_text(BLOCKER.format(names=set(blocked)))
+    environment = {"PYTHONPATH": f"{folder}:{scripts.ROOT}", **scripts.quick(folder / "cache")}
+    output = folder / "gpu_check.json"
+    flags = ("--platform=cpu", "--minutes=20", f"--output={output}", *arguments)
+    result = scripts.run("gpu_check.py", *flags, seconds=280.0, environment=environment)
+    return result, json.loads(output.read_text()) if output.exists() else {}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_case_passes_on_cpu_without_vllm(tmp_path):
+    result, report = check(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {row["case"]: row for row in report["rows"]}
+    assert list(found) == [case.name for case in cases.CASES]
+    same_code = {f"grad_step/{model}/{tokens}" for model in ("1.7B", "4B") for tokens in ("32k", "64k")}
+    assert {name for name, row in found.items() if row["state"] == "left out"} == {"quickstart"} | same_code
+    for name in ("attention/packed", "attention/unpacked"):
+        figures = found[name]["figures"]
+        assert figures["kernel"] == "chunked"
+        assert 0 < figures["forward_error"] < 1e-5
+        assert 0 < figures["gradient_error"] < 1e-5
+        assert figures["padding_written"] == 0
+    assert found["dlpack"]["figures"]["copies"] == 0
+    for name in ("weight_sync/ipc", "weight_sync/memfd"):
+        assert found[name]["figures"]["gigabytes_per_second"] > 0
+    for name in ("vocabulary/1k", "vocabulary/4k"):
+        assert found[name]["figures"]["log_prob_error"] < 1e-4
+    steps = [row["figures"] for row in report["rows"] if row["case"].startswith("grad_step/") and row["figures"]]
+    assert len({(figures["parameters"], figures["tokens"]) for figures in steps}) == 5
+    assert all(figures["tokens_per_second"] > 0 and "mfu" not in figures for figures in steps), "a CPU has no peak"
+    assert report["machine"]["platform"] == "cpu"
+    assert "jax" in report["machine"]["versions"]
+    tables = (tmp_path / "gpu_check.md").read_text()
+    assert tables.startswith("### DRY RUN on ")
+    assert all(f"| {name} | " in tables for name in found)
+    progress = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    assert len(progress) == len(found)
+    assert "] attention/packed: passed in " in progress[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda q, out: out * 1.001, "chunked is off by 0.001, and 1e-05 is allowed"),
+        (lambda q, out: out + (1e-3 * q - jax.lax.stop_gradient(1e-3 * q)), "gradients of chunked are off by"),
+        (lambda q, out: out + 1e-9, "numbers at padding that are not 0"),
+    ],
+)
+def test_a_kernel_that_is_wrong_fails_its_case(fault, said, monkeypatch):
+    prepare = attention.prepare
+
+    def wrong(*arguments, **more):
+        attend = prepare(*arguments, **more)
+        return lambda q, k, v: fault(q, attend(q, k, v))
+
+    monkeypatch.setattr(attention, "prepare", wrong)
+    assert said in attention_parity.measure(rows.Bench("cpu", ""), "packed").problem
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_missing_package_fails_its_own_cases_and_the_command(tmp_path):
+    result, report = check(tmp_path, "--cases=dlpack,attention/unpacked", blocked=(*BLOCKED, "orbax"))
+    assert result.returncode == 1
+    assert [(row["case"], row["state"]) for row in report["rows"]] == [
+        ("attention/unpacked", "passed"),
+        ("dlpack", "failed"),
+    ]
+    assert "No module named 'orbax'" in report["rows"][1]["reason"]
+    assert not list(tmp_path.glob(".gpu_check-*")), "the scratch folder is removed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--cases=atention",), "--cases: 'atention' is no case and no group of attention, dlpack, "),
+        (("--minutes=0",), "--minutes"),
+        (("--output=x.md",), "--output: x.md is the name of the tables"),
+        (("--platform=gpu",), "--platform: JAX finds no gpu device here, only cpu; install JAX"),
+    ],
+)
+def test_mistakes_are_answered_in_one_sentence(arguments, said, tmp_path):
+    environment = {"JAX_PLATFORMS": "cpu"}
+    result = scripts.run("gpu_check.py", f"--output={tmp_path / 'x.json'}", *arguments, environment=environment)
+    scripts.assert_one_sentence(result, said)
+    assert result.returncode == 2
+
+
+def run(*chosen: cases.Case, seconds: float = 60.0, platform: str = "cpu") -> list[rows.Row]:
+    folder = str(pathlib.Path(__file__).parent)
+    running = runner.Runner(seconds, {}, "", path=(folder,))
+    try:
+        return list(running.run(chosen, platform))
+    finally:
+        running.end()
+
+
+def double(name: str, *arguments: str, **more: float) -> cases.Case:
+    return cases.Case(name, f"gpu_doubles:{name}", arguments, **more)
+
+
+@pytest.mark.multiprocess
+def test_cases_that_raise_or_die_leave_the_others_alone():
+    found = run(
+        double("passes"), double("has_nothing"), double("passes"), double("raises"), double("dies"), double("exceeds"),
+        double("passes"), cases.Case("missing", "gpu_doubles:missing"), cases.Case("nowhere", "no_such_module:x"),
+    )  # fmt: skip
+    assert [row.state for row in found] == [
+        "passed", "left out", "passed", "failed", "failed", "failed", "passed", "failed", "failed",
+    ]  # fmt: skip
+    reasons = [row.reason for row in found]
+    assert reasons[1] == "there is one device"
+    assert reasons[3:6] == ["ValueError: of no use", "its process ended: killed by SIGSEGV", "0.5 is too much"]
+    assert "has no attribute 'missing'" in reasons[7]
+    assert "No module named 'no_such_module'" in reasons[8]
+    assert found[5].figures == {"error": 0.5}
+    assert found[0].figures == found[2].figures, "one process runs case after case"
+    assert found[6].figures != found[0].figures, "a process that has seen a failure runs no further case"
+    assert rows.Report(None, "", 8.0, 1.0, found).failed
+    assert not rows.Report(None, "", 8.0, 1.0, found[:3]).failed
+
+
+@pytest.mark.multiprocess
+def test_a_case_that_hangs_is_ended_with_its_children(tmp_path):
+    began, pids = time.monotonic(), tmp_path / "pids"
+    hanging = double("hangs", str(pids), most_seconds=8.0, expected_seconds=0.0)
+    found = run(hanging, double("passes"), platform="gpu")
+    assert [(row.case, row.state) for row in found] == [("hangs", "failed"), ("passes", "passed")]
+    assert found[0].reason == "it did not end within 8 s"
+    for pid in map(int, pids.read_text().split()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.multiprocess
+def test_the_budget_ends_a_case_and_leaves_out_those_after_it(tmp_path):
+    long = double("hangs", str(tmp_path / "pids"), expected_seconds=4.0)
+    short = double("passes", expected_seconds=1.0)
+    found = run(long, dataclasses.replace(short, name="later"), seconds=6.0, platform="gpu")
+    assert [row.state for row in found] == ["left out", "left out"]
+    assert found[1].reason == "--minutes are over"
