@@ -194,8 +194,15 @@ def _read(workdir: Path) -> list[Stored]:
     for folder in folders:
         # A superseded run may still be removing an old checkpoint.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if (name := _STEP.fullmatch(folder.name)) and folder.is_dir():
-                found += _read_folder(folder, int(name[1]))
+            if (step := _STEP.fullmatch(folder.name)) is None or not folder.is_dir():
+                continue
+            names = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+            if manifests := [manifest for name in names if (manifest := _MANIFEST.fullmatch(name))]:
+                found += [_read_manifest(folder / item[0], int(step[1]), int(item[1] or 1)) for item in manifests]
+            # The marker file, or partial files alone, mean a write or removal that was cut off, which is no damage.
+            elif UNFINISHED not in names and not all(name.endswith(".partial") for name in names):
+                path = folder / f"{MANIFEST}.json"
+                found.append(Stored(int(step[1]), 0, path, problem="its manifest is missing"))
     limits = dict(fencing.limits(workdir))
     # A token's file may be damaged. Its run resumed from no later than the earliest step that it wrote.
     for stored in found:
@@ -209,17 +216,6 @@ def _read(workdir: Path) -> list[Stored]:
         )
         for stored in found
     ]
-
-
-def _read_folder(folder: Path, step: int) -> list[Stored]:
-    names = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
-    manifests = [found for name in names if (found := _MANIFEST.fullmatch(name))]
-    # The marker file, or partial files alone, mean a write or removal that was cut off, which is no damage.
-    if not manifests and (UNFINISHED in names or all(name.endswith(".partial") for name in names)):
-        return []
-    if not manifests:
-        return [Stored(step, 0, folder / f"{MANIFEST}.json", problem="its manifest is missing")]
-    return [_read_manifest(folder / found[0], step, int(found[1] or 1)) for found in manifests]
 
 
 def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:

@@ -165,6 +165,8 @@ class Checkpoints:
         self._folder = workdir / store.FOLDER
         self._keep = keep
         self._fencing = fencing
+        # Part of the names of the files that this run writes; empty at a workdir's first start.
+        self._suffix = f"-{fencing.number}" if fencing is not None and fencing.number > 1 else ""
         # Names of the parts of the checkpoint that is being written, and the checksum of its coordinator's part.
         self._parts: dict[str, str] = {}
         self._sums: dict[str, checksums.Sum] = {}
@@ -213,7 +215,7 @@ class Checkpoints:
                 (directory / store.UNFINISHED).touch()
             # Part names never repeat within a step: a superseded run, a lost trainer or the committed checkpoint may
             # own the others.
-            suffix, path = self._suffix(), directory / store.COORDINATOR
+            suffix, path = self._suffix, directory / store.COORDINATOR
             suffix += f"-restart{self._disowned}" if self._disowned else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             name, text = f"{path.stem}{suffix}{path.suffix}", json.dumps(state)
@@ -232,9 +234,17 @@ class Checkpoints:
         """
         fencing_token = {} if self._fencing is None else {"fencing_token": self._fencing.number}
         directory = store.directory(self._workdir, step)
-        path = directory / f"{store.MANIFEST}{self._suffix()}.json"
+        path = directory / f"{store.MANIFEST}{self._suffix}.json"
         with _writing(directory):
-            sums = self._sums | _trainer_sums(directory, self._parts["trainer"])
+            trainer = directory / self._parts["trainer"]
+            try:
+                # The trainer's own seal, if it made one, saves a second read of its files.
+                sums = checksums.read_seal(trainer) | checksums.of_files(trainer, [checksums.SEAL])
+            except FileNotFoundError:
+                sums = checksums.of_files(trainer, checksums.files_of(trainer))
+            except ValueError as error:
+                raise protocols.CheckpointFailed(f"The checkpoint {directory} is damaged already ({error}).") from error
+            sums = self._sums | {f"{trainer.name}/{file}": item for file, item in sums.items()}
             manifest = {
                 "format": store.FORMAT,
                 "step": step,
@@ -271,10 +281,6 @@ class Checkpoints:
 
     def _counting(self) -> dict[int, store.Stored]:
         return store.counting(self._workdir, self._skipped)
-
-    def _suffix(self) -> str:
-        """Returns the suffix of the file names that this run writes; empty at a workdir's first start."""
-        return f"-{self._fencing.number}" if self._fencing is not None and self._fencing.number > 1 else ""
 
     def _check_fencing(self) -> None:
         if self._fencing is not None:
@@ -316,18 +322,6 @@ def _unreadable(directory: Path, why: object) -> protocols.DataError:
     )
 
 
-def _trainer_sums(directory: Path, name: str) -> dict[str, checksums.Sum]:
-    """Returns the checksums of the trainer's files. Uses the trainer's own seal if present, to avoid a second read."""
-    folder = directory / name
-    try:
-        sums = checksums.read_seal(folder) | checksums.of_files(folder, [checksums.SEAL])
-    except FileNotFoundError:
-        sums = checksums.of_files(folder, checksums.files_of(folder))
-    except ValueError as error:
-        raise protocols.CheckpointFailed(f"The checkpoint {directory} is damaged already ({error}).") from error
-    return {f"{name}/{file}": item for file, item in sums.items()}
-
-
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
     """Turns an error of the disk into a sentence about what it means for the run."""
@@ -356,16 +350,12 @@ def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: No
     check()
     os.replace(partial, path)
     # A rename is durable only once its directory is, and a new directory only once its parent is.
-    _sync_directory(path.parent)
-    _sync_directory(path.parent.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for folder in (path.parent, path.parent.parent):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 # Groups as JSON. Per-token lists are packed binary: spelling out millions of floats would stall the event loop.

@@ -131,11 +131,30 @@ class Dispatcher:
           WorkerLost: the request failed more than `rollout.generation_retries` times.
         """
         # A request lives from the rollout's first turn to its end, so later turns find it here.
-        request = self._requests.get(trajectory.trajectory_id) or self._arrive(trajectory)
+        request = self._requests.get(trajectory.trajectory_id)
+        if request is None:
+            now = self._clock()
+            group_id, version = self._groups[trajectory.trajectory_id]
+            request = routing.Request(trajectory, group_id, trajectory.generated_tokens)
+            self._requests[request.name] = request
+            self.counts.requests += 1
+            info = protocols.RequestInfo(
+                request_id=request.name,
+                prompt_id=trajectory.prompt_id,
+                group_id=group_id,
+                context_tokens=len(trajectory.token_ids),
+                generated_tokens=request.generated,
+                dispatch_version=version,
+            )
+            self._apply(self._scheduler.on_arrival(info, now), now)
         request.heard, start = heard, len(trajectory.token_ids)
         while True:
-            if finish := _finish_of(trajectory.token_ids, start, sampling):
-                return finish
+            # An engine may die after the turn's last token and before it sends the reason.
+            sampled = len(trajectory.token_ids) - start
+            if sampled and trajectory.token_ids[-1] in sampling.stop_token_ids:
+                return "stop"
+            if sampled >= sampling.max_tokens:
+                return "length"
             if not request.instance:
                 request.waits, request.waits_since = True, self._clock()
                 try:
@@ -147,8 +166,7 @@ class Dispatcher:
                     self._count_wait(request)
                     request.waits = False
             # Tokens of a broken stream count towards the turn's budget.
-            left = sampling.max_tokens - (len(trajectory.token_ids) - start)
-            finish = await self._stream(request, replace(sampling, max_tokens=left))
+            finish = await self._stream(request, replace(sampling, max_tokens=sampling.max_tokens - sampled))
             if finish is not None:
                 return finish
 
@@ -170,23 +188,6 @@ class Dispatcher:
             context = len(trajectory.token_ids)
             self.routing.returned(request.route, request.generated)
             self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
-
-    def _arrive(self, trajectory: protocols.Trajectory) -> routing.Request:
-        now = self._clock()
-        group_id, version = self._groups[trajectory.trajectory_id]
-        request = routing.Request(trajectory, group_id, trajectory.generated_tokens)
-        self._requests[request.name] = request
-        self.counts.requests += 1
-        info = protocols.RequestInfo(
-            request_id=request.name,
-            prompt_id=trajectory.prompt_id,
-            group_id=group_id,
-            context_tokens=len(trajectory.token_ids),
-            generated_tokens=request.generated,
-            dispatch_version=version,
-        )
-        self._apply(self._scheduler.on_arrival(info, now), now)
-        return request
 
     def _apply(self, placements: Sequence[protocols.Placement], since: float) -> None:
         """Carries out placements. `since` is the time at which the scheduler was called, for `Counts.seconds`."""
@@ -242,8 +243,20 @@ class Dispatcher:
             arguments = {"request": request.name, "tokens": request.generated - before}
             self._recorder.span(engine.name, "generate", begin, self._clock(), arguments)
         error = pump.exception() if pump.done() else stream.broken.result()
-        if error is not None:
-            self._failed(request, stream, error)
+        if error is None:
+            return stream.finish
+        if isinstance(error, protocols.WorkerLost):
+            self._engines.lost(engine, stream.life, error)
+        # A wrong config fails on every engine, so a retry is useless.
+        elif isinstance(error, protocols.ConfigError):
+            raise error
+        request.failures += 1
+        self.counts.resumed += 1
+        if request.failures > self._retries:
+            raise protocols.WorkerLost(
+                f"Request {request.name} failed {request.failures} times, which is more than "
+                f"config.rollout.generation_retries = {self._retries}; the last time: {error}"
+            )
         return stream.finish
 
     async def _pump(self, request: routing.Request, stream: routing.Stream, sampling: protocols.SamplingParams) -> None:
@@ -311,20 +324,6 @@ class Dispatcher:
         else:
             self._apply(self._scheduler.on_progress(request.name, request.generated, now), now)
 
-    def _failed(self, request: routing.Request, stream: routing.Stream, error: BaseException) -> None:
-        if isinstance(error, protocols.WorkerLost):
-            self._engines.lost(stream.engine, stream.life, error)
-        # A wrong config fails on every engine, so a retry is useless.
-        elif isinstance(error, protocols.ConfigError):
-            raise error
-        request.failures += 1
-        self.counts.resumed += 1
-        if request.failures > self._retries:
-            raise protocols.WorkerLost(
-                f"Request {request.name} failed {request.failures} times, which is more than "
-                f"config.rollout.generation_retries = {self._retries}; the last time: {error}"
-            )
-
     async def _watch(self) -> None:
         """Watches for streams without tokens, and for requests passed over, beyond their deadlines."""
         interval = self._deadline / WATCHES
@@ -383,16 +382,3 @@ class Dispatcher:
         """Returns the names of the instances with a free slot."""
         taken = collections.Counter(request.instance for request in self._requests.values())
         return [instance.name for instance in self._engines.serving() if taken[instance.name] < instance.slots]
-
-
-def _finish_of(
-    token_ids: Sequence[int], start: int, sampling: protocols.SamplingParams
-) -> protocols.FinishReason | None:
-    """Returns the finish reason that a turn's tokens (from `start` on) imply, or None.
-
-    An engine may die after the last token and before it sends the reason.
-    """
-    sampled = len(token_ids) - start
-    if sampled and token_ids[-1] in sampling.stop_token_ids:
-        return "stop"
-    return "length" if sampled >= sampling.max_tokens else None

@@ -205,7 +205,12 @@ class PlanFollower:
             else:
                 await self._engines.follow(plan.rollout)
             if handle is not None and grows:
-                if occupants := self._engines.on_devices(plan.train_devices):
+                occupants = [
+                    name
+                    for name, engine in self._engines.engines.items()
+                    if any(device < plan.train_devices for device in engine.spec.devices)
+                ]
+                if occupants:
                     handle.cancel(f"{', '.join(occupants)} still roll out on its devices")
                 handle.go()
                 # The engines have moved: if the mesh fails now, only the mesh stays as before.
@@ -296,10 +301,6 @@ class Elasticity:
         """Adopts a checkpoint's plan, whose instances have been started."""
         if self._follower is not None:
             self._follower.begin()
-
-    async def before_step(self, step: int) -> None:
-        """Applies a pending resize between two steps. The caller holds the trainer's lock. See `Resizing.boundary`."""
-        await self._resizing.boundary(step)
 
     def begin_step(self, batch: protocols.TrainBatch) -> Sequence[protocols.Share]:
         """Returns the shares that hybrid workers compute of a training step, and lets them begin."""

@@ -62,7 +62,15 @@ class WarmStart:
             status(f"warm start {self.taken}/{self._limits.steps}, compiling its programs first")
         while self.taken < self._limits.steps:
             first = FIRST_TASK + self.taken * self._limits.batch_size
-            batch = [self._demonstration(index) for index in range(first, first + self._limits.batch_size)]
+            batch, demonstrator, tokenizer = [], self._agent.demonstrator, self._agent.tokenizer
+            # The constructor has refused a config that asks for steps without one.
+            assert demonstrator is not None
+            for index in range(first, first + self._limits.batch_size):
+                with resolving.named(self._names.source, "task.source", f"task({index})"):
+                    task = self._tasks.task(index)
+                made = f"the demonstration of {task.prompt_id}"
+                with resolving.named(self._names.environment, "task.environment", made):
+                    batch.append(tokenizers.demonstration_trajectory(task, demonstrator, tokenizer))
             metrics = await ending.race(step(batch), through_stop=True)
             self.taken += 1
             loss = metrics.get("loss", math.inf)
@@ -73,13 +81,6 @@ class WarmStart:
                 self.taken = self._limits.steps
             ending.check()
         return {f"warm_start/{name}": value for name, value in metrics.items()}
-
-    def _demonstration(self, index: int) -> protocols.Trajectory:
-        assert self._agent.demonstrator is not None
-        with resolving.named(self._names.source, "task.source", f"task({index})"):
-            task = self._tasks.task(index)
-        with resolving.named(self._names.environment, "task.environment", f"the demonstration of {task.prompt_id}"):
-            return tokenizers.demonstration_trajectory(task, self._agent.demonstrator, self._agent.tokenizer)
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------

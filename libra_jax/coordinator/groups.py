@@ -145,27 +145,26 @@ class Groups:
         if crash is not None:
             broken = REWARD if isinstance(crash, protocols.RewardFailed) else ENVIRONMENT
             self._count(group, broken, str(crash))
-        elif self._config.coordinator.filter_zero_variance and self._same_rewards(group):
-            self._count(group, ZERO_VARIANCE, self._why_same(group))
+        elif self._config.coordinator.filter_zero_variance and (why := self._same_rewards(group)):
+            self._count(group, ZERO_VARIANCE, why)
         else:
             self.finished[group.group_id] = group
             self._events.announce(protocols.GroupSettled(group.group_id))
 
-    def _same_rewards(self, group: protocols.Group) -> bool:
-        """Returns True if the environment gave equal rewards to all of a group's rollouts that are not masked."""
-        rewards = set()
+    def _same_rewards(self, group: protocols.Group) -> str:
+        """Returns why all rollouts of a group that are not masked have equal rewards; empty if rewards differ."""
+        rewards, cut = set(), 0
         for trajectory in group.trajectories:
             if self._config.task.masks(trajectory.finish):
+                cut += 1
                 continue
             # Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So the
             # environment's own reward is compared, unless it has no weight or is missing.
             own = trajectory.environment_reward if self._config.reward.environment_weight else None
             rewards.add(trajectory.reward if own is None else own)
-        return len(rewards) <= 1
-
-    def _why_same(self, group: protocols.Group) -> str:
-        prompt, limits = group.task.prompt_id, self._config.task
-        cut = sum(limits.masks(trajectory.finish) for trajectory in group.trajectories)
+        if len(rewards) > 1:
+            return ""
+        prompt = group.task.prompt_id
         if cut >= len(group.trajectories) - 1 and cut:
             return (
                 f"{cut} of {len(group.trajectories)} rollouts of {prompt} were cut off at a limit and masked "
@@ -292,11 +291,8 @@ class Batches:
         self.data_position = 0
         self.next_step = 0
 
-        def group_settled(event: protocols.GroupSettled) -> None:
-            self._settled.set()
-            self.admit()
-
-        run.events.subscribe(protocols.GroupSettled, group_settled)
+        run.events.subscribe(protocols.GroupSettled, lambda _: self._settled.set())
+        run.events.subscribe(protocols.GroupSettled, lambda _: self.admit())
         if spare:
             run.recorder.note(
                 f"config.coordinator.redundancy: {spare} groups more than the {limits.groups_per_step} of a step are "

@@ -312,10 +312,6 @@ class Instances:
         """Reserves the run's first `devices` devices for the trainer. Added engines leave them free."""
         self._trainer = dataclasses.replace(self._trainer, devices=tuple(range(devices)))
 
-    def on_devices(self, below: int) -> list[str]:
-        """Returns the names of the engines on one of the run's first `below` devices."""
-        return [name for name, engine in self.engines.items() if any(device < below for device in engine.spec.devices)]
-
     def with_hybrid(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """Returns a plan's buckets, plus one bucket for each degree that only hybrid engines have.
 

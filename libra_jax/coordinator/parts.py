@@ -78,6 +78,7 @@ class Workers:
       specs: what the workers are made from.
 
     Attributes:
+      specs: what the workers are made from.
       trainer: trains.
       sizes: sizes of the trainer's mesh.
       peak_flops: peak FLOP/s of one of the trainer's devices; None if unknown.
@@ -95,13 +96,8 @@ class Workers:
 
     def __init__(self, run: protocols.RunContext, specs: WorkerSpecs) -> None:
         self._run = run
-        self._specs = specs
+        self.specs = specs
         self._engine_specs = specs.engines
-
-    @property
-    def make_trainer(self) -> client.MakeTrainer | None:
-        """Makes the processes of a trainer that may move to others (`WorkerSpecs.make_trainer`)."""
-        return self._specs.make_trainer
 
     def take_up_plan(self, planner: elasticity.Planner | None, stored: checkpoint_store.Stored) -> bool:
         """Adopts a checkpoint's plan and its instances, before `start`. Returns False if it is the config's plan.
@@ -110,7 +106,7 @@ class Workers:
           planner: also adopts the plan.
           stored: the checkpoint.
         """
-        specs = self._specs
+        specs = self.specs
         if planner is None or specs.make_engine is None:
             return False
         kept, before = checkpoints.Checkpoints(self._run.workdir, keep=1).load(stored).get("planner"), planner.plan
@@ -138,7 +134,7 @@ class Workers:
         Raises:
           LibraError: a worker did not start.
         """
-        run, specs = self._run, self._specs
+        run, specs = self._run, self.specs
         hybrid = specs.hybrid
         self.engines = instances.Instances(run, self._engine_specs, make_spec=specs.make_engine, hybrid=tuple(hybrid))
         self.engines.trainer_holds(len(specs.trainer.devices))
@@ -157,7 +153,7 @@ class Workers:
         await deadlines.together(*starting)
 
     async def _start_trainer(self) -> None:
-        run, spec, make_trainer = self._run, self._specs.trainer, self._specs.make_trainer
+        run, spec, make_trainer = self._run, self.specs.trainer, self.specs.make_trainer
         run.recorder.status(spec.name, "starting its process")
         make = make_trainer(None) if make_trainer is not None else lambda *_: spec
         processes = client.TrainerProcesses(run.cluster, make, count=run.config.trainer.processes, name=spec.name)
@@ -173,7 +169,7 @@ class Workers:
 
     async def shut_down(self, most: float) -> None:
         """Ends all workers within at most `most` seconds. Notes each unclean end."""
-        specs, engines = self._specs, getattr(self, "engines", None)
+        specs, engines = self.specs, getattr(self, "engines", None)
         # A plan may have started more engines than the config has. Each worker has its own time to end.
         started = max(len(self._engine_specs), 0 if engines is None else len(engines.engines))
         count = 1 + len(specs.training_sides) + len(specs.relays) + started
@@ -244,8 +240,8 @@ def wire(
         hosts=workers.hosts,
     )
     successors = None
-    if workers.make_trainer is not None:
-        successors = handover.successors(run, workers.make_trainer, serving=trainer)
+    if workers.specs.make_trainer is not None:
+        successors = handover.successors(run, workers.specs.make_trainer, serving=trainer)
     resizing = resize.Resizing(run, trainer=trainer, sizes=workers.sizes, checkpoint=saver, successors=successors)
     recovery = recovery_lib.Recovery(run, trainer=trainer, checkpoints=saver, weights=weight_sync, resizing=resizing)
     dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)

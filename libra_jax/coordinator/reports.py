@@ -191,11 +191,34 @@ def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
 
 def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> protocols.TraceRecord:
     """Returns a trajectory's record for the simulator."""
+    turns: list[protocols.TurnRecord] = []
+    for turn in trajectory.turns:
+        turns.append(
+            {
+                "generated_tokens": turn.generated_tokens,
+                "tool": turn.tool,
+                "status": turn.status,
+                "payload_tokens": turn.payload_tokens,
+                "tool_seconds": turn.tool_seconds,
+                "start_seconds": turn.start_seconds,
+            }
+        )
+        # Left out otherwise, because moves are rare and traces long.
+        if turn.moves:
+            turns[-1]["moves"] = [
+                {
+                    "source": move.source,
+                    "target": move.target,
+                    "reason": move.reason,
+                    "expected_gain": move.expected_gain,
+                }
+                for move in turn.moves
+            ]
     return {
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
         "prompt_tokens": trajectory.prompt_tokens,
-        "turns": [_turn_record(turn) for turn in trajectory.turns],
+        "turns": turns,
         "group_id": group.group_id,
         "step": step,
         "policy_version": group.dispatch_version,
@@ -203,29 +226,6 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
         "finish": trajectory.finish,
         "start_seconds": trajectory.start_seconds,
     }
-
-
-def _turn_record(turn: protocols.Turn) -> protocols.TurnRecord:
-    record: protocols.TurnRecord = {
-        "generated_tokens": turn.generated_tokens,
-        "tool": turn.tool,
-        "status": turn.status,
-        "payload_tokens": turn.payload_tokens,
-        "tool_seconds": turn.tool_seconds,
-        "start_seconds": turn.start_seconds,
-    }
-    # Left out otherwise, because moves are rare and traces long.
-    if turn.moves:
-        record["moves"] = [
-            {
-                "source": move.source,
-                "target": move.target,
-                "reason": move.reason,
-                "expected_gain": move.expected_gain,
-            }
-            for move in turn.moves
-        ]
-    return record
 
 
 PATIENCE = 3

@@ -45,11 +45,6 @@ class Waits:
     seconds: float = 0.0
     count: int = 0
 
-    def add(self, seconds: float) -> None:
-        """Adds a wait."""
-        self.seconds += seconds
-        self.count += 1
-
 
 @dataclass
 class RoutingCounts:
@@ -145,7 +140,9 @@ class Routing:
     def answered(self, route: Route, seconds: float) -> None:
         """Takes in that the stream's first tokens came this many seconds after they were asked for."""
         if route.streams > 1:
-            (self.counts.stayed if route.move is None else self.counts.moved).add(seconds)
+            waits = self.counts.stayed if route.move is None else self.counts.moved
+            waits.seconds += seconds
+            waits.count += 1
 
     def finished(self, route: Route, generated: int) -> None:
         """Judges the decision of a completed rollout, by the tokens it generated in total."""

@@ -289,7 +289,7 @@ class Coordinator:
         while True:
             try:
                 async with trainer.lock:
-                    await elastic.before_step(self._step)
+                    await self._parts.resizing.boundary(self._step)
                     # The trainer that was to abort the step may have been restarted meanwhile.
                     if not self._stopping.seconds_until(stopping.STEP):
                         raise protocols.StepAborted("a scheduler leaves no time for the step")

@@ -229,26 +229,27 @@ class Recovery:
 
     async def _check(self, error: protocols.LibraError) -> None:
         """Raises WorkerLost if the trainer cannot be restarted (again), and DataError if no checkpoint verifies."""
+        lost = str(error).rstrip(".")
         if self._why_not:
-            raise protocols.WorkerLost(f"{_text(error)}. It is not restarted: {self._why_not}.")
+            raise protocols.WorkerLost(f"{lost}. It is not restarted: {self._why_not}.")
         step, skipped = await self._checkpoints.verified()
         goes_on = f"goes on from the checkpoint at step {step}" if step >= 0 else "begins again: there is none"
         # The batches between the two are no longer kept.
         if step < self._checkpoints.newest:
             raise protocols.WorkerLost(
-                f"{_text(error)}. It is not restarted: its last checkpoint cannot be used. {skipped} The same command "
+                f"{lost}. It is not restarted: its last checkpoint cannot be used. {skipped} The same command "
                 f"{goes_on}."
             )
         if self._steps and self._steps[0].policy_version > max(step, 0):
             raise protocols.WorkerLost(
-                f"{_text(error)}. It is not restarted: too many steps have been taken since the last checkpoint, and "
+                f"{lost}. It is not restarted: too many steps have been taken since the last checkpoint, and "
                 f"the groups of the last {len(self._steps)} alone are kept ({KEPT} times config.checkpoint.every). The "
                 f"same command {goes_on}."
             )
         if self._restarts >= self._most:
             raise protocols.WorkerLost(
                 f"The trainer was lost once more than config.trainer.restarts = {self._most} allows, the last time: "
-                f"{_text(error)}. The same command {goes_on}."
+                f"{lost}. The same command {goes_on}."
             )
         # A superseded run must not restart a trainer: the workdir and its checkpoints belong to its successor.
         if self._fencing is not None and not self._fencing.may_write():
@@ -282,31 +283,23 @@ class Recovery:
                     await moving.begin()
                     await moving.take_over(max(step, 0))
             with self._timed("train again"):
-                again = await self._replay(step, warm)
+                # The checkpoint holds the first `warm` warm-start steps.
+                for sequences in [batch for number, batch in self._warm if number >= warm]:
+                    await self._trainer.warm_start_step(sequences)
+                steps = [batch for batch in self._steps if batch.policy_version >= step]
+                for batch in steps:
+                    compiling = ", compiling its programs first" if batch is steps[0] else ""
+                    self._recorder.status(self._name, f"training step {batch.policy_version + 1} again{compiling}")
+                    await self._trainer.train_step(batch)
             with self._timed("weight sync"):
                 await self._weights.resync()
-        return step, again
-
-    async def _replay(self, step: int, warm: int) -> int:
-        """Repeats the steps after a checkpoint with `warm` warm-start steps. Returns the number of training steps."""
-        for sequences in [batch for number, batch in self._warm if number >= warm]:
-            await self._trainer.warm_start_step(sequences)
-        steps = [batch for batch in self._steps if batch.policy_version >= step]
-        for batch in steps:
-            compiling = ", compiling its programs first" if batch is steps[0] else ""
-            self._recorder.status(self._name, f"training step {batch.policy_version + 1} again{compiling}")
-            await self._trainer.train_step(batch)
-        return len(steps)
+        return step, len(steps)
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         began = self._clock()
         yield
         self._phases[phase] += self._clock() - began
-
-
-def _text(error: BaseException) -> str:
-    return str(error).rstrip(".")
 
 
 def _why_not(config: configuration.RunConfig) -> str:

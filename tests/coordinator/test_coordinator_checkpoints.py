@@ -243,14 +243,15 @@ def test_a_folder_that_vanishes_hides_no_other_checkpoint(tmp_path, monkeypatch,
     files = checkpoints.Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         save(files, step)
-    read = checkpoint_store._read_folder
+    is_dir = Path.is_dir
 
-    def removed_meanwhile(folder: Path, step: int) -> list[checkpoint_store.Stored]:
-        if step == gone:
-            shutil.rmtree(folder)
-        return read(folder, step)
+    def removed_meanwhile(folder: Path) -> bool:
+        found = is_dir(folder)
+        if folder.name == f"step-{gone:08d}":
+            shutil.rmtree(folder, ignore_errors=True)
+        return found
 
-    monkeypatch.setattr(checkpoint_store, "_read_folder", removed_meanwhile)
+    monkeypatch.setattr(Path, "is_dir", removed_meanwhile)
     assert set(checkpoint_store.counting(tmp_path)) == {1, 2, 3} - {gone}
 
 

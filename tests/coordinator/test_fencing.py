@@ -124,13 +124,15 @@ def test_a_commit_that_comes_late_costs_its_successor_nothing(tmp_path, monkeypa
     (files.begin(5, {"content": "old"})).mkdir()
     successors = []
 
-    def late(path: Path) -> None:
+    def late(path: Path, flags: int) -> int:
         monkeypatch.undo()
         successors.append(checkpoints.Checkpoints(tmp_path, keep, take(tmp_path)))
         save(successors[0], 6, "new")
         (successors[0].begin(7, {"content": "new"})).mkdir()
+        return os.open(tmp_path, flags)
 
-    monkeypatch.setattr(checkpoints, "_sync_directory", late)
+    # The manifest has been renamed, and its folder is opened to make the rename durable.
+    monkeypatch.setattr(os, "open", late)
     with pytest.raises(fencing.Superseded):
         files.commit(5)
     assert successors[0].load(6)["content"] == "new"
