@@ -79,7 +79,17 @@ class Checkpointer:
         if not is_finite(state):
             raise protocols.CheckpointFailed(f"{target}: not written, because the train state {NOT_FINITE}.")
         try:
-            _check_writable(target.parent, sum(leaf.nbytes for leaf in jax.tree.leaves(_tree(state))))
+            # Tried at once, because Orbax's threads would wait for minutes if the directory cannot be written, and at
+            # exit, too.
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+            # If the disk fills up while they write, they fail in time, with a page of traces each. A trained state
+            # hardly shrinks under compression, so the bytes of its arrays are the estimate.
+            free, needed = shutil.disk_usage(target.parent).free, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            if free < needed:
+                room = f"{needed / 1e6:,.1f} MB to write, {free / 1e6:,.1f} MB free"
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {room}")
             # force: a killed save may have left an unsealed directory here.
             if self._saves is self._orbax:
                 self._orbax.save(target, _tree(state), force=True)
@@ -134,7 +144,20 @@ class Checkpointer:
             is not finite.
         """
         source = pathlib.Path(path).absolute()
-        _check_seal(source)
+        if not source.is_dir():
+            raise protocols.DataError(f"{source}: no such checkpoint directory.")
+        try:
+            sealed = checksums.read_seal(source)
+        except FileNotFoundError:
+            raise protocols.DataError(
+                f"{source}: its save was cut short ({SEAL} is missing); use an earlier checkpoint."
+            ) from None
+        except (OSError, ValueError):
+            raise protocols.DataError(f"{source}: {SEAL} is damaged; use an earlier checkpoint.") from None
+        # Each process verifies every n-th file, so that together they read the checkpoint once.
+        share = sorted(sealed)[jax.process_index() :: jax.process_count()]
+        if problem := checksums.problem(source, {name: sealed[name] for name in share}):
+            raise protocols.DataError(f"{source}/{problem}; the checkpoint is damaged, use an earlier one.")
         if self._finishing is not None:
             self._finishing.join()  # two threads must not wait for Orbax at once
         try:
@@ -158,22 +181,6 @@ class Checkpointer:
             self._orbax.close()
             if self._saves is not self._orbax:
                 self._saves.close()
-
-
-def _check_writable(directory: pathlib.Path, nbytes: int) -> None:
-    """Raises OSError at once if the directory cannot be written, because Orbax's threads would wait for minutes.
-
-    They would wait at exit, too. If the disk fills up while they write, they fail in time (tried), with a page of
-    traces each. A trained state hardly shrinks under compression, so its array bytes are the estimate.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
-    free = shutil.disk_usage(directory).free
-    if free < nbytes:
-        raise OSError(
-            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {nbytes / 1e6:,.1f} MB to write, {free / 1e6:,.1f} MB free"
-        )
 
 
 def _tree(state: state_lib.TrainState) -> dict[str, Any]:
@@ -204,24 +211,6 @@ def host_state(path: str) -> dict[str, Any]:
         return json.loads(file.read_text()) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise protocols.DataError(f"{file}: cannot be read ({_line(error)}); use an earlier checkpoint.") from error
-
-
-def _check_seal(directory: pathlib.Path) -> None:
-    if not directory.is_dir():
-        raise protocols.DataError(f"{directory}: no such checkpoint directory.")
-    try:
-        sealed = checksums.read_seal(directory)
-    except FileNotFoundError:
-        raise protocols.DataError(
-            f"{directory}: its save was cut short ({SEAL} is missing); use an earlier checkpoint."
-        ) from None
-    except (OSError, ValueError):
-        raise protocols.DataError(f"{directory}: {SEAL} is damaged; use an earlier checkpoint.") from None
-    # Each process verifies every n-th file, so that together they read the checkpoint once.
-    share = sorted(sealed)[jax.process_index() :: jax.process_count()]
-    problem = checksums.problem(directory, {name: sealed[name] for name in share})
-    if problem:
-        raise protocols.DataError(f"{directory}/{problem}; the checkpoint is damaged, use an earlier one.")
 
 
 def _line(error: BaseException) -> str:

@@ -64,7 +64,12 @@ def case(
             text = program.as_text() or ""
             if dump is not None:
                 dump[name] = text
-            found[name] = _counted(program, text, sizes, seconds)
+            memory = program.memory_analysis()
+            # Results that reuse no argument's buffer.
+            fresh = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+            found[name] = programs.Program.counted(
+                compiled.count(text, sizes), memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh, seconds
+            )
     return programs.Case(
         model=Path(config.model.path).name if Path(config.model.path or "?").exists() else config.model.preset,
         parameters=model_config.parameter_count(model),
@@ -80,15 +85,6 @@ def case(
         parameter_bytes=_bytes(made.layout.state.params),
         programs=found,
         reference=made.layout.state.reference is not None,
-    )
-
-
-def _counted(program: jax.stages.Compiled, text: str, sizes: compiled.Sizes, seconds: float) -> programs.Program:
-    memory = program.memory_analysis()
-    # Results that reuse no argument's buffer.
-    fresh = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
-    return programs.Program.counted(
-        compiled.count(text, sizes), memory.argument_size_in_bytes, memory.temp_size_in_bytes + fresh, seconds
     )
 
 

@@ -102,7 +102,7 @@ class Learner:
         )
         shapes = self._shapes()
         # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
-        self._ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
+        self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         self.abort = threading.Event()
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None
@@ -162,21 +162,6 @@ class Learner:
                 arrays = self.micro_batch(name, row_tokens).items()
                 found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
         return found
-
-    def compile_ahead(self) -> None:
-        """Starts to compile the missing programs of all row lengths on another thread. Idempotent.
-
-        If a program does not compile, a warning says so, and the step that needs the program compiles it.
-        """
-        self._ahead.begin()
-
-    def wait_compiled(self, seconds: float) -> bool:
-        """Waits at most `seconds` for the compilation ahead. Returns True if it has ended."""
-        return self._ahead.wait(seconds)
-
-    def stop_compiling(self, seconds: float) -> bool:
-        """Ends the compilation ahead after the current program. Returns True if it has ended within `seconds`."""
-        return self._ahead.cancel(seconds)
 
     def micro_batch(self, name: str, row_tokens: int | None = None) -> dict[str, np.ndarray]:
         """Returns an empty micro-batch with the arrays that a program takes.

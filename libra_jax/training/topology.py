@@ -105,7 +105,17 @@ def devices(name: str, count: int, grid: tuple[int, int] | None = None) -> Seque
     if (folder := str(compilers_folder())) not in sys.path:
         sys.path.append(folder)
     if target.platform == "tpu":
-        return _tpus(name, grid)
+        # libtpu asks the machine what slice it belongs to, unless these variables say so.
+        os.environ.update(
+            # One process at a time may open a TPU, which libtpu ensures by a lock that a killed process leaves behind.
+            # No device is opened here.
+            ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+            TPU_SKIP_MDS_QUERY="1",
+            TPU_WORKER_ID="0",
+            TPU_WORKER_HOSTNAMES="localhost",
+            TPU_ACCELERATOR_TYPE=f"{name}-{math.prod(grid)}",
+        )
+        return list(topologies.get_topology_desc(f"{name}:{grid[0]}x{grid[1]}", platform="tpu").devices)
     found = topologies.get_topology_desc(
         platform=target.platform, target_config=_description(target), topology=f"1x{grid[0]}x{grid[1]}"
     )
@@ -125,20 +135,6 @@ def cudnn_version() -> int:
 
 def _description(target: Target) -> str:
     return (Path(__file__).parent / target.description).read_text()
-
-
-def _tpus(name: str, grid: tuple[int, int]) -> Sequence[jax.Device]:
-    # libtpu asks the machine what slice it belongs to, unless these variables say so.
-    os.environ.update(
-        # One process at a time may open a TPU, which libtpu ensures by a lock that a killed process leaves behind. No
-        # device is opened here.
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_WORKER_ID="0",
-        TPU_WORKER_HOSTNAMES="localhost",
-        TPU_ACCELERATOR_TYPE=f"{name}-{math.prod(grid)}",
-    )
-    return list(topologies.get_topology_desc(f"{name}:{grid[0]}x{grid[1]}", platform="tpu").devices)
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class TrainerActor:
         if config.warm_start.steps:
             learner.compile(learner_lib.SUPERVISED)
         # From now on, because the trainer is idle until the first groups are finished, and may need any row then.
-        learner.compile_ahead()
+        learner.ahead.begin()
         return info
 
     def stand_by(self) -> protocols.TrainerInfo:
@@ -323,8 +323,8 @@ class TrainerActor:
             raise
         self._resize = None
         # Not waited for: its thread holds the programs of the former mesh until the current one is compiled.
-        former.stop_compiling(0.0)
-        running.learner.compile_ahead()
+        former.ahead.cancel(0.0)
+        running.learner.ahead.begin()
         return phases
 
     def cancel_resize(self) -> None:
@@ -478,7 +478,7 @@ class TrainerActor:
         if self._resize is not None:
             self._resize.cancel(seconds)
         if self._running is not None:
-            self._running.learner.stop_compiling(max(0.0, ends - time.monotonic()))
+            self._running.learner.ahead.cancel(max(0.0, ends - time.monotonic()))
 
     def _resizing(self) -> resize.Resize:
         self.running()
@@ -505,7 +505,7 @@ class TrainerActor:
         lengths = [place.columns for place in packed.places if place is not None]
         learner = self.running().learner
         # A learner that another trainer or mesh has handed over to may lack programs.
-        learner.compile_ahead()
+        learner.ahead.begin()
         waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
             "learning_rate": rate,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from libra_jax import clients, deadlines, protocols
 from libra_jax import config as configuration
@@ -54,23 +54,16 @@ async def came(awaited: asyncio.Future[T]) -> T:
 class RelayClient(clients.ActorClient, protocols.RelayClient):
     """A weight relay, for one life of its process. See `clients.ActorClient` for the arguments."""
 
-    async def health(self) -> Mapping[str, float]:
-        return await self._ask("weight_sync", "answer", protocols.Relay.health)
-
-    async def listen(self, generation: int) -> Mapping[str, Any]:
-        return await self._ask("weight_sync", "open a link", protocols.Relay.listen, generation)
-
-    async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None:
-        await self._ask("weight_sync", "connect a link", protocols.Relay.connect, child, generation, address)
+    health = clients.Call("weight_sync", "answer", protocols.Relay.health)
+    listen = clients.Call("weight_sync", "open a link", protocols.Relay.listen)
+    connect = clients.Call("weight_sync", "connect a link", protocols.Relay.connect)
+    shutdown = clients.Call("shutdown", "shut down", protocols.Relay.shutdown)
 
     async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
         await self._ask("weight_sync", f"send chunk {chunk.index} to {child}", protocols.Relay.send, chunk, child)
 
     async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
         return await self._ask("weight_sync", f"receive chunk {chunk.index}", protocols.Relay.receive, chunk)
-
-    async def shutdown(self) -> None:
-        await self._ask("shutdown", "shut down", protocols.Relay.shutdown)
 
 
 @dataclass

@@ -52,7 +52,7 @@ def test_a_later_step_over_longer_rows_compiles_nothing_on_any_mesh(small, start
             actor.begin_resize(sizes)
             actor.finish_resize(PATIENCE)
         assert actor.train_step(_batch(small, version))["micro_batches"] == 1
-        assert actor.running().learner.wait_compiled(PATIENCE)
+        assert actor.running().learner.ahead.wait(PATIENCE)
         with doubles.compilations() as seen:
             metrics = actor.train_step(_batch(small, version + 1, longer=True))
         assert metrics["micro_batches"] == 2
@@ -91,10 +91,10 @@ def test_a_shutdown_waits_for_the_program_that_is_being_compiled(start_trainer, 
     compiled.gate = lambda thread: thread is threading.main_thread() or go.wait(PATIENCE)
     actor = start_trainer(trainer=ROWS)
     learner = actor.running().learner
-    assert not learner.wait_compiled(0.0)
+    assert not learner.ahead.wait(0.0)
     threading.Timer(0.2, go.set).start()
     actor.shutdown()
-    assert learner.wait_compiled(0.0)
+    assert learner.ahead.wait(0.0)
 
 
 def test_an_error_beside_the_steps_is_told_once_and_the_step_compiles(small, start_trainer, compiled, caplog):
@@ -104,7 +104,7 @@ def test_an_error_beside_the_steps_is_told_once_and_the_step_compiles(small, sta
 
     compiled.gate = fail
     actor = start_trainer(trainer=ROWS)
-    assert actor.running().learner.wait_compiled(PATIENCE)
+    assert actor.running().learner.ahead.wait(PATIENCE)
     metrics = [actor.train_step(_batch(small, version, longer=True)) for version in (0, 1)]
     (record,) = caplog.records
     assert "cannot be compiled ahead of the step that needs it (no room for it)" in record.getMessage()
