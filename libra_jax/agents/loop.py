@@ -210,8 +210,12 @@ class _Rollout:
         The output is the text without its stop token, or None if it has no stop token.
         """
         trajectory, limits, start = self.trajectory, self.limits, self.walk.position
-        kept = self.walk.retained_output(limits.max_tokens, self.tokenizer.stop_token_ids)
-        stopped = kept > 0 and trajectory.token_ids[start + kept - 1] in self.tokenizer.stop_token_ids
+        # The retained tokens from here on that belong to one output of the model.
+        kept, stopped = 0, False
+        for token, source in zip(trajectory.token_ids[start:], trajectory.sources[start:], strict=True):
+            if stopped or source != protocols.TokenSource.MODEL or kept == limits.max_tokens:
+                break
+            kept, stopped = kept + 1, token in self.tokenizer.stop_token_ids
         room = min(limits.max_tokens - kept, limits.max_context - start - kept)
         if limits.rollout_tokens:
             room = min(room, limits.rollout_tokens - self.walk.generated - kept)

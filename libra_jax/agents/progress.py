@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents.sandbox import limits
@@ -56,18 +56,6 @@ class Walk:
         # The rollout may have been cut off in the middle of this text.
         self._trajectory.append_text(tokens[len(retained) :], source)
         self.position = end
-
-    def retained_output(self, max_tokens: int, stop_token_ids: Collection[int]) -> int:
-        """Returns how many retained tokens from the current position on belong to one model output."""
-        count = 0
-        tokens, sources = self._trajectory.token_ids[self.position :], self._trajectory.sources[self.position :]
-        for token, source in zip(tokens, sources, strict=True):
-            if source != protocols.TokenSource.MODEL or count == max_tokens:
-                break
-            count += 1
-            if token in stop_token_ids:
-                break
-        return count
 
     def record(self, end: int, began: float) -> None:
         """Accounts for an output up to `end`.

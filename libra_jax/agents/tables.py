@@ -204,9 +204,8 @@ def _lines(file: Path) -> Iterator[Row]:
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     import pyarrow  # imported here, so that only runs on such files pay for it
 
-    read = _stream_batches if file.suffix == ".arrow" else _dataset_batches
     try:
-        yield from read(file, wanted)
+        yield from _unchecked_batches(file, wanted)
     except (pyarrow.ArrowException, OSError) as error:
         kind = {".parquet": "Parquet", ".arrow": "Arrow"}.get(file.suffix.lower(), "CSV")
         said = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("Invalid: ")[2]
@@ -217,10 +216,17 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
         raise protocols.DataError(f"{file}{row}: not a readable {kind} file ({said})") from error
 
 
-def _dataset_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
+def _unchecked_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     import pyarrow
     from pyarrow import csv, dataset, fs
 
+    if file.suffix == ".arrow":
+        # An Arrow stream, which pyarrow.dataset cannot read.
+        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            names = _needed(stream.schema.names, wanted)
+            for batch in stream:
+                yield batch if names is None else batch.select(names)
+        return
     local, kind, schema = fs.LocalFileSystem(), file.suffix.lower(), None
     if kind == ".parquet":
         layout = dataset.ParquetFileFormat()
@@ -235,16 +241,6 @@ def _dataset_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     columns = _needed(table.schema.names, wanted)
     # Little is read ahead, because a file may be larger than the memory.
     yield from table.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1)
-
-
-def _stream_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    """Yields the batches of an Arrow stream, which pyarrow.dataset cannot read."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-        names = _needed(stream.schema.names, wanted)
-        for batch in stream:
-            yield batch if names is None else batch.select(names)
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:

@@ -114,7 +114,7 @@ class PlanFollower:
             try:
                 await self._resizing.resize(_mesh(plan), "the plan in force at the checkpoint").done
             except protocols.LibraError as error:
-                self._stay(self._with_present_mesh(plan), str(error))
+                self._stay(plan, str(error))
 
         if _mesh(plan) != self._resizing.sizes:
             self._move = self._scope.start(take_up(), "going on with a plan's mesh")
@@ -219,7 +219,7 @@ class PlanFollower:
         except instances.NoRoom as error:
             if handle is not None and grows:
                 handle.cancel(str(error))
-            self._stay(self._with_present_mesh(before), str(error))
+            self._stay(before, str(error))
             return
         except protocols.LibraError as error:
             # An error of the engines, not of the resize, ends the run.
@@ -230,12 +230,10 @@ class PlanFollower:
         end = self._clock()
         self._recorder.span("coordinator", "move to a new plan", begin, end, dataclasses.asdict(plan))
 
-    def _with_present_mesh(self, plan: protocols.Plan) -> protocols.Plan:
-        present = self._resizing.sizes
-        return dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
-
     def _stay(self, plan: protocols.Plan, why: str) -> None:
-        """Keeps `plan` in force, because the decision could not be carried out."""
+        """Keeps `plan` in force, on the trainer's present mesh, because the decision could not be carried out."""
+        present = self._resizing.sizes
+        plan = dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
         self._followed = plan
         self._engines.trainer_holds(plan.train_devices)
         self._planner.refuse(plan)
@@ -292,7 +290,9 @@ class Elasticity:
             self._follower = PlanFollower(
                 run, planner=planner, engines=workers.engines, dispatcher=dispatcher, resizing=resizing
             )
-        run.events.subscribe(protocols.TrainerResized, self._trainer_resized)
+        if (workers_in_both := self._hybrid) is not None:
+            run.events.subscribe(protocols.TrainerResized, lambda _: workers_in_both.disturb())
+        run.events.subscribe(protocols.TrainerResized, lambda _: self._show_pools())
         run.events.subscribe(protocols.TrainerReplaced, self._trainer_replaced)
         run.events.subscribe(protocols.PoolsChanged, lambda _: self._show_pools())
         self._show_pools()
@@ -361,11 +361,6 @@ class Elasticity:
         await self._weight_sync.release()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()
-
-    def _trainer_resized(self, event: protocols.TrainerResized) -> None:
-        if self._hybrid is not None:
-            self._hybrid.disturb()
-        self._show_pools()
 
     def _show_pools(self) -> None:
         """Records the present number of devices of each pool."""

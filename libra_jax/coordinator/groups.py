@@ -180,6 +180,7 @@ class Groups:
             self._busy_seconds += self._clock() - self._busy_since
 
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
+        """Counts a replaced group. Raises LibraError, which ends the run, if too many groups were replaced."""
         self.replaced[reason] += 1
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
         # The config asks for the other reasons, which may occur by the thousand.
@@ -188,43 +189,36 @@ class Groups:
         # The config asks for redundant groups, so they count towards no limit.
         if reason != REDUNDANT:
             self._first_replacement = self._first_replacement or why
-            self._check_replacements()
+            # Groups cut off at their limits train although the environment never scored them, and an environment that
+            # always crashes could hide behind them. So crashes are also compared with the groups that it scored.
+            counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
+            crashed = {name: count for name, count in counted.items() if name in (ENVIRONMENT, REWARD)}
+            for counts, groups, kind in ((crashed, self.scored, "scored"), (counted, self.trained, "trained")):
+                most, allowed = self._cap(groups, kind)
+                if sum(counts.values()) <= most:
+                    continue
+                unscored = f" (the environment scored rollouts of {groups} groups)" if counts is crashed else ""
+                functions = ", ".join(function.factory for function in self._config.reward.parsed().values())
+                raise protocols.LibraError(
+                    f"{self._first_replacement}. This was the first of too many such groups: {_sum(counts)} and "
+                    f"{self.trained} trained{unscored}, more than {allowed}; "
+                    f"environment {self._config.task.environment}{f', reward {functions}' if functions else ''}"
+                )
         self._events.announce(protocols.GroupSettled(group.group_id))
-
-    def _check_replacements(self) -> None:
-        """Raises LibraError, which ends the run, if too many groups were replaced."""
-        counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
-        crashed = {name: count for name, count in counted.items() if name in (ENVIRONMENT, REWARD)}
-        # Groups cut off at their limits train although the environment never scored them, and an environment that
-        # always crashes could hide behind them. So crashes are also compared with the groups that it scored.
-        crashes = sum(crashed.values()) > self._allowed(self.scored)
-        if not crashes and sum(counted.values()) <= self._allowed(self.trained):
-            return
-        unscored = f" (the environment scored rollouts of {self.scored} groups)" if crashes else ""
-        allowed = self._cap(self.scored, "scored") if crashes else self._cap(self.trained, "trained")
-        functions = ", ".join(function.factory for function in self._config.reward.parsed().values())
-        raise protocols.LibraError(
-            f"{self._first_replacement}. This was the first of too many such groups: "
-            f"{_sum(crashed if crashes else counted)} and {self.trained} trained{unscored}, more than {allowed}; "
-            f"environment {self._config.task.environment}{f', reward {functions}' if functions else ''}"
-        )
 
     def told(self) -> str:
         """Returns the number of replaced groups by reason, and the cap; empty if none. Ignores redundant groups."""
         counted = {name: count for name, count in sorted(self.replaced.items()) if count and name != REDUNDANT}
-        return f"{_sum(counted)}: {self._cap(self.trained, 'trained')}" if counted else ""
+        return f"{_sum(counted)}: {self._cap(self.trained, 'trained')[1]}" if counted else ""
 
-    def _allowed(self, groups: int) -> float:
+    def _cap(self, groups: int, kind: str) -> tuple[float, str]:
+        """Returns the replacements that the config allows for `groups` groups of a kind, as a number and as words."""
         limits = self._config.coordinator
-        return limits.max_replacements * (groups + limits.groups_per_step)
-
-    def _cap(self, groups: int, kind: str) -> str:
-        """Returns the replacements that the config allows for `groups` groups of a kind, as words."""
-        limits = self._config.coordinator
-        return (
+        most = limits.max_replacements * (groups + limits.groups_per_step)
+        return most, (
             f"config.coordinator.max_replacements = {limits.max_replacements:g} allows "
             f"{limits.max_replacements:g} x ({groups} {kind} + {limits.groups_per_step} of a step) = "
-            f"{self._allowed(groups):g}"
+            f"{most:g}"
         )
 
 

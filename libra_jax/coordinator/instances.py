@@ -42,18 +42,6 @@ _PASSES = re.compile(
 """Errors that other processes cause for a while, so that the same start may succeed later."""
 
 
-def exception_told(text: str) -> str:
-    """Returns the Python exception in an engine's error, without paths; empty if a further start may succeed.
-
-    The error of a killed process holds no exception: vLLM then says only that its initialization failed. Errors in
-    `_PASSES` count as none, because other processes may free memory, devices or ports.
-    """
-    found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(text.split()))
-    if found is None or "Engine core initialization failed" in found[0] or _PASSES.search(found[0]):
-        return ""
-    return re.sub(r"/\S+", "PATH", found[0])
-
-
 class NoRoom(protocols.LibraError):
     """Raised if no devices, or none on one host, are free for an engine of a plan."""
 
@@ -185,8 +173,13 @@ class Instances:
             return
         engine.state = "lost"
         self.losses += not engine.hybrid
-        # A life that produced a token started well, so its end says nothing about the next start.
-        fault = "" if engine.answered_life == engine.life else exception_told(str(error))
+        # The Python exception that ended the start, without paths; empty if a further start may succeed. A life that
+        # produced a token started well, so its end says nothing about the next start. The error of a killed process
+        # holds no exception: vLLM then says only that its initialization failed.
+        found = re.search(r"\b\w*(?:Error|Exception): .+", " ".join(str(error).split()))
+        said = "" if found is None or engine.answered_life == engine.life else found[0]
+        passes = "Engine core initialization failed" in said or _PASSES.search(said)
+        fault = "" if passes else re.sub(r"/\S+", "PATH", said)
         engine.repeats, engine.fault = bool(fault) and fault == engine.fault, fault
         self._take_out(engine)
         self._recorder.status(engine.name, protocols.LOST)

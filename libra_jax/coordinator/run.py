@@ -397,16 +397,15 @@ class Coordinator:
 
     async def _stop(self) -> None:
         """Saves a checkpoint while there is time for it, and says from where the same command goes on."""
-
-        async def save() -> bool:
-            return await self._parts.recovery.through(lambda: self._parts.saver.now(self._step))
-
         self._summary.stopped, self._summary.terminated = True, self._stopping.terminated
         if not self._ready:
             self._summarise("Stopped before training began or went on; nothing is lost.")
-        elif not self._config.checkpoint.every:
+            return
+        if not self._config.checkpoint.every:
             self._summarise(f"Stopped at step {self._step} without a checkpoint: config.checkpoint.every is 0.")
-        elif not (why := await self._stopping.unsaved(save())):
+            return
+        saving = self._parts.recovery.through(lambda: self._parts.saver.now(self._step))
+        if not (why := await self._stopping.unsaved(saving)):
             self._summarise(f"Stopped at step {self._step}; the same command goes on from the checkpoint there.")
         else:
             newest = checkpoints.newest_step(self._workdir)

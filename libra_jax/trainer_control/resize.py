@@ -97,30 +97,29 @@ class Resize:
                 future.set_exception(error)
 
 
+@dataclasses.dataclass
 class Inside:
     """`handover.Way` inside the trainer's process, which holds the devices of the new mesh."""
 
     outside = False
-
-    def __init__(self, trainer: protocols.TrainerClient, sizes: protocols.MeshSizes, seconds: float) -> None:
-        self.longest = seconds
-        self._trainer = trainer
-        self._sizes = sizes
+    trainer: protocols.TrainerClient
+    sizes: protocols.MeshSizes
+    longest: float
 
     async def begin(self) -> protocols.ResizeEstimate:
         """Starts to compile the programs of the new mesh."""
-        return await self._trainer.begin_resize(self._sizes)
+        return await self.trainer.begin_resize(self.sizes)
 
     async def progress(self) -> protocols.ResizeProgress:
         """Returns the number of compiled programs."""
-        return await self._trainer.resize_progress()
+        return await self.trainer.resize_progress()
 
     def trains(self, batch: protocols.TrainBatch) -> None:
         """Does nothing: the same process trains."""
 
     async def take_over(self, step: int) -> handover.Taken:
         """Moves the state to the new mesh."""
-        took = await self._trainer.finish_resize(self.longest)
+        took = await self.trainer.finish_resize(self.longest)
         phases = {"compile": took.compile_seconds, "wait": took.wait_seconds, "move": took.move_seconds}
         return handover.Taken(phases, took.wait_seconds + took.move_seconds, took.moved_bytes)
 
@@ -129,7 +128,7 @@ class Inside:
 
     async def cancel(self) -> None:
         """Keeps the present mesh."""
-        await self._trainer.cancel_resize()
+        await self.trainer.cancel_resize()
 
 
 class Resizing:

@@ -29,6 +29,7 @@ class Compilation:
       done: number of shapes compiled.
       seconds: seconds that the thread has run, counted when it ends.
       error: the error that ended the compilation; None without one.
+      cancelled: True after `cancel`.
     """
 
     def __init__(
@@ -45,13 +46,8 @@ class Compilation:
         self._shapes = shapes
         self._name = name
         self._tell = tell
-        self._cancel = threading.Event()
+        self.cancelled = False
         self._thread: threading.Thread | None = None
-
-    @property
-    def cancelled(self) -> bool:
-        """True after `cancel`."""
-        return self._cancel.is_set()
 
     @property
     def running(self) -> bool:
@@ -77,7 +73,7 @@ class Compilation:
 
     def cancel(self, seconds: float) -> bool:
         """Ends the compilation after the current shape. Waits at most `seconds`; returns True if it has ended."""
-        self._cancel.set()
+        self.cancelled = True
         return self.wait(seconds)
 
     def _compile(self) -> None:

@@ -36,19 +36,6 @@ def _path(workspace: str) -> list[str]:
     return [os.path.join(workspace, "src"), workspace, *filter(None, packages)]
 
 
-def make_way(names: Sequence[str], workspace: str) -> None:
-    """Removes modules that the policy added under the name of an installed package, because they would replace it."""
-    packages = _path(workspace)[2:]
-    for name in names:
-        found = importlib.machinery.PathFinder.find_spec(name, packages)
-        # A folder without __init__.py has no loader, and takes the place of no package.
-        if found is not None and found.loader is not None:
-            for root in _path(workspace)[:2]:
-                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
-                if os.path.isfile(os.path.join(root, f"{name}.py")):
-                    os.unlink(os.path.join(root, f"{name}.py"))
-
-
 def _limits() -> list[Any]:
     """Returns the limits of this process and of the sandbox's first process."""
     kinds = sorted(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -242,7 +229,17 @@ def main(request_text: str, workspace: str) -> None:
     for target in (0, 1, 2):
         os.dup2(nothing, target)
     request, limits = json.loads(request_text), _limits()
-    make_way(request["added"], workspace)
+    own, packages = _path(workspace)[:2], _path(workspace)[2:]
+    for name in request["added"]:
+        spec = importlib.machinery.PathFinder.find_spec(name, packages)
+        # A folder without __init__.py has no loader, and takes the place of no package.
+        if spec is None or spec.loader is None:
+            continue
+        # The policy added a module under the name of an installed package, which it would replace.
+        for root in own:
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+            if os.path.isfile(os.path.join(root, f"{name}.py")):
+                os.unlink(os.path.join(root, f"{name}.py"))
     found = commanded(request, workspace) if request["command"] else forked(request, workspace, answer)
     if _limits() != limits:
         found.setdefault("changes", []).append("the limits of the sandbox were changed")

@@ -269,7 +269,13 @@ class Index:
         with self._connection(due) as connection:
             terms = self._terms(connection, list(words(query)))
             found: dict[int, None] = {}
-            for expression in self._expressions(terms):
+            # Tried in order, until enough passages are found. The module docstring has the rules.
+            touched = itertools.accumulate(term.passages for term in terms)
+            rarest = [term for term, passages in zip(terms, touched, strict=True) if passages <= self._effort]
+            expressions = [_any(rarest or terms[:1])] if terms else []
+            if 1 < len(terms) != len(rarest):
+                expressions.insert(0, " AND ".join(f'"{term.word}"' for term in terms))
+            for expression in expressions:
                 # The inner LIMIT bounds how many passages are scored; the outer one picks the best of them. One passage
                 # more than asked for tells whether another page exists.
                 places = connection.execute(
@@ -356,18 +362,6 @@ class Index:
         if sum(term.passages for term in terms) <= self._effort:
             return terms
         return [term for term in terms if term.passages < _COMMON_SHARE * self.passages] or terms
-
-    def _expressions(self, terms: Sequence[_Term]) -> Iterator[str]:
-        """Yields the expressions to match, in order, until enough passages are found.
-
-        The module docstring has the rules.
-        """
-        touched = itertools.accumulate(term.passages for term in terms)
-        rarest = [term for term, passages in zip(terms, touched, strict=True) if passages <= self._effort]
-        if 1 < len(terms) != len(rarest):
-            yield " AND ".join(f'"{term.word}"' for term in terms)
-        if terms:
-            yield _any(rarest or terms[:1])
 
 
 def words(query: str) -> Iterator[str]:

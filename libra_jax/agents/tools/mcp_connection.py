@@ -183,9 +183,8 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
         f"{kind!r} does not fit; a server of a command is of type 'stdio', one of a url of type 'http' (streamable "
         "HTTP)",
     )
-    _check_references(where, spec)
+    _check_texts(where, spec, entry.written)
     if spec.url:
-        _check_url(where, spec, entry.written)
         return spec
     config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
     folder = filled(spec.cwd) or "."
@@ -213,8 +212,11 @@ def _check_value(where: str, key: str, value: object, kinds: _Kinds) -> None:
     config.check(good, f"{where}.{key}", f"must be {told}, not {value!r}")
 
 
-def _check_references(where: str, spec: Spec) -> None:
-    """Raises ConfigError if a text of the entry refers to something other than a set environment variable."""
+def _check_texts(where: str, spec: Spec, written: bool) -> None:
+    """Raises ConfigError if a text refers to something other than a set environment variable, or a url does not fit.
+
+    A header of a url must not hold a secret that is written out (`written`).
+    """
     for text in (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values()):
         for name, default in _REFERENCE.findall(text):
             config.check(
@@ -225,10 +227,8 @@ def _check_references(where: str, spec: Spec) -> None:
         left = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
         told = f"{left and left[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
         config.check(left is None, where, told)
-
-
-def _check_url(where: str, spec: Spec, written: bool) -> None:
-    """Raises ConfigError if the address is ill-formed, or a header holds a secret that is written out."""
+    if not spec.url:
+        return
     parts = urllib.parse.urlsplit(filled(spec.url))
     good = parts.scheme in ("http", "https") and bool(parts.netloc)
     config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")

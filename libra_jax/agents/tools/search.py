@@ -192,11 +192,11 @@ class Search:
         with self._opening:
             folder = None if self._path else Path(tempfile.mkdtemp(prefix="libra-search-"))
             try:
-                place = folder / "index" if folder else self._place()
                 if folder:
+                    place = folder / "index"
                     self._build(place, {})
                 else:
-                    self._build_if_needed(place)
+                    place = self._current()
                 self._index = bm25.Index(place, self._at_once, self._effort)
                 if self._embed:
                     make = resolving.resolve(self._embed, f"{FIELD}.embed")
@@ -216,21 +216,8 @@ class Search:
 
     # The index ------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> Path:
-        """Returns the path of the file's index."""
-        if self._index_path:
-            return Path(self._index_path)
-        file = Path(self._path).resolve()
-        # Other columns make another index of the same file, so they are part of its name.
-        mapping = hashlib.sha256(json.dumps(self._columns).encode()).hexdigest()[:8]
-        beside = file.parent / f"{file.name}.{mapping}.fts5"
-        if beside.exists() or os.access(file.parent, os.W_OK):
-            return beside
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra_jax"
-        return cache / f"{hashlib.sha256(str(beside).encode()).hexdigest()[:16]}.fts5"
-
-    def _build_if_needed(self, place: Path) -> None:
-        """Builds the file's index unless a current one exists.
+    def _current(self) -> Path:
+        """Returns the path of the file's index. Builds it unless a current one exists.
 
         It compares size and time of the corpus, then its content.
         """
@@ -245,6 +232,15 @@ class Search:
                 next(tables.rows(self._path, of="passages"), None)
             except protocols.DataError as error:  # its message says what is wrong, and suggests the nearest file name
                 raise protocols.DataError(f"config.{FIELD}.path: {error}") from error
+        # Other columns make another index of the same file, so they are part of its name.
+        mapping = hashlib.sha256(json.dumps(self._columns).encode()).hexdigest()[:8]
+        whole = file.resolve()
+        place = whole.parent / f"{whole.name}.{mapping}.fts5"
+        if self._index_path:
+            place = Path(self._index_path)
+        elif not place.exists() and not os.access(whole.parent, os.W_OK):
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "libra_jax"
+            place = cache / f"{hashlib.sha256(str(place).encode()).hexdigest()[:16]}.fts5"
         state = file.stat()
         about = {
             "version": bm25.VERSION,
@@ -255,12 +251,13 @@ class Search:
         there = bm25.about(place) if place.exists() else None
         # Size and time of the file are unchanged, so its content need not be read.
         if there is not None and about.items() <= there.items():
-            return
+            return place
         with file.open("rb") as content:
             about["content"] = hashlib.file_digest(content, "sha256").hexdigest()
         lasting = ("version", "columns", "content")
         if there is None or any(there.get(key) != about[key] for key in lasting):
             self._build(place, about)
+        return place
 
     def _build(self, place: Path, about: Mapping[str, str]) -> None:
         corpus, field = (self._path, "path") if self._path else (self._source, "source")
