@@ -34,11 +34,14 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
     # Deadlines do not count the wait for this lock.
     with turns.queued():
         await lock.acquire()
-    before = {name: os.environ.get(name) for name in variables}
     turn = contextlib.ExitStack()
     # Callbacks run in reverse: the variables are restored before the lock is released.
     turn.callback(lock.release)
-    turn.callback(_restore, before)
+    for name in variables:
+        if (value := os.environ.get(name)) is None:
+            turn.callback(os.environ.pop, name, None)
+        else:
+            turn.callback(os.environ.__setitem__, name, value)
     loop = asyncio.get_running_loop()
 
     def end() -> None:
@@ -52,14 +55,6 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
             yield
     finally:
         turn.close()
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 class InProcessCluster:

@@ -77,6 +77,9 @@ class PlanFollower:
       engines: the rollout instances.
       dispatcher: dispatches requests to the instances.
       resizing: changes the trainer's mesh.
+
+    Attributes:
+      disturbed: True if the step under way predicts no later steps; also set by the run.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class PlanFollower:
         self._followed = planner.plan
         self._move: asyncio.Task[None] | None = None
         self._losses = 0
-        self._disturbed = False
+        self.disturbed = False
         self._failed = ""
 
     def begin(self) -> None:
@@ -118,10 +121,6 @@ class PlanFollower:
 
         if _mesh(plan) != self._resizing.sizes:
             self._move = self._scope.start(take_up(), "going on with a plan's mesh")
-
-    def disturb(self) -> None:
-        """Marks the step under way as no prediction of later steps."""
-        self._disturbed = True
 
     def after(self, step: int, report: reports.StepReport) -> Mapping[str, float]:
         """Asks the planner after a step. Returns the step's metrics of the plan.
@@ -146,12 +145,12 @@ class PlanFollower:
             waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
             slots=sum(instance.slots for instance in self._engines.serving()),
             lost=lost,
-            disturbed=moving or self._disturbed or lost > 0,
+            disturbed=moving or self.disturbed or lost > 0,
         )
         if not moving:
             self._losses = self._engines.losses
         # A move that ends later touches the step after this one too.
-        self._disturbed = moving
+        self.disturbed = moving
         trained = [trajectory for group in report.groups for trajectory in group.trajectories]
         try:
             decision, metrics = self._planner.after(step, measured, trained, may_move=not moving)
@@ -178,7 +177,7 @@ class PlanFollower:
         if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not self._engines.dead:
             self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
             return
-        self._disturbed = True
+        self.disturbed = True
         self._move = self._scope.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
@@ -357,7 +356,7 @@ class Elasticity:
     async def _trainer_replaced(self, event: protocols.TrainerReplaced) -> None:
         # A loss touches the step under way. A planned move is marked by the plan follower itself.
         if event.lost and self._follower is not None:
-            self._follower.disturb()
+            self._follower.disturbed = True
         await self._weight_sync.release()
         if self._hybrid is not None:
             self._hybrid.trainer_moved()

@@ -284,8 +284,14 @@ class Instances:
             else:
                 retired.append(engine)
         lacking = [degree for degree, count in wanted.items() for _ in range(count - kept[degree])]
-        # Before any engine stops, so that NoRoom changes nothing.
-        specs = self._specs(lacking, retired)
+        others = [engine.spec for engine in self.engines.values() if engine not in retired]
+        specs: list[protocols.ActorSpec] = []
+        try:
+            # Before any engine stops, so that NoRoom changes nothing. Devices of engines to retire count as free.
+            for degree in lacking:
+                specs.append(make(self._make_spec, self._numbers, degree, [*others, *specs, self._trainer]))
+        except protocols.LibraError as error:
+            raise NoRoom(str(error)) from error
         for engine in retired:
             engine.state = "retired"
             self._take_out(engine)
@@ -318,18 +324,6 @@ class Instances:
             wider = [bucket for bucket in rollout if bucket.tensor_parallel > degree] or [rollout[-1]]
             buckets[degree] = protocols.PlannedBucket(degree, 1, wider[0].max_remaining_tokens)
         return tuple(buckets[degree] for degree in sorted(buckets))
-
-    def _specs(self, degrees: Sequence[int], retired: Sequence[Engine]) -> list[protocols.ActorSpec]:
-        """Returns specs of engines to add, on devices that are free once `retired` engines have stopped."""
-        assert self._make_spec is not None
-        kept = [engine.spec for engine in self.engines.values() if engine not in retired]
-        made: list[protocols.ActorSpec] = []
-        try:
-            for degree in degrees:
-                made.append(make(self._make_spec, self._numbers, degree, [*kept, *made, self._trainer]))
-        except protocols.LibraError as error:
-            raise NoRoom(str(error)) from error
-        return made
 
     @staticmethod
     def _take_out(engine: Engine) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -140,7 +141,7 @@ class Coordinator:
                 "there."
             )
             return self._summary
-        with stopping.caught(self._stopping.by_signal, at_signal) as catch_again:
+        with stopping.caught(self._stopping.stop, at_signal) as catch_again:
             try:
                 if self._fencing is not None:
                     self._ending.start(fencing.watch(self._fencing), "fencing_token")
@@ -151,7 +152,7 @@ class Coordinator:
 
     def request_stop(self) -> None:
         """Stops the run after the training step under way, with a checkpoint, as Ctrl-C does."""
-        self._stopping.request()
+        self._stopping.stop(signal.SIGINT)
 
     async def _run(self, newest: checkpoint_store.Stored | None, catch_again: Callable[[], None]) -> None:
         try:

@@ -232,20 +232,17 @@ class Stopping:
         self.terminated = False
         self.in_step = False
 
-    def by_signal(self, number: signal.Signals, late: float) -> None:
-        """Handles a signal, `late` seconds after it arrived. Later signals of `ENDS` have no further effect."""
-        if number in ENDS:
-            self.terminate(late, number)
-        else:
-            self.request()
+    def stop(self, number: signal.Signals, late: float = 0.0) -> None:
+        """Stops the run, with a checkpoint: after the training step under way, or within the grace if `ENDS` asks.
 
-    def request(self) -> None:
-        """Stops the run after the training step under way, with a checkpoint."""
-        self._recorder.note("Stopping after the training step under way; a second Ctrl-C ends at once.")
-        self._ending.call(Stopped())
-
-    def terminate(self, late: float = 0.0, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the run within the rest of the grace, of which `late` seconds have passed."""
+        Args:
+          number: the signal. A second one of `ENDS` has no further effect.
+          late: seconds since the signal arrived.
+        """
+        if number not in ENDS:
+            self._recorder.note("Stopping after the training step under way; a second Ctrl-C ends at once.")
+            self._ending.call(Stopped())
+            return
         if self.terminated:
             return
         # The grace counts from the signal's arrival, not from its handling.
