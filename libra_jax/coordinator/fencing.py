@@ -122,6 +122,7 @@ async def watch(token: protocols.FencingToken) -> None:
     """
     while True:
         with contextlib.suppress(OSError):
+            # On a thread, because a shared file system may not answer for long.
             await asyncio.to_thread(token.check)
         await asyncio.sleep(LOOK_SECONDS)
 
@@ -151,6 +152,7 @@ def take(workdir: Path, newest_step: Callable[[], int]) -> Token:
         with contextlib.suppress(FileExistsError):
             _write(workdir, holder, new=True)
             break
+        # Another start has taken the number since the look.
         number += 1
     # Only now is the newest step final: every earlier run writes nothing more.
     _write(workdir, dataclasses.replace(holder, step=newest_step()), new=False)

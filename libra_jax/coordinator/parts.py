@@ -169,6 +169,7 @@ class Workers:
 
     async def shut_down(self, most: float) -> None:
         """Ends all workers within at most `most` seconds. Notes each unclean end."""
+        # Without `start`, there are no engines yet.
         specs, engines = self.specs, getattr(self, "engines", None)
         # A plan may have started more engines than the config has. Each worker has its own time to end.
         started = max(len(self._engine_specs), 0 if engines is None else len(engines.engines))

@@ -136,6 +136,7 @@ def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: flo
       seconds: seconds of the step.
       peak_flops: peak FLOP/s of a device; None leaves the utilisation out.
     """
+    # Simulated trainers report none of these.
     if not {"tokens/processed", "train/devices", "train/flops"} <= set(trainer) or seconds <= 0:
         return {}
     rate = trainer["tokens/processed"] / seconds

@@ -46,6 +46,7 @@ class Compilation:
         self._shapes = shapes
         self._name = name
         self._tell = tell
+        # The thread reads it without a lock, because it only ever becomes True.
         self.cancelled = False
         self._thread: threading.Thread | None = None
 

@@ -44,6 +44,7 @@ def case(
     Raises:
       ConfigError: too few devices, or the model is not divisible over the mesh.
     """
+    # The devices may be of another platform than the one that the run trains on, and `make_mesh` would refuse them.
     trainer = dataclasses.replace(config.trainer, platform="auto")
     made = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
     row_tokens = max((trainer.row_tokens, *trainer.row_buckets))
@@ -51,6 +52,7 @@ def case(
         mesh=dict(made.layout.mesh.shape),
         vocabulary=model.vocab_size,
         hidden=model.hidden_size,
+        # Of one device: rows are split over data and fsdp.
         tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens,
         logits_chunk=config.model.logits_chunk,
     )

@@ -112,6 +112,7 @@ class TrainingSideActor:
     def warm(self) -> None:
         """Compiles the gradient step for every row length, if still missing."""
         learner, _ = self._started()
+        # Sums of the policy's loss alone: the core applies them, and takes the warm start by itself.
         for row_tokens in packing.row_lengths(self._config.trainer):
             learner.compile(learner_lib.POLICY, row_tokens, sums_only=True)
 

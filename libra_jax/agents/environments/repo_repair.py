@@ -183,6 +183,7 @@ def environment(
     config.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
     good = 0 < test_seconds < math.inf
     config.check(good, f"{field}.test_seconds", f"must be positive and finite, not {test_seconds}")
+    # 1.9 and not 2: `call_seconds` is 95% of task.tool_seconds (`config.environments.SHARE_OF_CALLS`).
     config.check(
         test_seconds <= tools.call_seconds / 1.9,
         f"{field}.test_seconds",

@@ -31,6 +31,7 @@ _ZONES = (
 """Zones without daylight saving time, so that an answer does not depend on the day."""
 
 _WIDTH = 30
+"""Number of characters to which prompts are padded, so that what a call copies lies at a constant distance."""
 
 
 def _moments(time: str, zone: str) -> tuple[datetime.datetime, datetime.datetime]:

@@ -192,6 +192,7 @@ def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[st
     broken = _filled(rng.choice([recipe for recipe in RECIPES if recipe.kind in kinds]), rng)
     others = [recipe for recipe in RECIPES if not set(recipe.names) & set(broken.recipe.names)]
     functions = [broken, *(_filled(recipe, rng) for recipe in rng.sample(others, 2 if level == "module" else 3))]
+    # The place in the file must not tell which function is broken.
     rng.shuffle(functions)
     package, *modules = rng.sample(_WORDS, 3)
     if level == "module":

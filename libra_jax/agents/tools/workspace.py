@@ -11,10 +11,12 @@ from libra_jax.agents.sandbox import backends, limits, pool
 
 
 def _schema(required: tuple[str, ...], **properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Without further properties, so that the policy is told of a misspelt argument.
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 def _returned(tool: str, outcome: limits.Outcome) -> protocols.ToolReturn:
+    # The sandbox's own seconds: they leave out the wait for a sandbox, which is no work of the tool.
     return protocols.ToolReturn(tool, outcome.status, outcome.text, outcome.seconds)
 
 
