@@ -69,10 +69,6 @@ class Groups:
         self.running[group.group_id] = group
         self._tasks[group.group_id] = self._scope.start(self._run(group), f"group {group.group_id}")
 
-    def take(self, group_ids: tuple[int, ...]) -> tuple[protocols.Group, ...]:
-        """Removes and returns finished groups, to train on them."""
-        return tuple(self.finished.pop(group_id) for group_id in group_ids)
-
     def put_back(self, groups: Sequence[protocols.Group]) -> None:
         """Returns untrained groups to the waiting ones, before groups that finished later."""
         # Batches take groups in this order, and the staleness bound is next for the oldest.
@@ -322,9 +318,10 @@ class Batches:
                 running={key: group.dispatch_version for key, group in self._groups.running.items()},
             )
             if selection.batch:
-                # No await between take and next_step: a group that finished in between would be admitted at the wrong
+                # No await until next_step has grown: a group that finished in between would be admitted at the wrong
                 # staleness.
-                batch, self.next_step = self._groups.take(selection.batch), self.next_step + 1
+                batch = tuple(self._groups.finished.pop(group_id) for group_id in selection.batch)
+                self.next_step += 1
                 for group_id in selection.surplus:
                     self._groups.replace(group_id, REDUNDANT, "enough others had finished before it")
                 self.admit()

@@ -71,12 +71,8 @@ def prepare(
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
     sequences = examples(trajectories, batch.policy_version, vocab_size, masked)
     packed = pack(config, sequences, may_be_empty=any(masked))
-    extras: list[dict[str, Any]] = [{} for _ in packed.micro_batches]
-
-    def add(name: str, arrays: Sequence[Any]) -> None:
-        for extra, array in zip(extras, arrays, strict=True):
-            extra[name] = array
-
+    # Further arrays, one of each name for each micro-batch.
+    further: dict[str, Sequence[Any]] = {}
     references: list[np.ndarray] | None = None
     if config.algorithm.kl_coefficient:
         if score is None:
@@ -84,17 +80,19 @@ def prepare(
                 "algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none."
             )
         scores = score(packed)
-        add("reference", scores)
+        further["reference"] = scores
         # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
         if config.algorithm.kl_in_reward:
             with sharding.whole(scores) as whole:
                 arrays = [np.asarray(array) for array in whole]
             references = packed.gather(arrays, [len(example.tokens_N) for example in sequences])
     values = token_advantages(config.algorithm, batch.groups, sequences, references, masked)
-    add("advantages", packed.scatter(values))
+    further["advantages"] = packed.scatter(values)
     if len(config.rollout.tensor_parallel) > 1:
         # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
-        add("moved", packed.scatter([float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]))
+        moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
+        further["moved"] = packed.scatter(moved)
+    extras = [dict(zip(further, arrays, strict=True)) for arrays in zip(*further.values(), strict=True)]
     return Prepared(packed, extras, sequences, values)
 
 

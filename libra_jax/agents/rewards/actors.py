@@ -148,7 +148,23 @@ class RewardWorker:
             # One line, because it becomes part of a sentence.
             line = " ".join(resolving.raised(error).split())
             return Outcome(problem=line if len(line) <= _LONGEST_PROBLEM else f"{line[:_LONGEST_PROBLEM]}...")
-        return _read(value, asyncio.get_running_loop().time() - began)
+        seconds = asyncio.get_running_loop().time() - began
+        # A function returns a number, or a number and metrics.
+        metrics: Any = {}
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+            value, metrics = value
+        found: list[float] = []
+        names = [str(key) for key in metrics]
+        for metric, told in zip([None, *names], [value, *metrics.values()], strict=True):
+            try:
+                number = float(told) if isinstance(told, numbers.Real) else math.nan
+            except OverflowError:  # an integer beyond all floats
+                number = math.inf
+            if not math.isfinite(number):
+                wrong = f"gave {reprlib.repr(told)}, which" if metric is None else f"gave a metric {metric!r} that"
+                return Outcome(problem=f"{wrong} is not a finite number")
+            found.append(number)
+        return Outcome(found[0], dict(zip(names, found[1:], strict=True)), seconds)
 
     async def trouble(self) -> str:
         """Returns why this actor should be replaced, as the end of a sentence. Empty if it should not be."""
@@ -238,25 +254,6 @@ class _LoopThread:
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.wait({asyncio.wrap_future(self._ended)}, timeout=seconds)
-
-
-def _read(value: object, seconds: float) -> Outcome:
-    """Reads a function's return value: a number, or a number and metrics."""
-    metrics: Any = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, metrics = value
-    found: list[float] = []
-    names = [str(key) for key in metrics]
-    for name, told in zip([None, *names], [value, *metrics.values()], strict=True):
-        try:
-            number = float(told) if isinstance(told, numbers.Real) else math.nan
-        except OverflowError:  # an integer beyond all floats
-            number = math.inf
-        if not math.isfinite(number):
-            wrong = f"gave {reprlib.repr(told)}, which" if name is None else f"gave a metric {name!r} that"
-            return Outcome(problem=f"{wrong} is not a finite number")
-        found.append(number)
-    return Outcome(found[0], dict(zip(names, found[1:], strict=True)), seconds)
 
 
 class Lost(Exception):
