@@ -13,6 +13,9 @@ import pytest
 
 sys.path.append(str(pathlib.Path(__file__).parent / "common"))
 
+import compiling
+
+compiling.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -35,6 +38,11 @@ hypothesis.settings.load_profile("repeatable")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background, and all it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the session's own process, whose workers have ended
+        compiling.end()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -54,7 +54,6 @@ class Learner:
         config: config_lib.RunConfig,
         model: model_config.TransformerConfig,
         devices: Sequence[jax.Device],
-        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Builds the mesh and the programs. `begin` or an assignment sets the state.
 
@@ -62,14 +61,12 @@ class Learner:
           config: configuration of the run.
           model: shape of the model.
           devices: the mesh takes the first of these devices.
-          compiler_options: XLA options for every program.
 
         Raises:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         self.config = config
         self._model = model
-        self._options = compiler_options
         self._transform = optimizer.transform(config.optimizer)
         mesh = state_lib.make_mesh(config.trainer, devices)
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
@@ -97,7 +94,6 @@ class Learner:
             self._transform,
             losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
             score=lambda params, batch: scorer(params, batch, temperature=temperature)[0],
-            compiler_options=compiler_options,
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -130,7 +126,7 @@ class Learner:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         config = dataclasses.replace(self.config, trainer=trainer)
-        return Learner(config, self._model, devices, compiler_options=self._options)
+        return Learner(config, self._model, devices)
 
     def release(self) -> tuple[list[jax.Array], Any]:
         """Gives up the state: returns its leaves and their structure, and frees the accumulator."""

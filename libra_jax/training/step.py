@@ -117,7 +117,6 @@ class Programs:
         transform: optax.GradientTransformation,
         losses: Mapping[str, Loss],
         score: Callable[[Any, Batch], jax.Array],
-        compiler_options: Mapping[str, Any] | None = None,
         *,
         helped: bool = False,
     ) -> None:
@@ -128,7 +127,6 @@ class Programs:
           transform: gradient to update direction.
           losses: loss functions by name.
           score: (params, batch) -> log-probabilities [B, T].
-          compiler_options: XLA options (`jax.stages.Lowered.compile`).
           helped: sums may be computed elsewhere, so `compile` also compiles the program that adds them.
         """
         self.shapes: list[Shape] = []
@@ -137,7 +135,6 @@ class Programs:
         self._transform = transform
         self._losses = dict(losses)
         self._score = score
-        self._options = dict(compiler_options or {})
         self._helped = helped
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
@@ -195,7 +192,7 @@ class Programs:
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=results, donate_argnums=donated)
         # The model pins its activations on the current mesh (`models.sharding.constrain`).
         with jax.set_mesh(where.mesh):
-            compiled = jitted.lower(*inputs).compile(self._options)
+            compiled = jitted.lower(*inputs).compile()
         if batch:
             self.shapes.append((name, shapes))
         return compiled

@@ -30,7 +30,7 @@ def compiled(tmp_path) -> Compile:
         result = subprocess.run(
             [sys.executable, *command, *flags, *arguments],
             cwd=ROOT,
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+            env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""},  # as users compile
             capture_output=True,
             text=True,
             timeout=1500,

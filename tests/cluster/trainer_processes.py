@@ -69,7 +69,7 @@ class Trainer(trainer.TrainerActor):
 
     def _open(self) -> learner_lib.Learner:
         opened = super()._open()
-        return learner_lib.Learner(opened.config, self._model, jax.devices(), small_model.FAST)
+        return learner_lib.Learner(opened.config, self._model, jax.devices())
 
     def pid(self) -> int:
         return os.getpid()

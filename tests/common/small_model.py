@@ -1,4 +1,4 @@
-"""A model small enough to train on many meshes, the rollout it is made for, and XLA options that compile fast."""
+"""A model small enough to train on many meshes, and the rollout it is made for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import dataclasses
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 
-FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 ROW_TOKENS = 48
 VOCABULARY = 16
 ROLLOUT = config_lib.RolloutConfig(max_context=ROW_TOKENS, max_tokens=8, temperature=0.8)

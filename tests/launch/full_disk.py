@@ -87,5 +87,4 @@ def wait(run: subprocess.Popen[bytes], condition: Callable[[], object], what: st
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.argv[1]).with_suffix(".cache")))
     main(Path(sys.argv[1]), int(sys.argv[2]))

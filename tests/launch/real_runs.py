@@ -51,7 +51,7 @@ def run(script: str, workdir: Path, *arguments: str, actors: int) -> subprocess.
 
     Args:
       script: its name; it is given the workdir and the arguments.
-      workdir: of the run. Its siblings get the output, and what JAX compiles.
+      workdir: of the run. Its siblings get the output.
       arguments: further ones.
       actors: processes, at least, that Ray has to be seen with.
     """
@@ -59,7 +59,6 @@ def run(script: str, workdir: Path, *arguments: str, actors: int) -> subprocess.
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, map(str, paths))),
-        **scripts.quick(workdir.with_suffix(".cache")),
     }
     command = [sys.executable, str(Path(__file__).parent / script), str(workdir), *arguments]
     family: dict[psutil.Process, str] = {}

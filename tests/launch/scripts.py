@@ -6,24 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-import small_model
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def quick(cache: pathlib.Path) -> dict[str, str]:
-    """Variables with which JAX compiles in a fraction of the time, to slower programs, and nothing twice."""
-    switches = [f"--{name}={str(value).lower()}" for name, value in small_model.FAST.items()]
-    return {"XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *switches]).strip(), **cached(cache)}
-
-
-def cached(cache: pathlib.Path) -> dict[str, str]:
-    """Variables with which JAX keeps all that it compiles there, for a run's other processes and the next run's."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
 
 def run(

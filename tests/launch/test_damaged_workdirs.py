@@ -12,32 +12,12 @@ from pathlib import Path
 import damage
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from libra_jax import protocols
 from libra_jax.coordinator import fencing
 from libra_jax.telemetry import files, metrics
 
 pytestmark = pytest.mark.slow
-
-CACHED = {
-    "jax_compilation_cache_dir": "",
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """What one run compiles is there for the next."""
-    before = {name: getattr(jax.config, name) for name in CACHED}
-    for name, value in {**CACHED, "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled"))}.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,7 @@ def test_a_trainer_of_two_processes_goes_through_a_whole_run_and_its_resumption(
         f"--workdir={tmp_path / 'run'}",
     )
     for steps in (2, 3):
-        done = scripts.run(
-            "train.py", *settings, f"--config.steps={steps}", seconds=140, environment=scripts.quick(tmp_path / "cache")
-        )
+        done = scripts.run("train.py", *settings, f"--config.steps={steps}", seconds=140)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "(data 1, fsdp 2, tensor 1, context 1)" in done.stdout
     assert [step["step"] for step in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in step] == [1, 2, 3]

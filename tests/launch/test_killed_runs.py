@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import json
-import os
 import pathlib
 import re
 import signal
@@ -36,10 +35,8 @@ SETTINGS = (
 def start(workdir: pathlib.Path) -> subprocess.Popen[bytes]:
     log = open(workdir.with_suffix(".log"), "ab")  # noqa: SIM115  (the child keeps it)
     command = [sys.executable, "launch/train.py", *SETTINGS, f"--workdir={workdir}"]
-    # JAX's compilation cache spares the second start its compilations.
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(workdir.with_suffix(".cache"))}
     with log:
-        return subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log, env=environment)
+        return subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log)
 
 
 def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes] | None, what: str) -> None:

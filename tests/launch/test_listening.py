@@ -43,12 +43,11 @@ SETTINGS = (
 def test_every_process_of_a_run_listens_at_the_loopback_alone(tmp_path: pathlib.Path):
     """Of one by Ray, from its start to its end; of one without, test_stopped_runs.py looks."""
     command = [sys.executable, "launch/train.py", *SETTINGS, f"--workdir={tmp_path / 'run'}"]
-    environment = {**os.environ, **scripts.quick(tmp_path / "cache")}
     seen: set[tuple[str, str]] = set()
     family: set[psutil.Process] = set()
     names: set[str] = set()
     with open(tmp_path / "log", "w+") as log:
-        run = subprocess.Popen(command, cwd=scripts.ROOT, env=environment, stdout=log, stderr=log)
+        run = subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + SECONDS
             while run.poll() is None and time.monotonic() < deadline:

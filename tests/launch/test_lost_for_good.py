@@ -29,10 +29,9 @@ SETTINGS = (
 def test_a_run_that_cannot_do_without_what_it_lost_ends_with_the_status_that_asks_for_it_again(tmp_path):
     log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
     command = [sys.executable, "launch/train.py", *SETTINGS, f"--workdir={tmp_path / 'run'}"]
-    environment = {**os.environ, **scripts.quick(tmp_path / "cache")}
     deadline = time.monotonic() + SECONDS
     with log.open("wb") as out:
-        run = subprocess.Popen(command, cwd=scripts.ROOT, env=environment, stdout=out, stderr=out)
+        run = subprocess.Popen(command, cwd=scripts.ROOT, stdout=out, stderr=out)
     family: list[psutil.Process] = []
     try:
         real_runs.wait_until(lambda: metrics.exists() and len(real_runs.lines(metrics)) > 1, run, log, deadline)

@@ -38,7 +38,7 @@ def test_a_spare_host_takes_the_place_of_one_that_dies_and_nothing_is_lost(tmp_p
         run = subprocess.Popen(
             command,
             cwd=scripts.ROOT,
-            env={**os.environ, **nodes.environment, **scripts.quick(tmp_path / "cache")},
+            env={**os.environ, **nodes.environment},
             stdout=out,
             stderr=subprocess.STDOUT,
         )

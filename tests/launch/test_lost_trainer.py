@@ -42,7 +42,7 @@ def test_a_run_goes_on_by_itself_on_a_spare_host_when_one_that_trains_dies_and_n
     with emulated.EmulatedHosts(4) as nodes, log.open("wb") as out:
         command = [sys.executable, "launch/train.py", *SETTINGS, f"--workdir={workdir}"]
         command.append(f"--config.cluster.address={nodes.address}")
-        environment = {**os.environ, **nodes.environment, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+        environment = {**os.environ, **nodes.environment}
         run = subprocess.Popen(command, cwd=scripts.ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
         try:
             real_runs.wait_until(lambda: step() > LEAST_STEPS, run, log, deadline)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import compiling
 import psutil
 import pytest
 import real_runs
@@ -43,14 +44,8 @@ def slurm():
         yield running
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """What JAX compiles, for all runs."""
-    return tmp_path_factory.mktemp("cache")
-
-
-def quick(cache: pathlib.Path) -> list[str]:
-    return [f"--environment={name}={value}" for name, value in scripts.quick(cache).items()]
+def compiling_fast() -> list[str]:
+    return [f"--environment={name}={value}" for name, value in compiling.variables().items()]
 
 
 def launch(slurm: slurm_node.Slurm, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -107,9 +102,10 @@ def of_ray(job: str) -> list[str]:
 @pytest.mark.ray
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
-def test_two_runs_share_a_node_and_go_on_after_a_signal_and_a_requeue(slurm, cache, tmp_path):
+def test_two_runs_share_a_node_and_go_on_after_a_signal_and_a_requeue(slurm, tmp_path):
     told, requeued = tmp_path / "told", tmp_path / "re queued"
-    jobs = {workdir: submit(slurm, *SETTINGS, *quick(cache), f"--workdir={workdir}") for workdir in (told, requeued)}
+    settings = [*SETTINGS, *compiling_fast()]
+    jobs = {workdir: submit(slurm, *settings, f"--workdir={workdir}") for workdir in (told, requeued)}
 
     def begun(workdir: pathlib.Path) -> bool:
         assert slurm.jobs().count(jobs[workdir]), what_happened(workdir)
@@ -195,7 +191,7 @@ def test_what_slurm_cannot_give_is_refused_in_a_sentence(slurm, tmp_path, flags,
 @pytest.mark.multiprocess
 @pytest.mark.drill
 @pytest.mark.timeout(600)
-def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
+def test_a_run_goes_over_the_hosts_of_two_partitions(tmp_path):
     """Two emulated hosts; the driver is on the one that trains."""
     if lacking := network_hosts.missing():
         pytest.skip(f"emulated hosts lack {', '.join(lacking)}")
@@ -207,7 +203,7 @@ def test_a_run_goes_over_the_hosts_of_two_partitions(cache, tmp_path):
             "--config.cluster.accelerators_per_host=1",
             "--train_partition=train",
             "--rollout_partition=rollout",
-            *quick(cache),
+            *compiling_fast(),
             f"--workdir={workdir}",
         )
         slurm_node.wait_for(lambda: not two.jobs(), RUN_SECONDS, f"end of job {job}")

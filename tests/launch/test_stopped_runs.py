@@ -33,22 +33,15 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """What JAX compiles, for all runs."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def start(tmp_path: pathlib.Path, cache: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a run in `tmp_path/run`, its output in `tmp_path/log`; whatever is left of it is killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "launch/train.py", *SETTINGS, *arguments, f"--workdir={tmp_path / 'run'}"]
-        environment = {**os.environ, **scripts.cached(cache)}
         with open(tmp_path / "log", "a") as log:
-            started.append(subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log, env=environment))
+            started.append(subprocess.Popen(command, cwd=scripts.ROOT, stdout=log, stderr=log))
         return started[-1]
 
     yield begin

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import sys
 import types
@@ -58,7 +57,7 @@ def small():
     params = jax.device_get(state.random_params(shape, one_device.layout, 0))
 
     def make_learner(config: config_lib.RunConfig) -> learner.Learner:
-        made = learner.Learner(config, shape, jax.devices(), compiler_options=small_model.FAST)
+        made = learner.Learner(config, shape, jax.devices())
         made.begin(jax.device_put(params, state.shardings_of(made.layout.state.params)))
         return made
 
@@ -70,7 +69,6 @@ def small():
         learner=make_learner,
         row_tokens=small_model.ROW_TOKENS,
         vocabulary=small_model.VOCABULARY,
-        fast=small_model.FAST,
     )
 
 
@@ -102,8 +100,7 @@ def running_trainers():
 
 @pytest.fixture
 def start_trainer(small, model_directory, monkeypatch):
-    """Makes and starts trainers of the small model, compiled fast."""
-    monkeypatch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
+    """Makes and starts trainers of the small model."""
     with running_trainers() as start:
 
         def make(**groups) -> trainer.TrainerActor:
@@ -129,13 +126,11 @@ def hybrid_config(small, model_directory):
 
 @pytest.fixture(scope="session")
 def start_core(hybrid_config, small):
-    """Makes and starts trainers, compiled fast."""
+    """Makes and starts trainers."""
     with running_trainers() as start:
 
         def make() -> trainer.TrainerActor:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(learner, "Learner", functools.partial(learner.Learner, compiler_options=small.fast))
-                return start(hybrid_config)
+            return start(hybrid_config)
 
         yield make
 

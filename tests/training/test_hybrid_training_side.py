@@ -29,7 +29,7 @@ SECONDS = 120
 class RemoteTrainingSide:
     """A training side's process. Calls return at once; `result` waits for the answer of the last one."""
 
-    def __init__(self, config, fast):
+    def __init__(self, config):
         here, there = socket.socketpair()
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
         self.process = subprocess.Popen(
@@ -37,7 +37,7 @@ class RemoteTrainingSide:
         )
         there.close()
         self._calls = connection.Connection(here.detach())
-        self._calls.send((config_lib.to_dict(config), "r", fast))
+        self._calls.send((config_lib.to_dict(config), "r"))
 
     def begin(self, method, *arguments):
         self._calls.send((method, arguments))
@@ -62,7 +62,7 @@ class RemoteTrainingSide:
 @pytest.fixture(scope="module")
 def remote(hybrid_config, small):
     """A started training side's process, which several tests use."""
-    made = RemoteTrainingSide(hybrid_config, small.fast)
+    made = RemoteTrainingSide(hybrid_config)
     info = made("start")
     assert info.mesh == {"data": 1, "fsdp": 2, "tensor": 1, "context": 1}
     made("init_weight_transfer", {"kind": "memfd"})
@@ -147,7 +147,7 @@ def test_a_replica_that_stands_still_or_is_killed_is_late_and_the_step_is_the_co
     pair, hybrid_config, small, monkeypatch
 ):
     core, alone = pair
-    remote = RemoteTrainingSide(hybrid_config, small.fast)
+    remote = RemoteTrainingSide(hybrid_config)
     remote("start")
     for signal_number in (signal.SIGSTOP, signal.SIGKILL):
         version = core._version

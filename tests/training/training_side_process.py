@@ -1,22 +1,20 @@
 """A training side in a process of its own, as a script: calls come in over a connection, one at a time.
 
-Run as `python training_side_process.py FD`. The first message is (config, name, XLA options), each later one (method,
+Run as `python training_side_process.py FD`. The first message is (config, name), each later one (method,
 arguments); the answers are (value, None) or (None, the error's sentence).
 """
 
-import functools
 import os
 import sys
 from multiprocessing import connection
 
 from libra_jax import parent_death, protocols
-from libra_jax.training import learner, training_side
+from libra_jax.training import training_side
 
 
 def main(calls):
     parent_death.die_with_parent(os.getppid())
-    config, name, options = calls.recv()
-    learner.Learner = functools.partial(learner.Learner, compiler_options=options)
+    config, name = calls.recv()
     actor = training_side.create(config, workdir="unused", name=name)
     while True:
         try:
