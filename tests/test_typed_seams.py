@@ -92,14 +92,14 @@ SEAMS = [
     Seam("run's trainer", "run: parts.Parts, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
     Seam("workers' trainer", "run: parts.Workers, batch: protocols.TrainBatch", *trainer_calls("run.trainer")),
     *(
-        Seam(f"trainer of {room}", f"part: {room}, batch: protocols.TrainBatch", *trainer_calls("part._trainer"))
-        for room in (
-            "elasticity.Elasticity",
-            "recovery.Recovery",
-            "resize.Inside",
-            "resize.Resizing",
-            "saving.Saver",
-            "transitions.Transitions",
+        Seam(f"trainer of {room}", f"part: {room}, batch: protocols.TrainBatch", *trainer_calls(f"part.{trainer}"))
+        for room, trainer in (
+            ("elasticity.Elasticity", "_trainer"),
+            ("recovery.Recovery", "_trainer"),
+            ("resize.Inside", "trainer"),
+            ("resize.Resizing", "_trainer"),
+            ("saving.Saver", "_trainer"),
+            ("transitions.Transitions", "_trainer"),
         )
     ),
     *(
