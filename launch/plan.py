@@ -162,7 +162,7 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
 def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
-    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds - case.besides:.1f}")
+    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train.seconds - case.besides:.1f}")
     for index, bucket in enumerate(best.rollout):
         last = index == len(best.rollout) - 1
         rows.add_row(
@@ -306,7 +306,7 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
         "train": {"devices": mesh.devices, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
         "rollout": [dataclasses.asdict(bucket) for bucket in best.rollout],
         "predicted": {
-            "train_seconds": best.train_seconds - case.besides,
+            "train_seconds": best.train.seconds - case.besides,
             "rollout_seconds": best.rollout_seconds,
             "step_seconds": best.step_seconds,
         },

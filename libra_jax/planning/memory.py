@@ -30,7 +30,9 @@ def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerCo
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
     made = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.of_run(config, sheet))
-    return made.wire_bytes(trainer.data, trainer.fsdp, trainer.tensor)
+    rows = -(-trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp))  # on each shard
+    columns = rows * (trainer.row_tokens, *trainer.row_buckets)[-1]
+    return made.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
 
 
 def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:

@@ -290,11 +290,10 @@ def _case(values: dict[str, object]) -> Case:
     programs = values.pop("programs")
     if not isinstance(programs, dict) or "policy" not in programs:
         raise ValueError("a case has no program named policy")
-    return Case(**values, programs={name: _program(item) for name, item in programs.items()})  # type: ignore[arg-type]
-
-
-def _program(values: dict[str, object]) -> Program:
-    traffic = values.pop("traffic")
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    made = tuple(Traffic(**{**item, "axes": tuple(item["axes"])}) for item in traffic)  # type: ignore[attr-defined]
-    return Program(**{**values, **lists, "traffic": made})  # type: ignore[arg-type]
+    made = {}
+    for name, item in programs.items():
+        # JSON has lists where a program has tuples.
+        lists = {field: tuple(value) for field, value in item.items() if isinstance(value, list)}
+        lists["traffic"] = tuple(Traffic(**{**part, "axes": tuple(part["axes"])}) for part in item["traffic"])
+        made[name] = Program(**{**item, **lists})
+    return Case(**values, programs=made)  # type: ignore[arg-type]
