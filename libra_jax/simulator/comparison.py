@@ -315,14 +315,9 @@ class Subject:
         name = Path(trace).name if trace else run.workload.shape
         return cls(simulation.model, simulation.hardware, simulation.train_devices, instances, name, lengths)
 
-    @property
-    def machine(self) -> str:
-        """Clause with model, hardware and layout."""
+    def clauses(self) -> tuple[str, str]:
+        """Returns a clause with model, hardware and layout, and one with the workload and its lengths."""
         count = self.train_devices + sum(degree * number for degree, number in self.instances.items())
         layout = ", ".join(f"{number} of degree {degree}" for degree, number in self.instances.items())
-        return f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
-
-    @property
-    def work(self) -> str:
-        """Clause with the workload and its lengths."""
-        return f"{self.workload}: {self.lengths}"
+        machine = f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
+        return machine, f"{self.workload}: {self.lengths}"
