@@ -185,9 +185,22 @@ class Module:
     def _calls(self, body: Sequence[Instruction]) -> Iterator[_Call]:
         for instruction in body:
             if instruction.opcode == "while":
-                loop, condition = self._loop(instruction)
-                self.loops[loop.body] = loop
-                yield _Call(loop.body, loop.trips, loop)
+                body_name, condition = (
+                    re.search(rf"\b{part}=%?([\w.\-]+)", instruction.attributes)[1]  # type: ignore[index]
+                    for part in ("body", "condition")
+                )
+                found = _TRIPS.search(instruction.attributes)
+                trips = float(found[1]) if found else None
+                if trips is None:
+                    # TPU's text has no trip count: there it is the condition's only constant.
+                    constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
+                    counts = [float(item[1]) for item in constants if item]
+                    if len(counts) == 1:
+                        # XLA's TPU compiler unrolls its loops of windowed products by two.
+                        trips = counts[0] / (2 if "windowed_dot_general" in body_name else 1)
+                loop = Loop(body_name, 1.0 if trips is None else trips, trips is not None, instruction.label)
+                self.loops[body_name] = loop
+                yield _Call(body_name, loop.trips, loop)
                 yield _Call(condition, 1.0, None)
                 continue
             for name in _CALLED.findall(instruction.attributes):
@@ -195,22 +208,6 @@ class Module:
             for names in _CALLED_LIST.findall(instruction.attributes):
                 for name in names.split(","):
                     yield _Call(name.strip().lstrip("%"), 1.0, None)
-
-    def _loop(self, instruction: Instruction) -> tuple[Loop, str]:
-        """Returns a loop and its condition. TPU's text has no trip count: there it is the condition's only constant."""
-        body, condition = (
-            re.search(rf"\b{part}=%?([\w.\-]+)", instruction.attributes)[1]  # type: ignore[index]
-            for part in ("body", "condition")
-        )
-        found = _TRIPS.search(instruction.attributes)
-        trips = float(found[1]) if found else None
-        if trips is None:
-            constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
-            counts = [float(item[1]) for item in constants if item]
-            if len(counts) == 1:
-                # XLA's TPU compiler unrolls its loops of windowed products by two.
-                trips = counts[0] / (2 if "windowed_dot_general" in body else 1)
-        return Loop(body, 1.0 if trips is None else trips, trips is not None, instruction.label), condition
 
 
 def device_groups(instruction: Instruction, devices: int) -> list[list[int]]:

@@ -35,6 +35,11 @@ def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerCo
     return made.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
 
 
+def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
+    """Returns the bytes of weights on each device of an instance."""
+    return model_config.parameter_count(shape) * costs.VALUE_BYTES[config.rollout.dtype] / degree
+
+
 def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfig, free: float | None = None) -> str:
     """Estimates whether the run fits, and names the numbers that are compared.
 
@@ -47,7 +52,7 @@ def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfi
       free: bytes of memory that this machine has left; None asks the kernel.
     """
     size, train = machine.bytes_text, trainer_bytes(config, shape)
-    weights = model_config.parameter_count(shape) * costs.VALUE_BYTES[config.rollout.dtype]
+    weights = weight_bytes(config, shape, 1)
     if config.trainer.platform in _SHEETS:
         if config.trainer.platform == "cuda":
             train /= config.trainer.memory_fraction
