@@ -115,9 +115,31 @@ class Search:
         Raises:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
         """
-        found = self._together(devices) if self._staleness else self._in_turn(devices)
-        if found is not None:
-            return found
+        best: Split | None = None
+        if self._staleness:
+            both = partition.shortest(
+                lambda limit: self._within(limit, devices),
+                max(self._partitions.least_seconds, self._front[-1].seconds),
+                partition.ANY_SECONDS,
+                lambda both: max(both[0].seconds, both[1].seconds),
+            )
+            if both is not None:
+                # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would
+                # have been faster.
+                left = devices - both[1].devices
+                mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
+                best = self._split(mesh, self._partitions.fastest(devices - mesh.devices) or both[1])
+        else:
+            for mesh in self._front:
+                # Rollout may take only as long as would still beat the best step.
+                below = math.inf if best is None else best.step_seconds - mesh.seconds
+                if mesh.devices >= devices or below <= 0:
+                    continue
+                served = self._partitions.fastest(devices - mesh.devices, below=below)
+                if served is not None and served.seconds < below:
+                    best = self._split(mesh, served)
+        if best is not None:
+            return best
         served = self._partitions.within(partition.ANY_SECONDS)
         assert served is not None
         raise protocols.ConfigError(
@@ -207,34 +229,6 @@ class Search:
             least = max(least + 1, drawn.get(bucket.tensor_parallel, 0))
             bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
         return tuple(bounds)
-
-    def _together(self, devices: int) -> Split | None:
-        found = partition.shortest(
-            lambda limit: self._within(limit, devices),
-            max(self._partitions.least_seconds, self._front[-1].seconds),
-            partition.ANY_SECONDS,
-            lambda both: max(both[0].seconds, both[1].seconds),
-        )
-        if found is None:
-            return None
-        _, served = found
-        # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would have
-        # been faster.
-        left = devices - served.devices
-        mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
-        return self._split(mesh, self._partitions.fastest(devices - mesh.devices) or served)
-
-    def _in_turn(self, devices: int) -> Split | None:
-        best: Split | None = None
-        for mesh in self._front:
-            # Rollout may take only as long as would still beat the best step.
-            below = math.inf if best is None else best.step_seconds - mesh.seconds
-            if mesh.devices >= devices or below <= 0:
-                continue
-            served = self._partitions.fastest(devices - mesh.devices, below=below)
-            if served is not None and served.seconds < below:
-                best = self._split(mesh, served)
-        return best
 
     def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
         """Returns the mesh and the instances with the fewest devices that meet the limit; None if they need too

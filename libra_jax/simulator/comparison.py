@@ -308,8 +308,9 @@ class Subject:
     def of_run(cls, run: settings.SimulatedRun) -> Subject:
         """Returns the subject of a run that `prepare` has checked."""
         tasks = run.steps * run.coordinator.groups_per_step
-        sampled = range(0, tasks, max(1, tasks // TASKS))
-        lengths = workloads.summarise(workload(run), sampled, min(SAMPLES, run.coordinator.group_size))
+        sampled, samples = range(0, tasks, max(1, tasks // TASKS)), range(min(SAMPLES, run.coordinator.group_size))
+        work = workload(run)
+        lengths = workloads.summary_of([work.script(task, sample) for task in sampled for sample in samples])
         instances = dict(sorted(collections.Counter(run.rollout.tensor_parallel).items()))
         trace, simulation = run.workload.trace, run.simulation
         name = Path(trace).name if trace else run.workload.shape

@@ -262,11 +262,6 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
     return Synthetic(config.shape, seed, tasks, config.variation)
 
 
-def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary:
-    """Summarises the lengths of `samples` rollouts of each of `tasks`."""
-    return summary_of([workload.script(task, sample) for task in tasks for sample in range(samples)])
-
-
 def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
     """Summarises the lengths of these rollouts, at least one."""
     generated = sorted(script.generated_tokens for script in drawn)
@@ -323,7 +318,8 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
     tasks = config.steps * config.coordinator.groups_per_step
     # Spread over the whole run, because lengths drift.
     sampled = range(0, tasks, max(1, tasks // 64))
-    summary = summarise(workload, sampled, min(16, config.coordinator.group_size))
+    samples = range(min(16, config.coordinator.group_size))
+    summary = summary_of([workload.script(task, sample) for task in sampled for sample in samples])
     for field, limit, needed in (
         ("rollout.max_context", config.rollout.max_context, summary.context_max + 1),
         ("rollout.max_tokens", config.rollout.max_tokens, summary.turn_tokens_max),
