@@ -130,6 +130,7 @@ def why_not(layout: hosts.Layout, resource: str, nodes: Sequence[Node]) -> str:
       resource: Ray's name for the accelerators.
       nodes: nodes of the cluster.
     """
+    # The whole run first: if nodes lack in all, the reason names no role.
     for role, purpose in (("", ""), ("training", " to train"), ("rollout", " to roll out")):
         needs = [host.accelerators for host in layout.hosts if role in ("", host.role)]
         able = [node for node in nodes if not role or node.role in ("", role)]

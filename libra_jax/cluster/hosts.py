@@ -110,6 +110,7 @@ def layout(config: libra_config.RunConfig) -> Layout | None:
     if not each:
         return None
     processes = _training(config.trainer, each)
+    # No host does both: hosts that roll out follow those that train.
     training = processes[-1].host + 1
     instances = _rollout(config.rollout.tensor_parallel, each, training)
     count = max((place.host for place in instances), default=training - 1) + 1

@@ -150,9 +150,9 @@ class Coordinator:
                 await self._close()
         return self._summary
 
-    def request_stop(self) -> None:
-        """Stops the run after the training step under way, with a checkpoint, as Ctrl-C does."""
-        self._stopping.stop(signal.SIGINT)
+    def request_stop(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Stops the run with a checkpoint, as the signal does (`run`)."""
+        self._stopping.stop(number)
 
     async def _run(self, newest: checkpoint_store.Stored | None, catch_again: Callable[[], None]) -> None:
         try:

@@ -97,6 +97,7 @@ class Saver:
             "checkpoint",
             look="see whether its disk answers",
         )
+        # So that `restore_lost` takes this manifest, and not a damaged one of the same step.
         if found.stored is not None and found.step == self.newest:
             self._files.go_on_from(found.stored)
         return found.step, " ".join(found.skipped)
@@ -117,6 +118,7 @@ class Saver:
 
     async def at_step(self, step: int) -> None:
         """Commits the last checkpoint, and begins one if `step` is due. Notes a disk that refuses either."""
+        # Only one checkpoint at a time may be pending.
         await self.commit()
         if self._every and step % self._every == 0:
             with self._noted(step):

@@ -87,10 +87,11 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
     found: list[Stream] = []
     for record in records:
         mine = sorted(by_request.pop(record["trajectory_id"], ()), key=lambda stream: stream.start)
-        left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in record["turns"])
-        if sum(stream.tokens for stream in mine) != sum(generated for generated, _ in left):
+        turns = record["turns"]
+        if sum(stream.tokens for stream in mine) != sum(turn["generated_tokens"] for turn in turns):
             found += mine
             continue
+        left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
         output, payload = left.popleft() if left else (0, 0)
         context, seen, instance = record["prompt_tokens"], 0, ""
         for stream in mine:

@@ -182,25 +182,25 @@ class Module:
         """Returns the arrays of the operands."""
         return [shape for name in instruction.operands for shape in self._shapes[place.computation].get(name, ())]
 
-    def _calls(self, body: Sequence[Instruction]) -> Iterator[_Call]:
-        for instruction in body:
+    def _calls(self, instructions: Sequence[Instruction]) -> Iterator[_Call]:
+        """Yields the calls that a computation's instructions make, and enters its loops in `loops`."""
+        for instruction in instructions:
             if instruction.opcode == "while":
-                body_name, condition = (
+                body, condition = (
                     re.search(rf"\b{part}=%?([\w.\-]+)", instruction.attributes)[1]  # type: ignore[index]
                     for part in ("body", "condition")
                 )
                 found = _TRIPS.search(instruction.attributes)
                 trips = float(found[1]) if found else None
-                if trips is None:
-                    # TPU's text has no trip count: there it is the condition's only constant.
-                    constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
-                    counts = [float(item[1]) for item in constants if item]
-                    if len(counts) == 1:
-                        # XLA's TPU compiler unrolls its loops of windowed products by two.
-                        trips = counts[0] / (2 if "windowed_dot_general" in body_name else 1)
-                loop = Loop(body_name, 1.0 if trips is None else trips, trips is not None, instruction.label)
-                self.loops[body_name] = loop
-                yield _Call(body_name, loop.trips, loop)
+                # TPU's text has no trip count: there it is the condition's only constant.
+                constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
+                counts = [float(item[1]) for item in constants if item]
+                if trips is None and len(counts) == 1:
+                    # XLA's TPU compiler unrolls its loops of windowed products by two.
+                    trips = counts[0] / (2 if "windowed_dot_general" in body else 1)
+                loop = Loop(body, 1.0 if trips is None else trips, trips is not None, instruction.label)
+                self.loops[body] = loop
+                yield _Call(body, loop.trips, loop)
                 yield _Call(condition, 1.0, None)
                 continue
             for name in _CALLED.findall(instruction.attributes):
@@ -260,17 +260,10 @@ def _iota(text: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
     found = _IOTA.match(text)
     if found is None:
         return None
-
-    def numbers(group: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in group.split(","))
-
-    result = numbers(found[1])
-    grid = np.arange(math.prod(result))
-    source = numbers(found[2]) if found[2] else result
-    grid = grid.reshape(source)
-    if found[3]:
-        grid = grid.transpose(numbers(found[3]))
-    return grid.reshape(result)
+    result, source, order = (tuple(map(int, group.split(","))) if group else () for group in found.groups())
+    # Both the arrow and the transposition may be missing.
+    grid = np.arange(math.prod(result)).reshape(source or result)
+    return (grid.transpose(order) if order else grid).reshape(result)
 
 
 def _instruction(line: str) -> Instruction | None:

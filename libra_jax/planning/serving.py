@@ -75,10 +75,10 @@ class Demand:
           DataError: there are none, or none generates a token.
         """
         rows = []
-        for prompt, course in zip(prompts, turns, strict=True):
+        for prompt, one in zip(prompts, turns, strict=True):
             tokens = context = new = cached = pairs = tools = 0.0
             held, fresh = 0, prompt
-            for turn in course:
+            for turn in one:
                 new += fresh
                 cached += held
                 # Causal: a new token attends to half of the new tokens on average.
@@ -90,7 +90,7 @@ class Demand:
                 tokens += generated
                 held, fresh = start + generated, turn.payload_tokens
                 tools += turn.tool_seconds
-            rows.append((tokens, context, new, cached, pairs, len(course), tools, held))  # in the order of `FIELDS`
+            rows.append((tokens, context, new, cached, pairs, len(one), tools, held))  # as `FIELDS`
         table = np.array(rows, np.float64)
         if not len(table) or not table[:, 0].any():
             raise protocols.DataError("a plan needs the lengths of requests, and there is none that generates a token")

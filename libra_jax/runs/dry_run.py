@@ -57,6 +57,8 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
         + (f", {size(memory.weight_bytes(config, shape, len(devices)))} of weights a device" if shape else "")
         for index, (devices, slots) in enumerate(zip(parts.instances, config.rollout.instance_slots, strict=True))
     ]
+    arguments = ", ".join(f"{name}={value}" for name, value in config.rollout.engine_arguments.items())
+    lines += [f"  engine    {config.rollout.engine} with {arguments}"] if arguments else []
     lines.append(f"memory      {memory.verdict(config, shape) if shape else 'not known without the model'}")
     lines += _hosts(config)
     lines += _elastic(config)

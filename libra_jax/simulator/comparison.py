@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -243,9 +244,9 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     """
     # Other code may have children, too; only this pool's are killed.
     before = set(multiprocessing.active_children())
-    executor = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
-    )
+    # Killed with -9, this process cannot end its workers. Only Linux lets a process ask for its parent's death.
+    begin = functools.partial(parent_death.die_with_parent, os.getpid()) if sys.platform == "linux" else None
+    executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=begin)
     try:
         # A terminal sends Ctrl-C to all; the workers inherit that they ignore it, and their parent ends them. Only the
         # main thread may set signal handlers.
@@ -272,12 +273,6 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
         shutdown.join(END_SECONDS)
         raise
     executor.shutdown()
-
-
-def _begin(parent: int) -> None:
-    # Killed with -9, the parent cannot end its workers. Only Linux lets a process ask for the parent's death.
-    if sys.platform == "linux":
-        parent_death.die_with_parent(parent)
 
 
 TASKS, SAMPLES = 64, 16

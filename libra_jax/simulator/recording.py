@@ -203,20 +203,19 @@ def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
             "run without (coordinator.stale=wait, filter_zero_variance=False)"
         )
-    found = {}
+    parts = {}
     for number in taken:
-        scalars = table[number]
-        names = [f"{name}/seconds" for name in ("step", "rollout", "train", "sync")]
+        scalars, names = table[number], ("rollout/seconds", "train/seconds", "sync/seconds", "step/seconds")
         for name in names:
             if not math.isfinite(scalars.get(name, math.nan)):
                 raise protocols.DataError(f'{path}: step {number} has no "{name}"; give the metrics of a run')
-        step, rollout, train, sync = (scalars[name] for name in names)
+        rollout, train, sync, step = (scalars[name] for name in names)
         besides = scalars.get("evaluation/seconds", 0.0) + scalars.get("checkpoint/seconds", 0.0)
         # Groups run while a checkpoint is written and an evaluation goes on, so only a part of that time is beside the
-        # stages. At max staleness 0 the stages take turns; else the trainer only waits for the rest of rollout.
-        waited = rollout if config.coordinator.max_staleness == 0 else scalars.get("rollout/wait_seconds", 0.0)
-        found[number] = Parts(max(step - besides, min(step, train + sync + waited)), rollout, train, sync)
-    return found
+        # stages.
+        waited = scalars.get("rollout/wait_seconds", 0.0) if config.coordinator.max_staleness else rollout
+        parts[number] = Parts(max(step - besides, min(step, train + sync + waited)), rollout, train, sync)
+    return parts
 
 
 def _groups(

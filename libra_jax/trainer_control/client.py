@@ -172,13 +172,9 @@ class TrainerClient:
         making = self._processes.make()
         await deadlines.limited(self._limits, "trainer_start", making, f"The making of {self.name}")
 
-    async def stop(self) -> None:
-        """Ends and reaps the processes. The cluster has deadlines for that."""
-        await self._processes.end()
-
-    async def kill(self) -> None:
-        """Ends and reaps the processes by force."""
-        await self._processes.end(force=True)
+    async def stop(self, *, force: bool = False) -> None:
+        """Ends and reaps the processes, by force if asked. The cluster has deadlines for that."""
+        await self._processes.end(force=force)
 
     @contextlib.contextmanager
     def catching_up(self) -> Iterator[None]:

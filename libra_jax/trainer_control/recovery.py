@@ -264,7 +264,7 @@ class Recovery:
             await self._events.deliver(protocols.TrainerReplaced(lost=True))
             self._checkpoints.lost()
             try:
-                await self._trainer.kill()
+                await self._trainer.stop(force=True)
             except protocols.LibraError as error:
                 self._recorder.note(f"Not all of the lost trainer ended cleanly: {error}")
         self._recorder.status(self._name, "starting its process again")

@@ -237,7 +237,19 @@ class Channel:
         head = np.zeros(HEADER_BYTES, np.uint8)
         self._pass("recv", head, deadline)
         try:
-            header, kinds = _decode(head.tobytes())
+            told = json.loads(head.tobytes())
+            header = Header(
+                worker=str(told["worker"]),
+                generation=int(told["generation"]),
+                version=int(told["version"]),
+                digest=str(told["digest"]),
+                first=int(told["first"]),
+                last=int(told["last"]),
+                metrics={str(name): (float(total), float(count)) for name, (total, count) in told["metrics"].items()},
+                maxima={str(name): float(value) for name, value in told["maxima"].items()},
+            )
+            kinds = [(str(dtype), tuple(int(size) for size in shape)) for dtype, shape in told["arrays"]]
+        # Garbage may be anything that JSON can say.
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             raise self._fail("what came over it is no header of a gradient sum") from None
         # Sizes from the network never decide how much is read or allocated.
@@ -336,22 +348,6 @@ def _encode(header: Header, kinds: Sequence[ArrayKind]) -> np.ndarray:
         raise ValueError(f"a header of {len(text)} bytes, of which {HEADER_BYTES} fit")
     # Padded with blanks, which JSON ignores.
     return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
-
-
-def _decode(text: bytes) -> tuple[Header, list[ArrayKind]]:
-    """Raises ValueError, TypeError, LookupError, AttributeError, OverflowError or RecursionError for garbage."""
-    found = json.loads(text)
-    header = Header(
-        worker=str(found["worker"]),
-        generation=int(found["generation"]),
-        version=int(found["version"]),
-        digest=str(found["digest"]),
-        first=int(found["first"]),
-        last=int(found["last"]),
-        metrics={str(name): (float(total), float(count)) for name, (total, count) in found["metrics"].items()},
-        maxima={str(name): float(value) for name, value in found["maxima"].items()},
-    )
-    return header, [(str(dtype), tuple(int(size) for size in shape)) for dtype, shape in found["arrays"]]
 
 
 def _line(error: BaseException) -> str:

@@ -297,6 +297,13 @@ def test_a_dry_run_shows_the_first_task_whatever_its_payload(payload, shown):
     assert shown in dry_run.describe(run)
 
 
+def test_a_dry_run_shows_the_engines_further_arguments_where_there_are_any():
+    run = config.RunConfig()
+    assert "vllm with" not in dry_run.describe(run)
+    run.rollout.engine_arguments = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
+    assert "engine    vllm with max_num_batched_tokens=4096, enable_prefix_caching=True\n" in dry_run.describe(run)
+
+
 def test_a_context_longer_than_the_models_positions_is_refused():
     run = config.RunConfig(
         rollout=config.RolloutConfig(max_context=4096), trainer=config.TrainerConfig(row_tokens=4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import Mapping, Sequence
 
 import mortal_trainers as doubles
@@ -319,7 +320,7 @@ def test_terminated_while_it_is_lost_for_good_the_run_is_stopped_and_the_same_co
     def dies(_: int, asked: str, of_method: int) -> str | None:
         if (asked, of_method) != (method, number):
             return None
-        bench.coordinator._stopping.terminate()
+        bench.coordinator.request_stop(signal.SIGTERM)
         return "before"
 
     fate = doubles.Fate(dies)
@@ -360,7 +361,7 @@ class GivingUp(doubles.Trainer):
 def test_terminated_while_it_takes_steps_again_it_takes_them_to_their_end_and_gives_up_the_next(tmp_path, monkeypatch):
     def dies(number: int, method: str, of_method: int) -> str | None:
         if method == "restore":
-            bench.coordinator._stopping.terminate()
+            bench.coordinator.request_stop(signal.SIGTERM)
         return "before" if (method, of_method, fate.lives) == ("train_step", 6, 1) else None
 
     monkeypatch.setattr(doubles, "Trainer", GivingUp)
@@ -377,14 +378,16 @@ def test_terminated_while_it_takes_steps_again_it_takes_them_to_their_end_and_gi
 
 
 @pytest.mark.parametrize(
-    ("how", "restore_seconds", "step"), [("request", 1.0, 6), ("terminate", 1.0, 6), ("terminate", 1000.0, 5)]
+    ("how", "restore_seconds", "step"),
+    [(signal.SIGINT, 1.0, 6), (signal.SIGTERM, 1.0, 6), (signal.SIGTERM, 1000.0, 5)],
+    ids=str,
 )
 def test_stopped_while_it_is_made_anew_the_run_saves_if_there_is_time_and_nothing_is_lost(
     tmp_path, how, restore_seconds, step
 ):
     def dies(number: int, method: str, of_method: int) -> str | None:
         if method == "restore":
-            getattr(bench.coordinator._stopping, how)()
+            bench.coordinator.request_stop(how)
         return "before" if (method, of_method, fate.lives) == ("train_step", 6, 1) else None
 
     fate = doubles.Fate(dies)

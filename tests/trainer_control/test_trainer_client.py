@@ -126,7 +126,7 @@ def test_a_lost_trainer_is_not_called_until_it_has_been_made_again():
         for _ in range(2):
             with pytest.raises(protocols.TrainerLost, match="its process 7 died"):
                 await trainer.export("folder")
-        await trainer.kill()
+        await trainer.stop(force=True)
         await trainer.make()
         with trainer.catching_up():
             await trainer.start()
