@@ -207,13 +207,6 @@ class _Judge:
         spread = self._squares - self._sum**2 / count if count else 0.0
         right = (max(map(sum, confusion)), self._right_by_state, sum(row[at] for at, row in enumerate(confusion)))
         majority, by_state, by_path = (each / count if count else math.nan for each in right)
-        # Epsilon squared (Kelley, 1935): the share of the variance between states, estimated without bias.
-        returns, total = sum(map(len, left.values())), sum(map(sum, left.values()))
-        whole = sum(value**2 for values in left.values() for value in values) - total**2 / returns
-        inside = sum(sum(value**2 for value in values) - sum(values) ** 2 / len(values) for values in left.values())
-        explained = math.nan
-        if returns > len(left) and whole > 0:
-            explained = 1.0 - (inside / (returns - len(left))) / (whole / (returns - 1))
         return PredictionQuality(
             states=tuple(states),
             explained=explained,
