@@ -23,7 +23,8 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
     Raises:
       ConfigError: a size is not divisible by `degree`; the message names the size.
     """
-    for name, size in (("attention heads", config.num_heads), ("feed-forward columns", config.intermediate_size)):
+    columns = config.expert_intermediate_size if config.num_experts else config.intermediate_size
+    for name, size in (("attention heads", config.num_heads), ("feed-forward columns", columns)):
         if size % degree:
             raise ConfigError(f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}.")
     if config.num_kv_heads % degree and degree % config.num_kv_heads:
@@ -68,6 +69,11 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
         },
         "fsdp": {"hidden_size": config.hidden_size},
     }
+    if config.num_experts:
+        # No layer has columns of `intermediate_size`.
+        del splits["tensor"]["intermediate_size"]
+        splits["tensor"]["moe_intermediate_size"] = config.expert_intermediate_size
+        splits["fsdp"]["num_experts"] = config.num_experts
     for axis, sizes in splits.items():
         ways = mesh_shape.get(axis, 1)
         for name, size in sizes.items():
