@@ -127,7 +127,7 @@ def _print(
     fits = "fits" if case.memory_bytes <= room else "DOES NOT FIT"
     rows.add_row("memory", f"{case.memory_bytes / 1e9:.1f} GB of {room / 1e9:.1f} usable: {fits}")
     rows.add_row("  state", f"{case.state_bytes / 1e9:.1f} GB: parameters, optimizer, reference model")
-    rows.add_row("  sums", f"{case.argument_bytes / 1e9:.1f} GB: sums of gradients, and the micro-batch")
+    rows.add_row("  sums", f"{case.largest.argument_bytes / 1e9:.1f} GB: sums of gradients, and the micro-batch")
     for name, program in case.programs.items():
         rows.add_row(f"  {name}", f"{program.temporary_bytes / 1e9:.1f} GB of temporaries")
     rows.add_row("  by formula", _formula(memory.trainer_bytes(config, shape), case.memory_bytes))
@@ -177,8 +177,8 @@ def _refuse(
         for setting, needed in found
     )
     parts = (
-        f"{case.state_bytes / 1e9:.1f} GB are state, {case.argument_bytes / 1e9:.1f} GB sums of gradients and "
-        f"{case.programs[case.largest].temporary_bytes / 1e9:.1f} GB temporaries of {case.largest}"
+        f"{case.state_bytes / 1e9:.1f} GB are state, {case.largest.argument_bytes / 1e9:.1f} GB sums of gradients and "
+        f"{case.largest.temporary_bytes / 1e9:.1f} GB temporaries of {case.largest.name}"
     )
     raise protocols.ConfigError(
         f"config.trainer: a device needs {case.memory_bytes / 1e9:.1f} GB ({parts}) and has "
