@@ -151,10 +151,6 @@ class Work:
         ]
         return dataclasses.replace(self, turns=longer)
 
-    def longest(self) -> int:
-        """Returns the number of tokens in the longest sequence."""
-        return max(script.context_tokens for script in self.scripts)
-
 
 class CaseRecord(TypedDict):
     """What a plan is for, in the plan's file. `slots` are by degree."""
