@@ -10,6 +10,7 @@ downloaded or saved to disk. Nothing is downloaded.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -47,21 +48,18 @@ def main() -> None:
     partial = output.with_name(f"{output.name}.partial")
     try:
         _write(records, partial, output.suffix)
+        reasons = ", ".join(f"{number:,} ({reason})" for reason, number in count.dropped.most_common())
+        drops = f"dropped: {reasons or 'none'}"
         if not count.kept:
-            raise protocols.DataError(f"{_INPUT.value}: none of its {count.read:,} rows makes a task: {_drops(count)}")
+            raise protocols.DataError(f"{_INPUT.value}: none of its {count.read:,} rows makes a task: {drops}")
         partial.replace(output)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     finally:
         partial.unlink(missing_ok=True)
-    print(f"{_DATASET.value}: {count.read:,} rows read, {count.kept:,} tasks written to {output}; {_drops(count)}")
+    print(f"{_DATASET.value}: {count.read:,} rows read, {count.kept:,} tasks written to {output}; {drops}")
     once = f", once {dataset.needs}" if dataset.needs else ""
     print(f"Train on them{once}: --config.task.path={shlex.quote(str(output))} {dataset.flags}")
-
-
-def _drops(count: published.Count) -> str:
-    reasons = ", ".join(f"{number:,} ({reason})" for reason, number in count.dropped.most_common())
-    return f"dropped: {reasons or 'none'}"
 
 
 def _told(records: Iterable[published.Record], count: published.Count) -> Iterator[published.Record]:
@@ -75,21 +73,18 @@ def _told(records: Iterable[published.Record], count: published.Count) -> Iterat
 
 
 def _write(records: Iterable[published.Record], file: Path, ending: str) -> None:
-    if ending == ".parquet":
-        _write_parquet(records, file)
+    if ending == ".jsonl":
+        with file.open("w", encoding="utf-8") as lines:
+            for record in records:
+                lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         return
-    with file.open("w", encoding="utf-8") as lines:
-        for record in records:
-            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _write_parquet(records: Iterable[published.Record], file: Path) -> None:
     import pyarrow  # only here, so that a conversion to JSONL does not pay for it
     import pyarrow.parquet
 
     writer: Any = None
+    left = iter(records)
     try:
-        for batch in _batches(records):
+        while batch := list(itertools.islice(left, _BATCH_ROWS)):
             # Every batch must have the first one's schema: a file has one.
             table = pyarrow.Table.from_pylist(batch, schema=None if writer is None else writer.schema)
             if writer is None:
@@ -98,17 +93,6 @@ def _write_parquet(records: Iterable[published.Record], file: Path) -> None:
     finally:
         if writer is not None:
             writer.close()
-
-
-def _batches(records: Iterable[published.Record]) -> Iterator[list[published.Record]]:
-    batch: list[published.Record] = []
-    for record in records:
-        batch.append(record)
-        if len(batch) == _BATCH_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 if __name__ == "__main__":

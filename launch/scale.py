@@ -101,8 +101,7 @@ def main() -> None:
     overrides.refuse_unread(chosen, script="scale.py", read=READ, instead=settings.COUNTS)
     run = comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"])
     work, around = _of_run(run)
-    record = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
-    costs = _costs(record["costs"])
+    record, costs = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
     found = [scale.loads(costs, work, around, size) for size in sizes]
     print(f"{run.simulation.model} on {run.simulation.hardware}, {run.name}.")
     _print(record, costs, work, around, found)
@@ -162,7 +161,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     return work, around
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> tuple[Record, scale.Costs]:
     try:
         record = json.loads(path.read_text())
         needed = {name: record[name] for name in ("date", "costs", "embedded")}
@@ -174,15 +173,13 @@ def _read(path: Path) -> Record:
             "python -m tests.benchmarks.costs --output=FILE"
         ) from error
     measured = {name: record.get(name, []) for name in ("checks", "simulated")}
-    return cast("Record", needed | measured)
-
-
-def _costs(values: Mapping[str, Any]) -> scale.Costs:
+    values = needed["costs"]
     try:
+        # JSON has no numbers for keys.
         by_size = {
             name: {int(size): seconds for size, seconds in values[name].items()} for name in ("decisions", "planner")
         }
-        return scale.Costs(**{**values, **by_size})
+        return cast("Record", needed | measured), scale.Costs(**{**values, **by_size})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise protocols.DataError(
             f"--costs: its costs are not those of launch/scale.py ({error}); write them by "

@@ -79,7 +79,7 @@ def main() -> None:
     else:
         result, moves = comparison.compare(run, policies, seeds, jobs=jobs, progress=_progress), []
     about = comparison.Subject.of_run(run)
-    print(f"{about.machine}\n{about.work}")
+    print("\n".join(about.clauses()))
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
         print(comparison.moved_line(move))
@@ -121,14 +121,13 @@ def _write(
         # The entries differ in these.
         del shared["seed"], shared["scheduler"]["policy"]
         output.write_text(report.to_json(result.entries, result.bound_seconds, asdict(about), shared))
-        title = [run.name, about.machine, about.work]
+        title = [run.name, *about.clauses()]
         report.write_picture(result.entries, result.bound_seconds, picture, title)
         if moves:
             beside = output.with_name(f"{output.stem}-sensitivity.json")
             beside.write_text(json.dumps([asdict(move) for move in moves], indent=2) + "\n")
         if found is not None:
-            output.with_name(f"{output.stem}-causes.json").write_text(report.quality_json(found))
-            report.write_quality_picture(found, output.with_name(f"{output.stem}-causes.svg"))
+            report.write_quality(found, output.with_name(f"{output.stem}-causes"))
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

@@ -36,14 +36,6 @@ class Case:
     alone: bool = False
 
 
-def _grad_steps() -> list[Case]:
-    return [
-        Case(f"grad_step/{model}/{count}", "gpu.training_speed:grad_step", (preset, tokens), seconds, 150.0)
-        for count, (tokens, seconds) in TOKENS.items()
-        for model, preset in MODELS.items()
-    ]
-
-
 CASES: tuple[Case, ...] = (
     Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
     Case("attention/unpacked", "gpu.attention_parity:measure", ("unpacked",)),
@@ -55,7 +47,11 @@ CASES: tuple[Case, ...] = (
     Case("reshard", "gpu.moving:reshard", (), 10.0),
     Case("offload", "gpu.moving:offload", (), 10.0),
     Case("checkpoint", "gpu.moving:checkpoint", (), 25.0),
-    *_grad_steps(),
+    *(
+        Case(f"grad_step/{model}/{count}", "gpu.training_speed:grad_step", (preset, tokens), seconds, 150.0)
+        for count, (tokens, seconds) in TOKENS.items()
+        for model, preset in MODELS.items()
+    ),
     Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, alone=True),
 )
 
@@ -67,13 +63,9 @@ def chosen(names: Sequence[str], known: Sequence[Case] = CASES) -> list[Case]:
       ConfigError: there is no such case; the message offers the nearest name.
     """
     for name in names:
-        if not any(_has(case, name) for case in known):
+        if not any(f"{case.name}/".startswith(f"{name}/") for case in known):
             groups = list(dict.fromkeys(case.name.partition("/")[0] for case in known))
             near = difflib.get_close_matches(name, [*groups, *(case.name for case in known)], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise protocols.ConfigError(f"--cases: {name!r} is no case and no group of {', '.join(groups)}{hint}")
-    return [case for case in known if not names or any(_has(case, name) for name in names)]
-
-
-def _has(case: Case, name: str) -> bool:
-    return case.name == name or case.name.startswith(f"{name}/")
+    return [case for case in known if not names or any(f"{case.name}/".startswith(f"{name}/") for name in names)]

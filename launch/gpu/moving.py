@@ -74,14 +74,15 @@ def _nbytes(tree: Any) -> int:
 @jax.jit
 def _prints(leaves: list[jax.Array]) -> list[jax.Array]:
     """Returns a checksum of each leaf: 32-bit words, each weighted by its place. Equal leaves have equal checksums."""
-
-    def number(leaf: jax.Array) -> jax.Array:
+    sums = []
+    for leaf in leaves:
         place = jnp.uint32(0)
         for axis, size in enumerate(leaf.shape):
             place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return jnp.sum(jax.lax.bitcast_convert_type(leaf, jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
-
-    return [number(leaf) for leaf in leaves]
+        words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        # Odd weights, so that each changed bit changes the sum.
+        sums.append(jnp.sum(words * (2 * place + 1), dtype=jnp.uint32))
+    return sums
 
 
 def _same(before: list[jax.Array], after: Any) -> bool:

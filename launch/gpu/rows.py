@@ -73,11 +73,6 @@ class Row:
     reason: str = ""
     figures: Figures = field(default_factory=dict)
 
-    @property
-    def group(self) -> str:
-        """First part of the case's name."""
-        return self.case.partition("/")[0]
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -162,7 +157,7 @@ def markdown(report: Report) -> str:
         + ".",
         "",
     ]
-    for group, rows in itertools.groupby(report.rows, key=lambda row: row.group):
+    for group, rows in itertools.groupby(report.rows, key=lambda row: row.case.partition("/")[0]):
         lines += [f"#### {group}", "", *_table(list(rows)), ""]
     return "\n".join(lines)
 

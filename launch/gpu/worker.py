@@ -84,7 +84,11 @@ class Worker:
             reply = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(END_SECONDS)
-            raise protocols.WorkerLost(f"its process ended: {_exit_text(self._process.exitcode)}") from error
+            code = self._process.exitcode
+            how = f"exit status {code}"
+            if code is not None and code < 0:
+                how = f"killed by {signal.Signals(-code).name}"
+            raise protocols.WorkerLost(f"its process ended: {how}") from error
         assert isinstance(reply, Reply)
         return reply
 
@@ -134,15 +138,5 @@ def _answered(call: Call) -> Reply:
     except Exception as error:
         if os.environ.get("LIBRA_JAX_TRACEBACK"):
             traceback.print_exc()
-        return Reply(error=_sentence(error), kind=type(error).__name__)
-
-
-def _sentence(error: Exception) -> str:
-    said = " ".join(str(error).split())[:400]
-    return said if isinstance(error, protocols.LibraError) else f"{type(error).__name__}: {said}"
-
-
-def _exit_text(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit status {code}"
+        kind, said = type(error).__name__, " ".join(str(error).split())[:400]
+        return Reply(error=said if isinstance(error, protocols.LibraError) else f"{kind}: {said}", kind=kind)

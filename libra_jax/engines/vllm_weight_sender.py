@@ -27,7 +27,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import pybase64
@@ -81,12 +81,12 @@ class Source(base.WeightSource):
             passing.close()
 
 
+@dataclass
 class _Client:
     """Records the calls of vLLM's trainer engine to the inference side."""
 
-    def __init__(self) -> None:
-        self.init_info: dict[str, Any] = {}
-        self.update_info: dict[str, Any] = {}
+    init_info: dict[str, Any] = field(default_factory=dict)
+    update_info: dict[str, Any] = field(default_factory=dict)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.init_info = init_info
@@ -164,10 +164,6 @@ class Sender:
             update["ipc_handles_pickled"] = pybase64.b64encode(pickle.dumps(update.pop("ipc_handles"))).decode()
             found[destination.name] = {"init_info": dict(self._client.init_info), "update_info": update}
         return found
-
-    def _stream_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._source.stream is not None
-        return self._source.stream.tensors()
 
     def _begin_nccl(self, destinations: tuple[protocols.WeightDestination, ...]) -> Mapping[str, Any]:
         """Starts the broadcast on a thread. Returns what each instance needs: its first rank, and the tensors."""

@@ -63,27 +63,9 @@ def weight_map(config: model_config.TransformerConfig) -> tuple[HfEntry, ...]:
 
     A tied model has no `lm_head.weight`. The map of `config.untied(config)` has it, at the path ("lm_head", "weight").
     """
-    width = config.hidden_size
-    entries = [HfEntry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (config.vocab_size, width))]
-    for layer in range(config.num_layers):
-        entries.extend(
-            HfEntry(
-                f"model.layers.{layer}.{'.'.join(path).replace('.experts.', '.experts.{}.')}",
-                ("layers", *path),
-                layer,
-                shape,
-            )
-            for path, shape in _layer_shapes(config).items()
-        )
-    entries.append(HfEntry("model.norm.weight", ("norm", "weight"), None, (width,)))
-    if not config.tie_word_embeddings:
-        entries.append(HfEntry("lm_head.weight", ("lm_head", "weight"), None, (config.vocab_size, width)))
-    return tuple(entries)
-
-
-def _layer_shapes(config: model_config.TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
     width, ffn = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Of one layer; all are alike.
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {("input_layernorm", "weight"): (width,)}
 
     def linear(block: str, name: str, size_in: int, size_out: int, bias: bool) -> None:
@@ -103,8 +85,23 @@ def _layer_shapes(config: model_config.TransformerConfig) -> dict[tuple[str, ...
         shapes["mlp", "gate", "weight"] = (experts, width)
         for name, shape in (("gate_proj", (ffn, width)), ("up_proj", (ffn, width)), ("down_proj", (width, ffn))):
             shapes["mlp", "experts", name, "weight"] = (experts, *shape)
-        return shapes
-    for name in ("gate_proj", "up_proj"):
-        linear("mlp", name, width, ffn, config.mlp_bias)
-    linear("mlp", "down_proj", ffn, width, config.mlp_bias)
-    return shapes
+    else:
+        for name in ("gate_proj", "up_proj"):
+            linear("mlp", name, width, ffn, config.mlp_bias)
+        linear("mlp", "down_proj", ffn, width, config.mlp_bias)
+
+    entries = [HfEntry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (config.vocab_size, width))]
+    for layer in range(config.num_layers):
+        entries.extend(
+            HfEntry(
+                f"model.layers.{layer}.{'.'.join(path).replace('.experts.', '.experts.{}.')}",
+                ("layers", *path),
+                layer,
+                shape,
+            )
+            for path, shape in shapes.items()
+        )
+    entries.append(HfEntry("model.norm.weight", ("norm", "weight"), None, (width,)))
+    if not config.tie_word_embeddings:
+        entries.append(HfEntry("lm_head.weight", ("lm_head", "weight"), None, (config.vocab_size, width)))
+    return tuple(entries)

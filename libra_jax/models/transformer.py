@@ -10,7 +10,7 @@ Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,8 +234,16 @@ class Transformer(nnx.Module):
         def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
+        scanned: Callable[[jax.Array, nnx.State], tuple[jax.Array, None]] = layer
+        if options.remat != "none":
+            policies = jax.checkpoint_policies
+            policy = policies.nothing_saveable
+            if options.remat == "dots":
+                policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
+            # A scan already prevents the merging of both passes that prevent_cse guards against.
+            scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
+        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, stacked)
         return self.norm(x_BxTxD)
 
 
@@ -327,14 +335,3 @@ def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh) -
 @functools.lru_cache(maxsize=32)
 def _abstract(config: model_config.TransformerConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0))))
-
-
-def _rematerialized(layer: Any, remat: str) -> Any:
-    if remat == "none":
-        return layer
-    policies = jax.checkpoint_policies
-    policy = policies.nothing_saveable
-    if remat == "dots":
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
-    # A scan already prevents the merging of both passes that prevent_cse guards against.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -278,7 +278,10 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(
         name=name.lstrip("%"),
         opcode=opcode[1],
-        shapes=_shapes_of(text[:end]),
+        shapes=tuple(
+            Shape(dtype, tuple(int(size) for size in sizes.split(",") if size))
+            for dtype, sizes in _SHAPE.findall(text[:end])
+        ),
         operands=tuple(_NAME.findall(text, opcode.end(), stop)),
         attributes=text[stop + 1 :],
         text=text,
@@ -293,12 +296,6 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return position
     return len(text)
-
-
-def _shapes_of(text: str) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _SHAPE.findall(text)
-    )
 
 
 def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]:
@@ -319,8 +316,3 @@ def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]
                 ready.append(call.callee)
         for loops, executions in found[name].items():
             yield Place(name, executions, loops)
-
-
-def total_bytes(shapes: Sequence[Shape]) -> float:
-    """Returns the bytes of several arrays together."""
-    return sum(shape.bytes for shape in shapes)

@@ -267,7 +267,17 @@ class Training:
             if not front or mesh.seconds < front[-1].seconds:
                 front.append(mesh)
         if not front:
-            raise protocols.ConfigError(self._too_large(most))
+            sheet, row = self._model.sheet, self._trainer.lengths[-1]
+            degrees = [tensor for tensor in self.tensor_degrees() if tensor <= most]
+            needed = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees)
+            advice = ["take more devices", "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
+            if self._trainer.remat != "full":
+                advice.append("model.remat='full'")
+            raise protocols.ConfigError(
+                f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device "
+                f"needs {needed / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters "
+                f"and a row of {row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
+            )
         return tuple(front)
 
     def tensor_degrees(self) -> list[int]:
@@ -280,25 +290,18 @@ class Training:
             if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
         ]
 
-    def wire_bytes(self, data: int, fsdp: int, tensor: int) -> float:
-        """Returns the wire bytes of a device and a micro-batch of the longest rows, by formula."""
-        columns = -(-self._trainer.rows // (data * fsdp)) * self._trainer.lengths[-1]
-        return self._over_fsdp(fsdp, tensor) + self._over_data(data, fsdp, tensor) + self._over_tensor(columns, tensor)
-
-    def _over_fsdp(self, fsdp: int, tensor: int) -> float:
-        # Parameters travel in bfloat16, gradients in float32.
-        gathers = 2.0 + self._trainer.scored_again
-        return least.over_fsdp(self._model.parameters / tensor, fsdp, gathers, least.SUM_BYTES)
-
-    def _over_data(self, data: int, fsdp: int, tensor: int) -> float:
-        return least.over_data(self._model.parameters / (fsdp * tensor), data, least.SUM_BYTES)
-
-    def _over_tensor(self, columns: int, tensor: int) -> float:
-        """Returns the bytes of the all-reduces over `tensor`: two a layer and pass, of one hidden vector a token. Each
-        takes as much as a gather and a scatter."""
-        shape = self._model.shape
-        passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
-        return least.over_tensor(columns, shape.hidden_size, tensor, 2 * 2 * shape.num_layers * passes)
+    def volumes(self, data: int, fsdp: int, tensor: int, columns: int) -> least.Volumes:
+        """Returns the wire bytes of a device and a micro-batch of `columns` columns a shard, by formula."""
+        shape, again = self._model.shape, self._trainer.scored_again
+        # Over `tensor`: two all-reduces a layer and pass, of one hidden vector a token. Each takes as much as a gather
+        # and a scatter.
+        moves = 2 * 2 * shape.num_layers * (2.0 + RECOMPUTED[self._trainer.remat] + again)
+        return least.Volumes(
+            # Parameters travel in bfloat16, gradients in float32.
+            least.over_fsdp(self._model.parameters / tensor, fsdp, 2.0 + again, least.SUM_BYTES),
+            least.over_data(self._model.parameters / (fsdp * tensor), data, least.SUM_BYTES),
+            least.over_tensor(columns, shape.hidden_size, tensor, moves),
+        )
 
     def _exposed_seconds(self, columns: int, tensor: int, case: programs.Case | None) -> float:
         """Returns the seconds of the collectives over `tensor` for `columns` columns."""
@@ -309,9 +312,8 @@ class Training:
             return case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
         passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
         latencies = 2 * self._model.shape.num_layers * passes * known.large_message_latency
-        return latencies + self._over_tensor(columns, tensor) / (
-            sheet.node_link_bytes_per_second * known.large_message_share
-        )
+        rate = sheet.node_link_bytes_per_second * known.large_message_share  # `tensor` stays inside a node
+        return latencies + self.volumes(1, 1, tensor, columns).tensor / rate
 
     def _hidden_seconds(self, data: int, fsdp: int, tensor: int, case: programs.Case | None) -> float:
         """Returns the seconds of the collectives of one micro-batch that its arithmetic hides: over `fsdp` and over
@@ -322,27 +324,11 @@ class Training:
             if self._trainer.scored_again and "score" in case.programs:
                 seconds += case.communication_seconds(self._model.sheet, known, over_tensor=False, program="score")
             return seconds
-        over_fsdp = self._over_fsdp(fsdp, tensor) / self._rate(fsdp * tensor)
-        over_data = self._over_data(data, fsdp, tensor) / self._rate(data * fsdp * tensor)
+        shares = known.large_message_share, known.network_share
+        volumes = self.volumes(data, fsdp, tensor, 0)
+        # Groups along `fsdp` lie inside those along `data`, so they span fewer neighbouring devices.
+        seconds = volumes.fsdp / least.rate(self._model.sheet, fsdp * tensor, *shares)
+        seconds += volumes.data / least.rate(self._model.sheet, data * fsdp * tensor, *shares)
         gathers = 2.0 + self._trainer.scored_again
         messages = self._model.shape.num_layers * ((gathers + 1.0) * (fsdp > 1) + (data > 1))
-        return over_fsdp + over_data + messages * known.large_message_latency
-
-    def _rate(self, span: int) -> float:
-        """Returns the bytes a second of a collective over `span` neighbouring devices."""
-        known = self._model.coefficients
-        return least.rate(self._model.sheet, span, known.large_message_share, known.network_share)
-
-    def _too_large(self, most: int) -> str:
-        sheet, row = self._model.sheet, self._trainer.lengths[-1]
-        room = sheet.memory_bytes * self._model.coefficients.memory_fraction
-        degrees = self.tensor_degrees()
-        least = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees if tensor <= most)
-        advice = ["take more devices", "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
-        if self._trainer.remat != "full":
-            advice.append("model.remat='full'")
-        return (
-            f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device needs "
-            f"{least / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters and a row of "
-            f"{row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
-        )
+        return seconds + messages * known.large_message_latency

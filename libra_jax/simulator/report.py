@@ -280,13 +280,15 @@ def quality_table(found: prediction_quality.PredictionQuality) -> str:
     return "\n".join([*aligned(rows, left=3), *more, *tool_report.verdicts(found)])
 
 
-def quality_json(found: prediction_quality.PredictionQuality) -> str:
-    """Returns all measurements as a JSON object; unknown values are null."""
+def write_quality(found: prediction_quality.PredictionQuality, stem: Path) -> None:
+    """Writes all measurements as JSON, and as .svg the tokens left after each of the most frequent causal states.
+
+    Args:
+      found: the measurements; unknown values become null.
+      stem: path of both files without their suffix.
+    """
     values = dataclasses.asdict(found)
+    # JSON has no NaN.
     plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
-    return json.dumps(plain, indent=2) + "\n"
-
-
-def write_quality_picture(found: prediction_quality.PredictionQuality, path: Path) -> None:
-    """Draws the tokens left after each of the most frequent causal states, as .svg."""
-    path.write_text(page.standalone(tool_report.draw_left(found.states)))
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(plain, indent=2) + "\n")
+    stem.with_name(f"{stem.name}.svg").write_text(page.standalone(tool_report.draw_left(found.states)))
