@@ -29,6 +29,7 @@ from libra_jax import protocols
 from libra_jax.planning import plans
 from libra_jax.scheduling import prediction_quality
 from libra_jax.simulator import comparison, report, settings
+from libra_jax.telemetry import trace
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
 
@@ -83,7 +84,8 @@ def main() -> None:
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
         print(comparison.moved_line(move))
-    found = report.read_quality(Path(run.workload.trace)) if run.workload.trace else None
+    records = trace.read(Path(run.workload.trace)) if run.workload.trace else []
+    found = prediction_quality.measure([prediction_quality.rollout(record) for record in records])
     if found is not None:
         print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{report.quality_table(found)}")
     if output is not None:

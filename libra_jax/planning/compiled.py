@@ -74,11 +74,6 @@ class Counts:
     vocabulary_arrays: tuple[str, ...]
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes that a device sends."""
-        return sum(item.wire_bytes for item in self.collectives)
-
-    @property
     def vocabulary_collectives(self) -> tuple[Collective, ...]:
         """Collectives in the vocabulary loop."""
         return tuple(item for item in self.collectives if item.in_vocabulary_loop)

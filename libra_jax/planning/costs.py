@@ -99,6 +99,7 @@ def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
         if not value:
             continue
         for factor in (1.0 - by, 1.0 + by):
+            # A coefficient that counts tokens stays whole.
             other = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
             yield item.name, min(1.0, other) if item.name in SHARES else other
 
@@ -237,7 +238,8 @@ class CostModel(RolloutTimes):
         collectives."""
         chunk = self.coefficients.chunk_tokens
         new = self.token_seconds(degree) + self.collective_seconds(degree, chunk) / chunk
-        # `attention_seconds` of one new token without a cache counts half a pair.
+        # `attention_seconds` of one new token without a cache counts half a pair. A cached token costs no more than
+        # the pairs that it is part of.
         return PrefillTerms(new, 0.0, self.attention_seconds(degree, 1, 0) / 0.5, 0.0)
 
     def token_seconds(self, degree: int) -> float:
@@ -465,7 +467,7 @@ class SchedulingCosts:
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
         """Returns the seconds in which one request of `context_tokens` gets `tokens`, among `decoding` similar ones."""
         degree = instance.tensor_parallel
-        context = decoding * (context_tokens + tokens / 2)
+        context = decoding * (context_tokens + tokens / 2)  # contexts grow by a token a step
         return tokens * self.model.step_seconds(degree, max(1, decoding), context)
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:

@@ -249,6 +249,7 @@ def _mesh_groups(axes: str, ids: str | None, grouped: str) -> list[list[int]]:
         raise protocols.DataError(f"unknown form of replica groups: part of an axis, {grouped[:80]}")
     names = [name for name, _ in chosen]
     grid = flat.reshape(tuple(sizes.values()))
+    # With the grouped axes last, each row of the flattened grid is a group.
     kept = [index for index, name in enumerate(sizes) if name not in names]
     moved = [list(sizes).index(name) for name in names]
     width = math.prod(sizes[name] for name in names)
@@ -270,6 +271,7 @@ def _instruction(line: str) -> Instruction | None:
     name, separator, text = line.strip().removeprefix("ROOT ").partition(" = ")
     if not separator:
         return None
+    # A tuple's type ends at its parenthesis, because it has spaces inside; any other type ends at the first space.
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if end <= 0 or opcode is None:

@@ -205,11 +205,7 @@ class Training:
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
         case = self._trainer.case(self._model.parameters, (data, fsdp, tensor))
-        hidden, known, shape = (
-            self._hidden_seconds(data, fsdp, tensor, case),
-            self._model.coefficients,
-            self._model.shape,
-        )
+        known, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))
         cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
@@ -224,8 +220,9 @@ class Training:
             passes = 3.0 + again + self._trainer.scored_again
             slowest = passes * forward / (tensor * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + known.micro_batch_overhead)
-            exposed = len(slowest) * self._exposed_seconds(each * length, tensor, case)
-            total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum()) + exposed
+            hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length, case)
+            total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
+            total += len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
         return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
 
@@ -303,32 +300,35 @@ class Training:
             least.over_tensor(columns, shape.hidden_size, tensor, moves),
         )
 
-    def _exposed_seconds(self, columns: int, tensor: int, case: programs.Case | None) -> float:
-        """Returns the seconds of the collectives over `tensor` for `columns` columns."""
-        if tensor == 1:
-            return 0.0
-        sheet, known = self._model.sheet, self._model.coefficients
-        if case is not None:
-            return case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
-        passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
-        latencies = 2 * self._model.shape.num_layers * passes * known.large_message_latency
-        rate = sheet.node_link_bytes_per_second * known.large_message_share  # `tensor` stays inside a node
-        return latencies + self.volumes(1, 1, tensor, columns).tensor / rate
+    def _collective_seconds(
+        self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
+    ) -> tuple[float, float]:
+        """Returns the seconds of a micro-batch's collectives: of those over `fsdp` and `data`, which its arithmetic may
+        hide, and of those over `tensor`, which nothing hides.
 
-    def _hidden_seconds(self, data: int, fsdp: int, tensor: int, case: programs.Case | None) -> float:
-        """Returns the seconds of the collectives of one micro-batch that its arithmetic hides: over `fsdp` and over
-        `data`."""
-        known = self._model.coefficients
+        Args:
+          data: replicas.
+          fsdp: ways that the state is sharded.
+          tensor: ways that a layer's matrices are split.
+          columns: columns of the micro-batch on each shard.
+          case: the programs that were compiled for the mesh, if there are any.
+        """
+        sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scored_again
         if case is not None:
-            seconds = case.communication_seconds(self._model.sheet, known, over_tensor=False)
-            if self._trainer.scored_again and "score" in case.programs:
-                seconds += case.communication_seconds(self._model.sheet, known, over_tensor=False, program="score")
-            return seconds
-        shares = known.large_message_share, known.network_share
-        volumes = self.volumes(data, fsdp, tensor, 0)
+            hidden = case.communication_seconds(sheet, known, over_tensor=False)
+            if again and "score" in case.programs:
+                hidden += case.communication_seconds(sheet, known, over_tensor=False, program="score")
+            # Bytes over `tensor` grow with the columns; those over the other axes are of parameters.
+            if tensor == 1:
+                return hidden, 0.0
+            return hidden, case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
+        shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
+        volumes = self.volumes(data, fsdp, tensor, columns)
         # Groups along `fsdp` lie inside those along `data`, so they span fewer neighbouring devices.
-        seconds = volumes.fsdp / least.rate(self._model.sheet, fsdp * tensor, *shares)
-        seconds += volumes.data / least.rate(self._model.sheet, data * fsdp * tensor, *shares)
-        gathers = 2.0 + self._trainer.scored_again
-        messages = self._model.shape.num_layers * ((gathers + 1.0) * (fsdp > 1) + (data > 1))
-        return seconds + messages * known.large_message_latency
+        hidden = volumes.fsdp / least.rate(sheet, fsdp * tensor, *shares)
+        hidden += volumes.data / least.rate(sheet, data * fsdp * tensor, *shares)
+        messages = layers * ((3.0 + again) * (fsdp > 1) + (data > 1))
+        latencies = 2 * layers * (2.0 + RECOMPUTED[self._trainer.remat] + again) * known.large_message_latency
+        # `tensor` stays inside a node.
+        exposed = latencies + volumes.tensor / (sheet.node_link_bytes_per_second * known.large_message_share)
+        return hidden + messages * known.large_message_latency, exposed if tensor > 1 else 0.0

@@ -189,6 +189,7 @@ class Replanner(Generic[Plan]):
             return None
         self._looked_at, self._slower = step, slower
         best = self._best()
+        # The lengths have changed since the plan in force was found, so its time is predicted again, too.
         now, then = self._seconds(self.present), self._seconds(best)
         cost = self._move(self.present, best) if best != self.present else 0.0
         against = self._against(step, best, now, then, cost, lost=signs.lost > 0)
@@ -370,6 +371,7 @@ class GlobalPlanner:
         self._taken.append(
             _Taken(measured.step, measured.wait, measured.train, measured.sync, bare.rollout, bare.train)
         )
+        # Ratios of sums, not means of ratios: a short step says less about a level than a long one.
         sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
         step, wait, train, sync, bare_rollout, bare_train = sums
         self.levels = dataclasses.replace(self.levels, sync=sync / len(self._taken))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import page, tool_report, trace
+from libra_jax.telemetry import page, tool_report
 
 WIDTH = 4.6
 """Width of a picture, in inches. On a phone of 360 CSS pixels the letters are then about as large as in print."""
@@ -261,15 +261,6 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
 
 MOST_ROWS = 16
 """Most causal states in the table of prediction quality; the most frequent are shown."""
-
-
-def read_quality(path: Path) -> prediction_quality.PredictionQuality | None:
-    """Measures the prediction quality of a trace; None if no tool returned in it.
-
-    Raises:
-      DataError: the trace cannot be used; the message names file and line.
-    """
-    return prediction_quality.measure([prediction_quality.rollout(record) for record in trace.read(path)])
 
 
 def quality_table(found: prediction_quality.PredictionQuality) -> str:
