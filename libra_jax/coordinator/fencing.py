@@ -86,26 +86,21 @@ class Token:
         self.number = number
         self._superseded = False
 
-    def superseded(self) -> bool:
-        """Returns True if a later token has been taken.
-
-        Raises:
-          OSError: the workdir cannot be reached.
-        """
-        # Tokens are never removed, so one look that finds a later token is enough.
-        self._superseded = self._superseded or max(_numbers(self._workdir), default=0) > self.number
-        return self._superseded
-
     def may_write(self) -> bool:
         """Returns True if no later token is known. If the workdir cannot be reached, the write itself fails later."""
         try:
-            return not self.superseded()
+            self.check()
+        except Superseded:
+            return False
         except OSError:
             return True
+        return True
 
     def check(self) -> None:
         """Raises Superseded if a later token has been taken, and OSError if the workdir cannot be reached."""
-        if self.superseded():
+        # Tokens are never removed, so one look that finds a later token is enough.
+        self._superseded = self._superseded or max(_numbers(self._workdir), default=0) > self.number
+        if self._superseded:
             holder = newest(self._workdir)
             who = f"the run of process {holder.pid} on {holder.host}" if holder is not None else "a later run"
             raise Superseded(

@@ -56,14 +56,8 @@ class Groups:
         self.trained = 0
         self.scored = 0
 
-    def dispatch(self, group_id: int, task: protocols.Task, version: int) -> None:
-        """Starts the rollouts of a new group."""
-        size = self._config.coordinator.group_size
-        trajectories = [self._runner.begin(f"{task.prompt_id}/{index}", task) for index in range(size)]
-        self.resume(protocols.Group(group_id, task, version, trajectories))
-
-    def resume(self, group: protocols.Group) -> None:
-        """Runs a group's rollouts from their present positions."""
+    def start(self, group: protocols.Group) -> None:
+        """Runs a group's rollouts from their present positions: the start, or the tokens in a checkpoint."""
         if not self.running:
             self._busy_since = self._clock()
         self.running[group.group_id] = group
@@ -107,7 +101,7 @@ class Groups:
         finished = map(checkpoints.decode_group, state["finished"])
         self.finished.update((group.group_id, group) for group in finished)
         for record in state["running"]:
-            self.resume(checkpoints.decode_group(record))
+            self.start(checkpoints.decode_group(record))
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which any group ran, since the last call."""
@@ -247,6 +241,7 @@ class Batches:
       run: what the parts of the run share (`coordinator`, `steps`). Each GroupSettled may complete a batch.
       tasks: source of the tasks, by position.
       groups: runs the groups.
+      runner: begins the rollouts of new groups.
       weight_sync: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.
       recovery: restarts the trainer if it dies during that commit.
@@ -262,6 +257,7 @@ class Batches:
         *,
         tasks: protocols.TaskSource,
         groups: Groups,
+        runner: rollouts.Rollouts,
         weight_sync: sync.WeightSync,
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,
@@ -273,6 +269,8 @@ class Batches:
         self._replaces = limits.stale == "replace"
         self._tasks = tasks
         self._groups = groups
+        self._runner = runner
+        self._group_size = limits.group_size
         self._weight_sync = weight_sync
         self._saver = saver
         self._recovery = recovery
@@ -299,7 +297,9 @@ class Batches:
         for _ in range(count):
             with resolving.named(self._source, "task.source", f"task({self.data_position})"):
                 task = self._tasks.task(self.data_position)
-            self._groups.dispatch(self.data_position, task, version)
+            names = [f"{task.prompt_id}/{sample}" for sample in range(self._group_size)]
+            trajectories = [self._runner.begin(name, task) for name in names]
+            self._groups.start(protocols.Group(self.data_position, task, version, trajectories))
             self.data_position += 1
 
     async def next(self) -> tuple[protocols.Group, ...]:

@@ -76,7 +76,7 @@ class StepReport:
     def metrics(self) -> dict[str, float]:
         """Returns the step's scalars. `policy_version` is the version that the step produced."""
         trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
-        rewards = rewards_of(trajectories)
+        rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.generated_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
@@ -147,11 +147,6 @@ def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: flo
     if peak_flops is not None:
         speed["train/mfu"] = trainer["train/flops"] / (seconds * trainer["train/devices"] * peak_flops)
     return speed
-
-
-def rewards_of(trajectories: Iterable[protocols.Trajectory]) -> list[float]:
-    """Returns the rewards of finished rollouts."""
-    return [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
 
 
 def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:

@@ -116,18 +116,17 @@ class Node:
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
 
-    def sketch(self) -> Sketch:
-        """Returns quantiles at `LEVELS`; they may lag behind by 1 / 8 of the window, which spares a sort a sample."""
-        if not self._sketch or self._changes * 8 > len(self.samples):
+    def sketch(self, after: int = 0) -> Sketch:
+        """Returns quantiles at `LEVELS` of what is left `after` tokens later; empty if no sample lasted that long."""
+        if after:
+            ordered = self.ordered()
+            longer = ordered[bisect.bisect_right(ordered, after) :]
+            return tuple(value - after for value in sketch_of(longer)) if longer else ()
+        # At the start they may lag behind by 1 / 8 of the window, which spares a sort a sample.
+        if self.samples and (not self._sketch or self._changes * 8 > len(self.samples)):
             self._changes = 0
             self._sketch = sketch_of(self.ordered())
         return self._sketch
-
-    def sketch_after(self, tokens: float) -> Sketch:
-        """Returns quantiles of what is left `tokens` later; empty if no sample lasted that long."""
-        ordered = self.ordered()
-        longer = ordered[bisect.bisect_right(ordered, tokens) :]
-        return tuple(value - tokens for value in sketch_of(longer)) if longer else ()
 
 
 def sketch_of(ordered: Sequence[int]) -> Sketch:
@@ -182,24 +181,13 @@ class PrefixTree:
         self._shrink()
 
     def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
-        """Returns the deepest known node on the path and its depth; depth 0 is the root. The node counts as used."""
+        """Returns the deepest known node on the path, which does not count as used, and its depth; 0 is the root."""
         node, depth = self.root, 0
-        for edge in path:
-            child = node.children.get(edge) if node.children else None
-            if child is None:
-                break
-            node, depth = child, depth + 1
-        self.use(node)
-        return node, depth
-
-    def peek(self, path: Sequence[Hashable]) -> Node:
-        """Returns the deepest known node on the path, which does not count as used."""
-        node = self.root
         for edge in path:
             if not (children := node.children) or (child := children.get(edge)) is None:
                 break
-            node = child
-        return node
+            node, depth = child, depth + 1
+        return node, depth
 
     def below(self, edge: Hashable, path: Sequence[Hashable]) -> Node | None:
         """Returns the node at the end of an edge and a path after it, None if unknown; it does not count as used."""

@@ -175,23 +175,46 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
         "policy", "step s", "+-", "p50", "p90", "p99", "x bound", "tokens/s", "train", "rollout", "moved", "one-shot",
         "again", "stale", "lost", "twice",
     )  # fmt: skip
-    rows = [header, *(_row(entries, policy, bound_seconds) for policy in policies(entries))]
     legend = (
         "moved: tokens of contexts that changed instance, over tokens generated; one-shot: requests whose first bucket "
         "after a tool return is that of their true length;\nagain: tokens prefilled a second time, over tokens "
         "prefilled; stale: versions behind, at most; twice: trained twice"
     )
     bound = f"bound: no policy takes less than {bound_seconds:.1f} s a step (mean over seeds)"
+    rows: list[tuple[str, ...]] = [header]
     replaced = []
     for policy in policies(entries):
         mine = [entry for entry in entries if entry["policy"] == policy]
+
+        def mean(name: str, inner: str = "", mine: Sequence[Entry] = mine) -> float:
+            return statistics.fmean(float(entry[name][inner] if inner else entry[name]) for entry in mine)
+
+        seconds = step_seconds(entries, policy)
+        # None: no tool was ever called.
+        accuracies = [value for entry in mine if (value := entry["one_shot_routing_accuracy"]) is not None]
+        rows.append(
+            (
+                policy,
+                f"{statistics.fmean(seconds):.1f}",
+                f"{spread(seconds):.1f}" if len(seconds) > 1 else "-",
+                *(f"{mean('step_seconds', name):.1f}" for name in ("p50", "p90", "p99")),
+                f"{statistics.fmean(seconds) / bound_seconds:.2f}",
+                f"{mean('tokens_per_second'):.0f}",
+                *(f"{mean('utilisation', name):.0%}" for name in ("train", "rollout")),
+                f"{mean('migrated_token_fraction'):.1%}",
+                f"{statistics.fmean(accuracies):.1%}" if accuracies else "-",
+                f"{mean('kv_recompute_token_fraction'):.1%}",
+                str(max(entry["staleness_max"] for entry in mine)),
+                str(sum(entry["lost_trajectories"] for entry in mine)),
+                str(sum(entry["duplicated_trajectories"] for entry in mine)),
+            )
+        )
         lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
-        mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
         # Replacing drops the long rollouts first, so such a policy's step time is of easier work: the reader must know.
         if lost:
             replaced.append(
                 f"{policy}: {lost:,} rollouts replaced ({lost / (lost + trained):.1%} of those begun); those trained "
-                f"on generate {mean:,.0f} tokens in the mean"
+                f"on generate {mean('trained_tokens_mean'):,.0f} tokens in the mean"
             )
     if replaced:
         bound += "; it holds where nothing is replaced"
@@ -205,33 +228,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         width = max(map(len, column))
         columns.append([cell.ljust(width) if at < left else cell.rjust(width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-
-
-def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[str, ...]:
-    """Returns a policy's line of the table."""
-    mine = [entry for entry in entries if entry["policy"] == policy]
-
-    def mean(name: str, inner: str = "") -> float:
-        return statistics.fmean(float(entry[name][inner] if inner else entry[name]) for entry in mine)
-
-    seconds = step_seconds(entries, policy)
-    # None: no tool was ever called.
-    accuracies = [value for entry in mine if (value := entry["one_shot_routing_accuracy"]) is not None]
-    return (
-        policy,
-        f"{statistics.fmean(seconds):.1f}",
-        f"{spread(seconds):.1f}" if len(seconds) > 1 else "-",
-        *(f"{mean('step_seconds', name):.1f}" for name in ("p50", "p90", "p99")),
-        f"{statistics.fmean(seconds) / bound_seconds:.2f}",
-        f"{mean('tokens_per_second'):.0f}",
-        *(f"{mean('utilisation', name):.0%}" for name in ("train", "rollout")),
-        f"{mean('migrated_token_fraction'):.1%}",
-        f"{statistics.fmean(accuracies):.1%}" if accuracies else "-",
-        f"{mean('kv_recompute_token_fraction'):.1%}",
-        str(max(entry["staleness_max"] for entry in mine)),
-        str(sum(entry["lost_trajectories"] for entry in mine)),
-        str(sum(entry["duplicated_trajectories"] for entry in mine)),
-    )
 
 
 def order(entries: Sequence[Entry]) -> list[str]:
