@@ -13,6 +13,7 @@ import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 LEVELS: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.875, 0.975)
@@ -135,21 +136,27 @@ def sketch_of(ordered: Sequence[int]) -> Sketch:
     return tuple(float(ordered[max(0, math.ceil(level * count) - 1)]) for level in LEVELS)
 
 
+@dataclass(eq=False)
 class PrefixTree:
     """A tree of `Node`s with a cap on their number.
 
-    Args:
+    Attributes:
       window: samples that a node keeps.
       nodes: most nodes, the root included.
       depth: most edges of a path; deeper states are evidence of their ancestors only.
       half_life: trajectories after which evidence that was not renewed weighs half.
+      root: the node of the empty path.
+      clock: number of trajectories added.
     """
 
-    def __init__(self, window: int = 200, nodes: int = 50_000, depth: int = 16, half_life: float = 4096.0) -> None:
-        self.window, self.nodes, self.depth, self.half_life = window, nodes, depth, half_life
-        self.root = Node()
-        self.clock = 0
-        self._used: OrderedDict[Node, None] = OrderedDict()  # least recently used first; the root is never evicted
+    window: int = 200
+    nodes: int = 50_000
+    depth: int = 16
+    half_life: float = 4096.0
+    root: Node = field(default_factory=Node, init=False)
+    clock: int = field(default=0, init=False)
+    # The least recently used first; the root is never evicted.
+    _used: OrderedDict[Node, None] = field(default_factory=OrderedDict, init=False)
 
     def __len__(self) -> int:
         return len(self._used) + 1
