@@ -129,7 +129,19 @@ class Groups:
         except protocols.EnvironmentCrashed as error:
             crash = error
         finally:
-            await _cancel(tasks)
+            for task in tasks:
+                # A second cancel would interrupt the closing of its environment.
+                if not task.cancelling():
+                    task.cancel()
+            # Environments are closed before this group is left, even if the group itself is cancelled meanwhile.
+            try:
+                # Unlike gather, wait leaves the tasks alone if it is cancelled itself.
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                await asyncio.wait(tasks)
+                raise
+            finally:
+                await asyncio.gather(*tasks, return_exceptions=True)
         self._leave(group)
         self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
         if crash is not None:
@@ -216,22 +228,6 @@ def _sum(counts: Mapping[str, int]) -> str:
     """Returns the number of replaced groups and its split by reason, as words."""
     total, reasons = sum(counts.values()), " + ".join(f"{name} {count}" for name, count in counts.items())
     return f"{total} group{'s were' if total != 1 else ' was'} replaced ({reasons})"
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels the running rollouts and waits until their environments are closed, even if itself cancelled."""
-    for task in tasks:
-        # A second cancel would interrupt the closing of its environment.
-        if not task.cancelling():
-            task.cancel()
-    try:
-        # Unlike gather, wait leaves the tasks alone if it is cancelled itself.
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        await asyncio.wait(tasks)
-        raise
-    finally:
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Batches:
