@@ -68,6 +68,7 @@ def main() -> int:
             report = _measured(running, chosen)
             running.end()
         finally:
+            # Finds no worker after `end`. After an error or SIGTERM, it must not outlive the scratch folder.
             running.abort()
     tables = rows.write(report, output)
     count = {state: sum(row.state == state for row in report.rows) for state in ("passed", "failed", "left out")}

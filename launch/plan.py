@@ -260,7 +260,7 @@ def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
     elif _SWEEP.value == "lengths":
         for factor in FACTORS:
             scaled = work.scaled(factor)
-            trainer, longest = run.trainer, scaled.longest()
+            trainer, longest = run.trainer, max(script.context_tokens for script in scaled.scripts)
             if longest > max((trainer.row_tokens, *trainer.row_buckets)):
                 # A row must hold the longest sequence, and divide by the tensor degree.
                 whole = -(-longest // trainer.tensor) * trainer.tensor

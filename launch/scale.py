@@ -107,7 +107,11 @@ def main() -> None:
     _print(record, costs, work, around, found)
     if output is not None:
         loads = [
-            {**dataclasses.asdict(one), "bottleneck": one.bottleneck, "remedies": _remedies(costs, work, around, one)}
+            {
+                **dataclasses.asdict(one),
+                "bottleneck": one.bottleneck,
+                "remedies": {name: scale.remedy(costs, work, around, one.accelerators, name) for name in one.parts},
+            }
             for one in found
         ]
         about = {"model": run.simulation.model, "hardware": run.simulation.hardware, "run": run.name}
@@ -187,10 +191,6 @@ def _read(path: Path) -> tuple[Record, scale.Costs]:
         ) from error
 
 
-def _remedies(costs: scale.Costs, work: scale.Work, around: scale.Settings, found: scale.Loads) -> dict[str, str]:
-    return {name: scale.remedy(costs, work, around, found.accelerators, name) for name in found.parts}
-
-
 def _print(
     record: Record,
     costs: scale.Costs,
@@ -225,7 +225,8 @@ def _print(
     if (first := scale.first(costs, work, around)) is not None:
         print(f"The first bottleneck is {first[0]}, from {first[1]:,} accelerators on.")
     for one in found:
-        for name, sentence in _remedies(costs, work, around, one).items():
+        for name in one.parts:
+            sentence = scale.remedy(costs, work, around, one.accelerators, name)
             if not sentence.startswith("none"):
                 print(f"Remedy at {one.accelerators:,}, {name}: {sentence}.")
     for check in record["checks"]:

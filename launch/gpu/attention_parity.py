@@ -53,7 +53,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
         of one sequence.
     """
     sizes, packed = TINY if bench.tiny else REAL, packing_of_rows == "packed"
-    device = timing.device_of(bench.platform)
+    device = jax.devices(bench.platform)[0]
     on = attention.target(device)
     segments_BxT = jnp.asarray(_segments(sizes.tokens, packed))
     kernel = feasibility.choose_attention("auto", on, sizes.tokens, sizes.head_dim, sizes.dtype, packed)

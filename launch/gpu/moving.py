@@ -25,7 +25,7 @@ MODEL = "Qwen3-0.6B"
 
 def dlpack(bench: rows.Bench) -> rows.Outcome:
     """Checks that an array goes from JAX to torch and back, and from torch to JAX, without a copy of its memory."""
-    device = timing.device_of(bench.platform)
+    device = jax.devices(bench.platform)[0]
     for dtype in ("float32", "bfloat16", "int32"):
         array = jax.device_put(jnp.arange(4096).reshape(64, 64).astype(dtype), device)
         tensor = snapshot.to_torch(array)
@@ -121,7 +121,7 @@ def reshard(bench: rows.Bench) -> rows.Outcome:
 
 def offload(bench: rows.Bench) -> rows.Outcome:
     """Moves parameters into the host's pinned memory and back, and compares with torch's copy."""
-    device = timing.device_of(bench.platform)
+    device = jax.devices(bench.platform)[0]
     shape = shapes.shape(bench, MODEL)
     params = _learner(bench, None, config_lib.TrainerConfig()).params
     before, nbytes = _prints(jax.tree.leaves(params)), _nbytes(params)

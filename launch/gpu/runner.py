@@ -103,6 +103,7 @@ class Runner:
         try:
             reply = self._started().call(case.target, (bench, *case.arguments), deadline)
         except protocols.LibraError as error:
+            # It hangs or is dead, and the device with it; the next case gets a new worker.
             self.abort()
             cut = isinstance(error, protocols.DeadlineMissed) and deadline < CUT_SHARE * case.expected_seconds
             reason = f"--minutes were over after {deadline:.0f} s of it" if cut else str(error)

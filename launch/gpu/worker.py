@@ -127,16 +127,13 @@ def _serve(pipe: connection.Connection, parent: int, environment: Mapping[str, s
     os.environ.update(environment)
     sys.path.extend(folder for folder in path if folder not in sys.path)
     while (call := pipe.recv()) is not None:
-        pipe.send(_answered(call))
-
-
-def _answered(call: Call) -> Reply:
-    try:
-        module, _, name = call.target.partition(":")
-        function: Any = getattr(importlib.import_module(module), name)
-        return Reply(function(*call.arguments))
-    except Exception as error:
-        if os.environ.get("LIBRA_JAX_TRACEBACK"):
-            traceback.print_exc()
-        kind, said = type(error).__name__, " ".join(str(error).split())[:400]
-        return Reply(error=said if isinstance(error, protocols.LibraError) else f"{kind}: {said}", kind=kind)
+        try:
+            module, _, name = call.target.partition(":")
+            function: Any = getattr(importlib.import_module(module), name)
+            reply = Reply(function(*call.arguments))
+        except Exception as error:
+            if os.environ.get("LIBRA_JAX_TRACEBACK"):
+                traceback.print_exc()
+            kind, said = type(error).__name__, " ".join(str(error).split())[:400]
+            reply = Reply(error=said if isinstance(error, protocols.LibraError) else f"{kind}: {said}", kind=kind)
+        pipe.send(reply)

@@ -309,27 +309,18 @@ def abstract_params(config: model_config.TransformerConfig, dtype: str = "float3
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
 
 
-def partition_specs(config: model_config.TransformerConfig) -> Any:
-    """Returns a PartitionSpec for each parameter, in the parameters' nesting."""
+def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Any:
+    """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
     _, state = _abstract(config)
-    specs: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parents, name = (str(part) for part in path)
         # The modules name the axes of one layer; the stacked leaves have one more.
         stacked = ("layers",) if parents[0] == "layers" else ()
-        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, specs)
-        module[name] = sharding.spec((*stacked, *variable.get_metadata("logical_axes")))
-    return specs
-
-
-def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
-    specs = partition_specs(config)
-    return jax.tree.map(
-        lambda spec: jax.sharding.NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec),
-    )
+        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, found)
+        spec = sharding.spec((*stacked, *variable.get_metadata("logical_axes")))
+        module[name] = jax.sharding.NamedSharding(mesh, spec)
+    return found
 
 
 @functools.lru_cache(maxsize=32)

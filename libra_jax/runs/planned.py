@@ -151,10 +151,6 @@ class Work:
         ]
         return dataclasses.replace(self, turns=longer)
 
-    def longest(self) -> int:
-        """Returns the number of tokens in the longest sequence."""
-        return max(script.context_tokens for script in self.scripts)
-
 
 class CaseRecord(TypedDict):
     """What a plan is for, in the plan's file. `slots` are by degree."""
@@ -344,8 +340,20 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
         ) from error
     if asked.trace is not None:
         drawn, source = traces.read(Path(asked.trace))[-SAMPLES:], Path(asked.trace).name
-    elif asked.workload is not None or asked.wanted.generated is not None:
-        drawn, source = _drawn(run, asked), asked.workload or "one length distribution"
+    elif asked.workload is not None:
+        groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
+        of = workloads.WorkloadConfig(shape=asked.workload)
+        made = workloads.create(of, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
+        every = max(1, -(-groups * size // SAMPLES))
+        drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
+        drawn, source = scripts.reshaped(drawn, asked.wanted), asked.workload
+    elif isinstance(asked.wanted.generated, scripts.LogNormal):
+        drawn, source = scripts.reshaped(list(PLAIN) * SAMPLES, asked.wanted), "one length distribution"
+    elif asked.wanted.generated is not None:
+        raise protocols.ConfigError(
+            "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
+            "or --workload"
+        )
     else:
         raise protocols.ConfigError(
             "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
@@ -355,23 +363,6 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     name = Path(path).name if path else run.model.preset
     return Case(run, name, model, (), Work.of(run, _source(source, asked), drawn), devices)
-
-
-def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
-    """Draws rollouts of a named workload, or plain rollouts, with the lengths that the flags set."""
-    if asked.workload is None:
-        if not isinstance(asked.wanted.generated, scripts.LogNormal):
-            raise protocols.ConfigError(
-                "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
-                "or --workload"
-            )
-        return scripts.reshaped(list(PLAIN) * SAMPLES, asked.wanted)
-    groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
-    shape = workloads.WorkloadConfig(shape=asked.workload)
-    made = workloads.create(shape, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
-    every = max(1, -(-groups * size // SAMPLES))
-    drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
-    return scripts.reshaped(drawn, asked.wanted)
 
 
 def _source(name: str, asked: Asked) -> str:
@@ -421,21 +412,21 @@ def _with_slots(
 def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: Case) -> None:
     """Draws both stages' times against the number of training devices; a single split gets a bar for each stage."""
     stages = [
-        ("training", "#54a24b", [item.train.seconds for item in splits]),
-        ("rollout", "#4c78a8", [item.rollout_seconds for item in splits]),
+        ("training", "#54a24b", best.train.seconds, [item.train.seconds for item in splits]),
+        ("rollout", "#4c78a8", best.rollout_seconds, [item.rollout_seconds for item in splits]),
     ]
     sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
     degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)
     title = [sentence, f"{case.subject()}; instances {degrees}", f"{case.work.source}: {case.lengths}"]
     with report.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
         if len(splits) == 1:  # a line needs two points
-            times = [best.train.seconds, best.rollout_seconds]
-            report.bars(axes, [name for name, _, _ in stages], times, [0.0, 0.0], "{:.0f}")
+            times = [seconds for _, _, seconds, _ in stages]
+            report.bars(axes, [name for name, *_ in stages], times, [0.0, 0.0], "{:.0f}")
             axes.set_xlabel("seconds a step; no other split fits")
             return
         devices = [item.train.devices for item in splits]
-        for name, colour, seconds in stages:
-            axes.plot(devices, seconds, "o-", color=colour, markersize=4, label=name)
+        for name, colour, _, times in stages:
+            axes.plot(devices, times, "o-", color=colour, markersize=4, label=name)
         axes.axvline(best.train.devices, color="#c44e52", linewidth=1.2, label="the plan")
         axes.set_ylim(bottom=0.0)
         axes.xaxis.get_major_locator().set_params(integer=True)

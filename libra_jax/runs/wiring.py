@@ -185,15 +185,11 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     return made
 
 
-def planned_devices(config: libra_config.RunConfig) -> int:
-    """Counts the devices that plans lay out: the devices of the trainer and of all instances that are not hybrid."""
-    return config.trainer.devices + sum(plans.core_degrees(config))
-
-
 def reach(config: libra_config.RunConfig) -> int:
     """Returns the maximum number of devices of a mesh that the run's trainer can change to."""
     if config.cluster.backend == "ray" and config.trainer.platform == "cpu":
-        return planned_devices(config)  # virtual devices: another process has as many as its mesh needs
+        # Virtual devices: another process has as many as its mesh needs, at most all that plans lay out.
+        return config.trainer.devices + sum(plans.core_degrees(config))
     return config.trainer.devices + config.elastic.spare_devices
 
 
@@ -217,7 +213,7 @@ def global_planner(
     setting = forecast.Setting.of_run(
         config,
         model,
-        planned_devices(config),
+        config.trainer.devices + sum(plans.core_degrees(config)),
         mesh=None if resize else mesh,
         reach=reach(config) if resize else None,
         together=placement.together(config),
