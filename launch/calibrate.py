@@ -123,9 +123,7 @@ def main() -> None:
     verdicts = {stage: _verdict(stage, runs, predicted) for stage in STAGES}
     errors = {stage: verdict.error for stage, verdict in verdicts.items()}
     errors["sync"] = _mean_error("sync", runs, predicted)
-    _print(runs, predicted, profile)
-    for stage, verdict in verdicts.items():
-        print(_sentence(stage, verdict))
+    _print(runs, predicted, profile, verdicts)
     print(f"weight sync: {profile.sync:.2f} s, mean error {errors['sync']:.0%}; of no stage: {profile.between:.2f} s")
     if len({step.mesh for run in runs for step in run.steps}) > 1:
         print(_elsewhere(runs))
@@ -248,7 +246,12 @@ def _mean_error(stage: str, runs: Sequence[Run], predicted: dict[str, list[profi
     return statistics.fmean(twin.relative_error(*pair) for pair in _held_out(stage, runs, predicted))
 
 
-def _print(runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]], profile: profiles.Profile) -> None:
+def _print(
+    runs: Sequence[Run],
+    predicted: dict[str, list[profiles.Stages]],
+    profile: profiles.Profile,
+    verdicts: dict[str, Verdict],
+) -> None:
     made = table.Table("run", "mesh", "degree", "fitted", "predicted", "rollout s", "error")
     for name in ("train s", "error", "step s", "error"):
         made.add_column(name)
@@ -277,16 +280,14 @@ def _print(runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]], pro
             "The runs computed faster than this machine does now: what train_flops_share is a share of was measured a "
             "moment ago. If other work shares the cores, calibrate again when it is over."
         )
-
-
-def _sentence(stage: str, verdict: Verdict) -> str:
-    spread = "not known" if verdict.spread is None else f"{verdict.spread:.1%}"
-    met = "met" if verdict.error <= verdict.target else "NOT met"
-    return (
-        f"{'step' if stage == 'total' else stage}: mean error {verdict.error:.1%} on held-out steps; spread of steps "
-        f"that did the same work {spread}; target {verdict.target:.1%}: {met} (the mean of a run's fitted steps would "
-        f"be {verdict.constant:.1%} off)"
-    )
+    for stage, verdict in verdicts.items():
+        spread = "not known" if verdict.spread is None else f"{verdict.spread:.1%}"
+        met = "met" if verdict.error <= verdict.target else "NOT met"
+        print(
+            f"{'step' if stage == 'total' else stage}: mean error {verdict.error:.1%} on held-out steps; spread of "
+            f"steps that did the same work {spread}; target {verdict.target:.1%}: {met} (the mean of a run's fitted "
+            f"steps would be {verdict.constant:.1%} off)"
+        )
 
 
 def _elsewhere(runs: Sequence[Run]) -> str:

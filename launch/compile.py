@@ -67,7 +67,12 @@ def main() -> None:
     outputs = [Path(name) for name in (_JSON.value,) if name is not None]
     for output in outputs:
         cli.check_output(output)
-    grid = _grid()
+    grid = None
+    if _TOPOLOGY.value is not None:
+        found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", _TOPOLOGY.value)
+        if found is None:
+            raise protocols.ConfigError(f"--topology: {_TOPOLOGY.value!r} is no topology; one looks like 2x8")
+        grid = int(found[1]), int(found[2])
     case, text = _compiled(config, shape, grid)
     for output in outputs:
         programs.write(output, [case])
@@ -79,15 +84,6 @@ def main() -> None:
         _refuse(case, config, shape, room)
     for output in outputs:
         print(f"wrote {output}")
-
-
-def _grid() -> tuple[int, int] | None:
-    if _TOPOLOGY.value is None:
-        return None
-    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", _TOPOLOGY.value)
-    if found is None:
-        raise protocols.ConfigError(f"--topology: {_TOPOLOGY.value!r} is no topology; one looks like 2x8")
-    return int(found[1]), int(found[2])
 
 
 def _compiled(
@@ -127,7 +123,10 @@ def _print(
     grid = f" of the {_TOPOLOGY.value}" if _TOPOLOGY.value else ""
     rollout = sum(config.rollout.tensor_parallel)
     rows.add_row("devices", f"{math.prod(case.mesh)} train{grid}; {rollout} more for rollout, not compiled here")
-    rows.add_row("parameters", f"{case.parameters / 1e9:.2f} billion ({_shape_of(config, case)})")
+    path = config.model.path
+    # The shape that was compiled, even if the config's weights are elsewhere.
+    named = case.model if not path or Path(path).exists() else f"{case.model}: {path} is not here"
+    rows.add_row("parameters", f"{case.parameters / 1e9:.2f} billion ({named})")
     rows.add_row("micro-batch", f"{case.rows} rows x {case.row_tokens:,} tokens over all devices, remat {case.remat}")
     fits = "fits" if case.memory_bytes <= room else "DOES NOT FIT"
     rows.add_row("memory", f"{case.memory_bytes / 1e9:.1f} GB of {room / 1e9:.1f} usable: {fits}")
@@ -136,16 +135,19 @@ def _print(
     for name, program in case.programs.items():
         rows.add_row(f"  {name}", f"{program.temporary_bytes / 1e9:.1f} GB of temporaries")
     rows.add_row("  by formula", _formula(memory.trainer_bytes(config, shape), case.memory_bytes))
-    rows.add_row(
-        "communication", f"{moved / 1e9:.2f} GB a micro-batch, {_ratio(moved, bound.total)} the least possible"
-    )
+    ratio = f"{moved / bound.total:.2f} x" if bound.total else "one device has none:"
+    rows.add_row("communication", f"{moved / 1e9:.2f} GB a micro-batch, {ratio} the least possible")
     for item in sorted(gradient.traffic, key=lambda item: -item.wire_bytes):
         if item.wire_bytes >= 1e-3 * moved:
             over = " x ".join(item.axes) or "other devices"
             rows.add_row(f"  over {over}", f"{item.wire_bytes / 1e9:.2f} GB in {item.executions:,.0f} collectives")
     rows.add_row("  by formula", _formula(memory.wire_bytes(config, shape), moved))
     rows.add_row("FLOPs", f"{foreseen.executed_flops / foreseen.model_flops:.2f} x (6ND + attention)")
-    rows.add_row("attention", _attention(gradient))
+    attention = "chunked loop" if gradient.data_dependent_loops else "one dense block"
+    if gradient.attention_forward:
+        passes = f"{gradient.attention_forward:.0f} forward, {gradient.attention_backward:.0f} backward"
+        attention = f"fused kernel, {passes} a micro-batch"
+    rows.add_row("attention", attention)
     rows.add_row("vocabulary loop", f"{len(gradient.vocabulary_collectives)} collectives in it")
     rows.add_row("logits of all tokens", f"{len(gradient.vocabulary_arrays)} arrays")
     rows.add_row("expected MFU", f"{slow:.0%} to {fast:.0%}: no or all communication behind arithmetic")
@@ -156,27 +158,10 @@ def _print(
     console.Console().print(rows)
 
 
-def _shape_of(config: libra_config.RunConfig, case: programs.Case) -> str:
-    """Names the shape that was compiled, also where the config's weights are elsewhere."""
-    path = config.model.path
-    return case.model if not path or Path(path).exists() else f"{case.model}: {path} is not here"
-
-
 def _formula(predicted: float, counted: float) -> str:
     """Describes a prediction of the planner's."""
     off = f", {predicted / counted - 1:+.0%}" if counted else ""
     return f"{predicted / 1e9:.2f} GB{off}: the planner's without --config.planner.compiled"
-
-
-def _ratio(moved: float, bound: float) -> str:
-    return f"{moved / bound:.2f} x" if bound else "one device has none:"
-
-
-def _attention(program: programs.Program) -> str:
-    if program.attention_forward:
-        passes = f"{program.attention_forward:.0f} forward, {program.attention_backward:.0f} backward"
-        return f"fused kernel, {passes} a micro-batch"
-    return "chunked loop" if program.data_dependent_loops else "one dense block"
 
 
 def _refuse(

@@ -90,7 +90,10 @@ def _measured(running: runner.Runner, chosen: list[cases.Case]) -> rows.Report:
     found = []
     for row in running.run(chosen, machine.platform):
         found.append(row)
-        print(f"[{running.seconds:4.0f} s] {_line(row)}", flush=True)
+        figures = ", ".join(f"{name.replace('_', ' ')} {rows.text(value)}" for name, value in row.figures.items())
+        told = f": {row.reason}" if row.reason else ""
+        told += f" ({figures})" if figures else ""
+        print(f"[{running.seconds:4.0f} s] {row.case}: {row.state} in {row.seconds:.1f} s{told}", flush=True)
     command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     return rows.Report(machine, command, _MINUTES.value, running.seconds, found)
 
@@ -106,15 +109,6 @@ def _environment(platform: str | None) -> Mapping[str, str]:
     wanted = {name: value for name, value in wanted.items() if name not in os.environ}
     # The flag wins over the environment.
     return wanted | ({"JAX_PLATFORMS": "cpu"} if platform == "cpu" else {})
-
-
-def _line(row: rows.Row) -> str:
-    figures = ", ".join(f"{name.replace('_', ' ')} {rows.text(value)}" for name, value in row.figures.items())
-    return (
-        f"{row.case}: {row.state} in {row.seconds:.1f} s"
-        + (f": {row.reason}" if row.reason else "")
-        + (f" ({figures})" if figures else "")
-    )
 
 
 if __name__ == "__main__":

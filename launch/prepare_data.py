@@ -10,6 +10,7 @@ downloaded or saved to disk. Nothing is downloaded.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -74,22 +75,18 @@ def _told(records: Iterable[published.Record], count: published.Count) -> Iterat
         yield record
 
 
-def _write(records: Iterable[published.Record], file: Path, ending: str) -> None:
-    if ending == ".parquet":
-        _write_parquet(records, file)
+def _write(records: Iterator[published.Record], file: Path, ending: str) -> None:
+    if ending == ".jsonl":
+        with file.open("w", encoding="utf-8") as lines:
+            for record in records:
+                lines.write(json.dumps(record, ensure_ascii=False) + "\n")
         return
-    with file.open("w", encoding="utf-8") as lines:
-        for record in records:
-            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _write_parquet(records: Iterable[published.Record], file: Path) -> None:
     import pyarrow  # only here, so that a conversion to JSONL does not pay for it
     import pyarrow.parquet
 
     writer: Any = None
     try:
-        for batch in _batches(records):
+        while batch := list(itertools.islice(records, _BATCH_ROWS)):
             # Every batch must have the first one's schema: a file has one.
             table = pyarrow.Table.from_pylist(batch, schema=None if writer is None else writer.schema)
             if writer is None:
@@ -98,17 +95,6 @@ def _write_parquet(records: Iterable[published.Record], file: Path) -> None:
     finally:
         if writer is not None:
             writer.close()
-
-
-def _batches(records: Iterable[published.Record]) -> Iterator[list[published.Record]]:
-    batch: list[published.Record] = []
-    for record in records:
-        batch.append(record)
-        if len(batch) == _BATCH_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 if __name__ == "__main__":

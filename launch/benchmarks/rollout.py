@@ -51,13 +51,11 @@ async def measure(rounds: int) -> workload.Figures:
         dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
         run.events.announce(protocols.EnginesChanged(engines.serving()))
 
-        async def ours() -> None:
-            await run.scope.race(_through_coordinator(dispatcher, config))
-
-        async def bare() -> None:
-            await _bare(bare_engine, config)
-
-        ours_seconds, bare_seconds = await workload.alternate_async(rounds, ours, bare)
+        ours_seconds, bare_seconds = await workload.alternate_async(
+            rounds,
+            lambda: run.scope.race(_through_coordinator(dispatcher, config)),
+            lambda: _bare(bare_engine, config),
+        )
     finally:
         await run.scope.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
@@ -89,7 +87,7 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
             await agent_loop.run_rollout(
                 trajectory=trajectory,
                 task=protocols.Task(name, {"prompt": _prompt(index)}),
-                environment=workload.single_turn(),
+                environment=workload.Turns(),
                 tokenizer=tokenizer,
                 sampler=dispatcher,
                 limits=limits,

@@ -55,11 +55,6 @@ class Turns:
     async def close(self) -> None: ...
 
 
-def single_turn() -> Turns:
-    """Returns a fresh environment of one output."""
-    return Turns()
-
-
 class NeverStops(tokenizers.CharacterTokenizer):
     """The character tokenizer without a stop token, so that every turn has all its tokens."""
 

@@ -55,7 +55,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
     sizes, packed = TINY if bench.tiny else REAL, packing_of_rows == "packed"
     device = timing.device_of(bench.platform)
     on = attention.target(device)
-    segments_BxT = jnp.asarray(_packed(sizes.tokens) if packed else _unpacked(sizes.tokens))
+    segments_BxT = jnp.asarray(_segments(sizes.tokens, packed))
     kernel = feasibility.choose_attention("auto", on, sizes.tokens, sizes.head_dim, sizes.dtype, packed)
     inputs = _inputs(sizes, len(segments_BxT))
     found: dict[str, Results] = {}
@@ -72,7 +72,8 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
         )
         program = _program(attend)
         jax.block_until_ready(program(*inputs))
-        _poison(sizes.poison_bytes)
+        # Free memory is filled with NaN, so that a result that the kernel does not write is NaN.
+        jax.block_until_ready(jnp.full((sizes.poison_bytes // 4,), jnp.nan, jnp.float32))
         found[name] = jax.block_until_ready(program(*inputs))
         took[name] = timing.median_seconds(lambda program=program: program(*inputs))  # type: ignore[misc]
     plain = _program(lambda q, k, v: attention.dense(q, k, v, segments_BxT))
@@ -110,24 +111,22 @@ def _problem(figures: rows.Figures, forward: bool, gradient: bool, padding: int)
     return f"{kernel} gave {padding} numbers at padding that are not 0" if padding else ""
 
 
-def _packed(tokens: int) -> np.ndarray:
-    """Four rows: five sequences and padding; padding alone; one sequence; as many sequences as a row may hold."""
-    segments = np.zeros((4, tokens), np.int32)
-    edges = [0, tokens // 2, tokens // 2 + 1, tokens // 2 + 4, tokens * 3 // 4, tokens * 7 // 8]
-    for number, (first, last) in enumerate(itertools.pairwise(edges), start=1):
-        segments[0, first:last] = number
-    segments[2] = 1
-    most = packing.max_segments(tokens, True)
-    segments[3] = 1 + np.arange(tokens) * most // tokens
-    return segments
+def _segments(tokens: int, packed: bool) -> np.ndarray:
+    """Returns four rows.
 
-
-def _unpacked(tokens: int) -> np.ndarray:
-    """Four rows: a sequence and padding; padding alone; a full row; one token."""
+    Packed: five sequences and padding; padding alone; one sequence; as many sequences as a row may hold. Unpacked: a
+    sequence and padding; padding alone; a full row; one token.
+    """
     segments = np.zeros((4, tokens), np.int32)
-    segments[0, : tokens * 3 // 4] = 1
     segments[2] = 1
-    segments[3, 0] = 1
+    if packed:
+        edges = [0, tokens // 2, tokens // 2 + 1, tokens // 2 + 4, tokens * 3 // 4, tokens * 7 // 8]
+        for number, (first, last) in enumerate(itertools.pairwise(edges), start=1):
+            segments[0, first:last] = number
+        segments[3] = 1 + np.arange(tokens) * packing.max_segments(tokens, True) // tokens
+    else:
+        segments[0, : tokens * 3 // 4] = 1
+        segments[3, 0] = 1
     return segments
 
 
@@ -147,11 +146,6 @@ def _program(attend: attention.Attend) -> Callable[..., Results]:
         return out, *pull(gradient)
 
     return jax.jit(run)
-
-
-def _poison(nbytes: int) -> None:
-    """Fills free memory with NaN, so that a result that a kernel does not write is one."""
-    jax.block_until_ready(jnp.full((nbytes // 4,), jnp.nan, jnp.float32))
 
 
 def _errors(found: Results, exact: Results) -> tuple[float, float]:

@@ -36,14 +36,6 @@ class Case:
     alone: bool = False
 
 
-def _grad_steps() -> list[Case]:
-    return [
-        Case(f"grad_step/{model}/{count}", "gpu.training_speed:grad_step", (preset, tokens), seconds, 150.0)
-        for count, (tokens, seconds) in TOKENS.items()
-        for model, preset in MODELS.items()
-    ]
-
-
 CASES: tuple[Case, ...] = (
     Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
     Case("attention/unpacked", "gpu.attention_parity:measure", ("unpacked",)),
@@ -55,7 +47,11 @@ CASES: tuple[Case, ...] = (
     Case("reshard", "gpu.moving:reshard", (), 10.0),
     Case("offload", "gpu.moving:offload", (), 10.0),
     Case("checkpoint", "gpu.moving:checkpoint", (), 25.0),
-    *_grad_steps(),
+    *(
+        Case(f"grad_step/{model}/{count}", "gpu.training_speed:grad_step", (preset, tokens), seconds, 150.0)
+        for count, (tokens, seconds) in TOKENS.items()
+        for model, preset in MODELS.items()
+    ),
     Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, alone=True),
 )
 

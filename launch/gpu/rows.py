@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -162,20 +162,18 @@ def markdown(report: Report) -> str:
         + ".",
         "",
     ]
-    for group, rows in itertools.groupby(report.rows, key=lambda row: row.group):
-        lines += [f"#### {group}", "", *_table(list(rows)), ""]
+    for group, members in itertools.groupby(report.rows, key=lambda row: row.group):
+        rows = list(members)
+        names = list(dict.fromkeys(name for row in rows for name in row.figures))
+        header = ["case", "state", *(name.replace("_", " ") for name in names)]
+        lines += [f"#### {group}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        for row in rows:
+            cells = [row.case, row.state + (f": {row.reason}" if row.reason else "")]
+            cells += [text(row.figures[name]) if name in row.figures else "" for name in names]
+            # A bar in a reason would begin a new cell.
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[Row]) -> Iterator[str]:
-    names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    header = ["case", "state", *(name.replace("_", " ") for name in names)]
-    yield "| " + " | ".join(header) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        cells = [row.case, row.state + (f": {row.reason}" if row.reason else "")]
-        cells += [text(row.figures[name]) if name in row.figures else "" for name in names]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def text(value: Value) -> str:

@@ -107,18 +107,15 @@ class Runner:
             cut = isinstance(error, protocols.DeadlineMissed) and deadline < CUT_SHARE * case.expected_seconds
             reason = f"--minutes were over after {deadline:.0f} s of it" if cut else str(error)
             return rows.Row(case.name, "left out" if cut else "failed", self.seconds - began, reason)
-        row = _row_of(case.name, reply, self.seconds - began)
+        took = self.seconds - began
+        if reply.error:
+            left_out = reply.kind == rows.LeftOut.__name__
+            row = rows.Row(case.name, "left out" if left_out else "failed", took, reply.error)
+        else:
+            assert isinstance(reply.value, rows.Outcome)
+            problem = reply.value.problem
+            row = rows.Row(case.name, "failed" if problem else "passed", took, problem, reply.value.figures)
         # A device that has seen an error may answer every later call with it.
         if case.alone or row.state == "failed":
             self.end()
         return row
-
-
-def _row_of(name: str, reply: worker.Reply, seconds: float) -> rows.Row:
-    if reply.kind == rows.LeftOut.__name__:
-        return rows.Row(name, "left out", seconds, reply.error)
-    if reply.error:
-        return rows.Row(name, "failed", seconds, reply.error)
-    assert isinstance(reply.value, rows.Outcome)
-    state: rows.State = "failed" if reply.value.problem else "passed"
-    return rows.Row(name, state, seconds, reply.value.problem, reply.value.figures)

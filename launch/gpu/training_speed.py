@@ -71,7 +71,9 @@ def grad_step(bench: rows.Bench, preset: str, tokens: int) -> rows.Outcome:
     if bench.tiny and tokens > SHORTEST and preset != DRY_MODEL:
         raise rows.LeftOut(f"a dry run measures rows this long with {DRY_MODEL} alone")
     device, tokens = timing.device_of(bench.platform), shapes.tokens(bench, tokens)
-    free, tried = _free_bytes(device), []
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else memfd.available_bytes()
+    tried: list[str] = []
     for setting in _settings(bench, preset, tokens, free):
         shape = shapes.shape(bench, preset, setting.layers)
         made = learner_lib.Learner(_config(bench, preset, tokens, setting.remat), shape, [device])
@@ -110,11 +112,6 @@ def _config(bench: rows.Bench, preset: str, tokens: int, remat: str) -> config_l
         rollout=config_lib.RolloutConfig(max_context=tokens, max_tokens=tokens // 2),
         trainer=config_lib.TrainerConfig(row_tokens=tokens, rows_per_micro_batch=1),
     )
-
-
-def _free_bytes(device: jax.Device) -> int:
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats else memfd.available_bytes()
 
 
 def _program_bytes(program: jax.stages.Compiled) -> int:

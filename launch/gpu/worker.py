@@ -84,7 +84,9 @@ class Worker:
             reply = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(END_SECONDS)
-            raise protocols.WorkerLost(f"its process ended: {_exit_text(self._process.exitcode)}") from error
+            code = self._process.exitcode
+            how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+            raise protocols.WorkerLost(f"its process ended: {how}") from error
         assert isinstance(reply, Reply)
         return reply
 
@@ -123,26 +125,17 @@ def _serve(pipe: connection.Connection, parent: int, environment: Mapping[str, s
     os.environ.update(environment)
     sys.path.extend(folder for folder in path if folder not in sys.path)
     while (call := pipe.recv()) is not None:
-        pipe.send(_answered(call))
-
-
-def _answered(call: Call) -> Reply:
-    try:
-        module, _, name = call.target.partition(":")
-        function: Any = getattr(importlib.import_module(module), name)
-        return Reply(function(*call.arguments))
-    except Exception as error:
-        if os.environ.get("LIBRA_JAX_TRACEBACK"):
-            traceback.print_exc()
-        return Reply(error=_sentence(error), kind=type(error).__name__)
-
-
-def _sentence(error: Exception) -> str:
-    said = " ".join(str(error).split())[:400]
-    return said if isinstance(error, protocols.LibraError) else f"{type(error).__name__}: {said}"
-
-
-def _exit_text(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit status {code}"
+        try:
+            module, _, name = call.target.partition(":")
+            function: Any = getattr(importlib.import_module(module), name)
+            reply = Reply(function(*call.arguments))
+        except Exception as error:
+            if os.environ.get("LIBRA_JAX_TRACEBACK"):
+                traceback.print_exc()
+            said = " ".join(str(error).split())[:400]
+            if not isinstance(error, protocols.LibraError):
+                said = f"{type(error).__name__}: {said}"
+            reply = Reply(error=said, kind=type(error).__name__)
+        pipe.send(reply)
+        # What it refers to may hold the device's memory, and the next call waits for its turn.
+        del reply

@@ -17,9 +17,9 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from support import config_files
 
@@ -259,7 +259,7 @@ def _parsed(
 
 def _unknown_flag(config_type: type[Any], name: str) -> str:
     """Says that a flag does not exist, with the setting of that name, or with the nearest flag."""
-    named = [field for field in _fields(config_type) if f".{field}".endswith(f".{name}")]
+    named = [item.name for item in listing.settings(config_type) if f".{item.name}".endswith(f".{name}")]
     if named and "config" in flags.FLAGS:
         offered = [name] if name in named else named
         return f"there is no flag --{name}; did you mean --config.{' or --config.'.join(offered)}?"
@@ -367,7 +367,9 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
         wanted = (
             "a number" if "float" in wrong["kind"] else "a whole number" if "int" in wrong["kind"] else "True or False"
         )
-        return f"--{flag}: {value!r} is not {wanted}{_such(config_type, flag)}"
+        known = [item for item in listing.settings(config_type) if flag == f"config.{item.name}"]
+        example = f"; for example --{flag}={known[0].default}" if known else ""
+        return f"--{flag}: {value!r} is not {wanted}{example}"
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
@@ -383,21 +385,6 @@ _NO_VALUE = re.compile(
     r"could not convert string to float: |Non-boolean argument to boolean flag', )['\"](?P<value>.*)['\"]"
 )
 """absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
-
-
-def _such(config_type: type[Any], flag: str) -> str:
-    """Returns an example of a setting's value, its default; empty for a flag that is no setting."""
-    found = [item for item in listing.settings(config_type) if flag == f"config.{item.name}"]
-    return f"; for example --{flag}={found[0].default}" if found else ""
-
-
-def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:
-    """Full names of all settings."""
-    for name, kind in get_type_hints(config_type).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _fields(cast("type[Any]", kind), f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def _config_file(argv: Sequence[str]) -> str:

@@ -187,7 +187,21 @@ def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...
         ]
     else:
         found = [_part(layout.hosts, settings.partition, on_gpus)]
-    return tuple(dataclasses.replace(part, options=_options(part, settings)) for part in found)
+    made = []
+    for part in found:
+        given = {
+            "--partition": part.partition,
+            "--nodes": part.hosts,
+            "--ntasks-per-node": 1,
+            "--cpus-per-task": settings.cpus_per_host,
+            "--gpus-per-node": part.gpus,
+            "--time": settings.time,
+            "--nodelist": settings.nodelist,
+        }
+        options = [f"{name}={shlex.quote(str(value))}" for name, value in given.items() if value]
+        options += [*(["--exclusive"] if settings.exclusive else []), *settings.options]
+        made.append(dataclasses.replace(part, options=tuple(options)))
+    return tuple(made)
 
 
 def _part(of: Sequence[hosts.Host], partition: str, on_gpus: bool) -> Part:
@@ -195,20 +209,6 @@ def _part(of: Sequence[hosts.Host], partition: str, on_gpus: bool) -> Part:
     says = {"training": "train", "rollout": "roll out"}
     comment = ", ".join(f"{count} host{'s' * (count > 1)} to {says[role]}" for role, count in kinds.items() if count)
     return Part(partition, len(of), max(host.accelerators for host in of) if on_gpus else 0, comment)
-
-
-def _options(part: Part, settings: Settings) -> tuple[str, ...]:
-    given = {
-        "--partition": part.partition,
-        "--nodes": part.hosts,
-        "--ntasks-per-node": 1,
-        "--cpus-per-task": settings.cpus_per_host,
-        "--gpus-per-node": part.gpus,
-        "--time": settings.time,
-        "--nodelist": settings.nodelist,
-    }
-    options = [f"{name}={shlex.quote(str(value))}" for name, value in given.items() if value]
-    return (*options, *(["--exclusive"] if settings.exclusive else []), *settings.options)
 
 
 def _check(config: libra_config.RunConfig, settings: Settings) -> None:

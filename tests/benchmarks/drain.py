@@ -168,7 +168,7 @@ class _Load:
                 await agent_loop.run_rollout(
                     trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
                     task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
-                    environment=workload.single_turn(),
+                    environment=workload.Turns(),
                     tokenizer=workload.NeverStops(),
                     sampler=self._dispatcher,
                     limits=limits,
