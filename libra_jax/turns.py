@@ -46,11 +46,7 @@ def queued() -> Iterator[None]:
         turn.queued = False
 
 
-def _nothing() -> None:
-    pass
-
-
-_end: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("end_turn", default=_nothing)
+_end: contextvars.ContextVar[Callable[[], None]] = contextvars.ContextVar("end_turn", default=lambda: None)
 
 
 @contextlib.contextmanager

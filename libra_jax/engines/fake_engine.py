@@ -36,12 +36,6 @@ def scramble(token_ids: Sequence[int], sampling: protocols.SamplingParams, rollo
     return 3 + digest // 24 % 97
 
 
-def rollout_of(request_id: str) -> str:
-    """Returns the id of a request's rollout. The coordinator's request ids end in "#" and the number of the stream."""
-    rollout, separator, _ = request_id.rpartition("#")
-    return rollout if separator else request_id
-
-
 def log_prob(token_id: int) -> float:
     """Returns the log-probability that the double reports for a token. No model gave it."""
     return -0.5 - token_id % 7 / 10
@@ -115,7 +109,9 @@ class FakeEngine(protocols.RolloutEngine):
         try:
             context = list(request.token_ids)
             budget = min(room, request.sampling.max_tokens)
-            script = self._script or functools.partial(scramble, rollout=rollout_of(request.request_id))
+            # The coordinator's request ids end in "#" and the number of the stream.
+            rollout = request.request_id.rpartition("#")[0] or request.request_id
+            script = self._script or functools.partial(scramble, rollout=rollout)
             finish: protocols.FinishReason | None = None
             while finish is None:
                 tokens: list[int] = []

@@ -165,10 +165,6 @@ class Sender:
             found[destination.name] = {"init_info": dict(self._client.init_info), "update_info": update}
         return found
 
-    def _stream_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._source.stream is not None
-        return self._source.stream.tensors()
-
     def _begin_nccl(self, destinations: tuple[protocols.WeightDestination, ...]) -> Mapping[str, Any]:
         """Starts the broadcast on a thread. Returns what each instance needs: its first rank, and the tensors."""
         meet = destinations != self._members or self._info is None

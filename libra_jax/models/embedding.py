@@ -40,17 +40,13 @@ def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array, dtype: str) -> jax.Array
     return collectives.per_device(local, (TABLE, TOKENS), sharding.RESIDUAL)(table_VxD, tokens_BxT)
 
 
-def _lookup_forward(table_VxD: jax.Array, tokens_BxT: jax.Array, dtype: str) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return lookup(table_VxD, tokens_BxT, dtype), (table_VxD, tokens_BxT)
-
-
 def _lookup_backward(dtype: str, saved: tuple[jax.Array, ...], grad_BxTxD: jax.Array) -> tuple[jax.Array, None]:
     table_VxD, tokens_BxT = saved
     local = collectives.per_device(_scatter, (TABLE, TOKENS, sharding.RESIDUAL), TABLE)
     return local(table_VxD, tokens_BxT, grad_BxTxD), None
 
 
-lookup.defvjp(_lookup_forward, _lookup_backward)
+lookup.defvjp(lambda table, tokens, dtype: (lookup(table, tokens, dtype), (table, tokens)), _lookup_backward)
 
 
 def _lookup(table_VxD: jax.Array, tokens_BxT: jax.Array, dtype: str) -> jax.Array:

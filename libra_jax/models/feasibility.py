@@ -106,10 +106,11 @@ def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dt
     Raises:
       ConfigError: the requested kernel cannot run on this device, or not with these shapes and dtype.
     """
-    problems = {
-        "splash": _splash_problem(target, tokens),
-        "cudnn": _cudnn_problem(target, head_dim, dtype, packed),
-    }
+    problems = {"splash": None, "cudnn": _cudnn_problem(target, head_dim, dtype, packed)}
+    if target.platform != "tpu":
+        problems["splash"] = "needs a TPU"
+    elif tokens % SPLASH_LANES:
+        problems["splash"] = f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}"
     if kernel == "auto":
         return next((name for name, problem in problems.items() if problem is None), "chunked")
     if (problem := problems.get(kernel)) is not None:
@@ -117,14 +118,6 @@ def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dt
             f"config.model.attention: {kernel} {problem} (this is {target.platform}); use auto or chunked."
         )
     return kernel
-
-
-def _splash_problem(target: Target, tokens: int) -> str | None:
-    if target.platform != "tpu":
-        return "needs a TPU"
-    if tokens % SPLASH_LANES:
-        return f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}"
-    return None
 
 
 def _cudnn_problem(target: Target, head_dim: int, dtype: str, packed: bool) -> str | None:

@@ -161,7 +161,7 @@ class _Plan:
         self._shape = leaf.shape
         self._mesh, self._spec = _split(leaf.sharding)
         sharding = NamedSharding(self._mesh, self._spec)
-        self._starts = {
+        starts = {
             device: tuple(axis.start or 0 for axis in index)
             for device, index in sharding.devices_indices_map(leaf.shape).items()
         }
@@ -169,8 +169,16 @@ class _Plan:
         # The same buffers under the split mesh.
         shards = [shard.data for shard in leaf.addressable_shards]
         self._leaf = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
-        self._gathered = _outer_axes(self._spec)
-        self._peers = self._peers_of_devices()
+        gathered = _outer_axes(self._spec)
+        # The places in the leaf of what each device gathers, in the order of the gathered axis H.
+        self._peers = {}
+        names, grid = self._mesh.axis_names, self._mesh.devices
+        for place, device in np.ndenumerate(grid):
+            # All positions along the gathered axes; the device's own position along the others.
+            index = tuple(slice(None) if name in gathered else at for name, at in zip(names, place, strict=True))
+            order = np.argsort([gathered.index(name) for name in names if name in gathered])
+            peers = np.transpose(grid[index], order) if gathered else np.array([device], object)
+            self._peers[device] = [starts[peer] for peer in peers.flat]
 
     def runs(self, layer: int | None) -> Iterator[tuple[int, int]]:
         """Yields (first, number) of the indices of axis 0 in each block, as a single shard counts them."""
@@ -196,30 +204,16 @@ class _Plan:
         for shard in block.addressable_shards:
             starts = tuple((start[0] + first, *start[1:]) for start in self._peers[shard.device])
             # Several devices may hold the same parts: one copy is enough.
-            if starts not in seen:
-                seen.add(starts)
-                pieces.append(Piece(starts, _pinned(shard.data) if self._to_host else shard.data))
+            if starts in seen:
+                continue
+            seen.add(starts)
+            data, device = shard.data, shard.device
+            apart = self._to_host and device.platform != "cpu"  # it may have memory of its own
+            if apart and PINNED in {memory.kind for memory in device.addressable_memories()}:
+                # Only starts the copy: blocks are waited for where they are read.
+                data = jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
+            pieces.append(Piece(starts, data))
         return pieces
-
-    def _peers_of_devices(self) -> dict[jax.Device, list[Start]]:
-        """Returns the places in the leaf of what each device gathers, in the order of the gathered axis H."""
-        names, grid = self._mesh.axis_names, self._mesh.devices
-        found = {}
-        for place, device in np.ndenumerate(grid):
-            # All positions along the gathered axes; the device's own position along the others.
-            index = tuple(slice(None) if name in self._gathered else at for name, at in zip(names, place, strict=True))
-            order = np.argsort([self._gathered.index(name) for name in names if name in self._gathered])
-            peers = np.transpose(grid[index], order) if self._gathered else np.array([device], object)
-            found[device] = [self._starts[peer] for peer in peers.flat]
-        return found
-
-
-def _pinned(data: jax.Array) -> jax.Array:
-    """Starts the copy of an array to the host, if it is on a device with memory of its own."""
-    (device,) = data.devices()
-    if device.platform == "cpu" or PINNED not in {memory.kind for memory in device.addressable_memories()}:
-        return data
-    return jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
 
 
 @functools.lru_cache(maxsize=64)

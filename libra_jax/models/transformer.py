@@ -72,7 +72,10 @@ class Linear(nnx.Module):
           x_BxTxD: every device of `tensor` holds the same tokens (`sharding.gather_tokens`).
         """
         x = x_BxTxD
-        weight = sharding.gather_weight(self.weight[...].astype(x.dtype), self.names)
+        # Cast before it is gathered over `fsdp`, so that fewer bytes travel. Its gradient is summed over the rows and
+        # split again.
+        whole = tuple(None if name == "embed" else name for name in self.names)
+        weight = sharding.reshard(self.weight[...].astype(x.dtype), whole, self.names)
         if sharding.ways("tensor") > 1:
             # With the token axis apart: the compiler only finds the reduce-scatter over it if nothing reshapes the sum.
             y = jnp.einsum("bti,oi->bto", x, weight)
@@ -80,7 +83,8 @@ class Linear(nnx.Module):
             # With one token axis: given two, XLA's CPU backend first transposes each factor of the weight's gradient.
             y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
         if self.names[0] == "embed":
-            y = sharding.scatter_tokens(y)
+            # Sums over `tensor`, which splits the rows of this weight, and splits the tokens.
+            y = sharding.reshard(y, sharding.RESIDUAL, sharding.WHOLE_TOKENS)
         if self.bias is None:
             return y
         # The forward sum rounds once either way. The bias gradient sums over tokens and would stop growing in bfloat16.
@@ -202,7 +206,15 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        x_BxTxD, _ = jax.lax.scan(_rematerialized(layer, options.remat), x_BxTxD, stacked)
+        step: Any = layer
+        if options.remat != "none":
+            policies = jax.checkpoint_policies
+            policy = policies.nothing_saveable
+            if options.remat == "dots":
+                policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
+            # A scan already prevents the merging of both passes that prevent_cse guards against.
+            step = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        x_BxTxD, _ = jax.lax.scan(step, x_BxTxD, stacked)
         return self.norm(x_BxTxD)
 
 
@@ -268,40 +280,20 @@ def abstract_params(config: model_config.TransformerConfig, dtype: str = "float3
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
 
 
-def partition_specs(config: model_config.TransformerConfig) -> Any:
-    """Returns a PartitionSpec for each parameter, in the parameters' nesting."""
+def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
+    """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
     _, state = _abstract(config)
-    specs: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(state):
         *parents, name = (str(part) for part in path)
         # The modules name the axes of one layer; the stacked leaves have one more.
         stacked = ("layers",) if parents[0] == "layers" else ()
-        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, specs)
-        module[name] = sharding.spec((*stacked, *variable.get_metadata("logical_axes")))
-    return specs
-
-
-def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
-    """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
-    specs = partition_specs(config)
-    return jax.tree.map(
-        lambda spec: jax.sharding.NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec),
-    )
+        module = functools.reduce(lambda tree, part: tree.setdefault(part, {}), parents, found)
+        spec = sharding.spec((*stacked, *variable.get_metadata("logical_axes")))
+        module[name] = jax.sharding.NamedSharding(mesh, spec)
+    return found
 
 
 @functools.lru_cache(maxsize=32)
 def _abstract(config: model_config.TransformerConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(params=0))))
-
-
-def _rematerialized(layer: Any, remat: str) -> Any:
-    if remat == "none":
-        return layer
-    policies = jax.checkpoint_policies
-    policy = policies.nothing_saveable
-    if remat == "dots":
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
-    # A scan already prevents the merging of both passes that prevent_cse guards against.
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -410,13 +410,6 @@ def simulate(
         return compared.result()
 
 
-async def simulate_async(
-    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
-) -> comparison.Comparison:
-    """Simulates in a thread while the caller's event loop goes on: `libra_jax.simulate_async`."""
-    return await asyncio.to_thread(simulate, config, policies=policies, seeds=seeds, jobs=jobs)
-
-
 def plan(
     *,
     hardware: str,
@@ -430,7 +423,14 @@ def plan(
     config: libra_config.RunConfig | None = None,
 ) -> search.Split:
     """Plans a split of accelerators: `libra_jax.plan`."""
-    run = _batches() if config is None else config
+    run = config
+    if run is None:
+        # Equal to configs/simulate.py.
+        run = settings.SimulatedRun()
+        run.model.remat = "full"  # otherwise a row of the longest context fits no device
+        run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536
+        run.trainer.row_tokens, run.trainer.rows_per_micro_batch = 131_072, 1
+        run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.max_staleness = 32, 16, 1
     generated: scripts.LogNormal | float | None
     generated = scripts.LogNormal.fitted(*generated_tokens) if isinstance(generated_tokens, tuple) else generated_tokens
     asked = planned.Asked(
@@ -442,13 +442,3 @@ def plan(
     )
     case = planned.case(libra_config.to_dict(run), asked)
     return case.searched().best(case.devices)
-
-
-def _batches() -> settings.SimulatedRun:
-    """Returns the batches and limits of a plan without a config, equal to configs/simulate.py."""
-    run = settings.SimulatedRun()
-    run.model.remat = "full"  # otherwise a row of the longest context fits no device
-    run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536
-    run.trainer.row_tokens, run.trainer.rows_per_micro_batch = 131_072, 1
-    run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.max_staleness = 32, 16, 1
-    return run

@@ -10,18 +10,14 @@ from typing import Any
 from libra_jax.telemetry import metrics
 
 
-def in_notebook() -> bool:
-    """Returns True if this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
-
-
 class Curve:
     """Draws a run's mean reward by step below the notebook's cell, and redraws it after each step."""
 
     def __init__(self) -> None:
-        self._draws = in_notebook()
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        # The kernel of a notebook. A shell in a terminal cannot show a picture.
+        self._draws = shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
         self._handle: Any = None
         self._steps = 0
 
@@ -38,9 +34,6 @@ class Curve:
         if len(rewards) == self._steps:
             return
         self._steps = len(rewards)
-        self._show(rewards)
-
-    def _show(self, rewards: dict[int, float]) -> None:
         from IPython import display  # imported here, because only a notebook surely has it
         from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the whole notebook
 

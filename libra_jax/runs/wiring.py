@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -72,13 +73,18 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     host, local = placement.place(config, devices)
     # A trainer of one process holds the devices of a larger mesh, too; several processes hold none.
     spare = config.elastic.spare_devices if config.trainer.processes == 1 else 0
+    # JAX's own default of 0.75 leaves a quarter of each GPU unused if the trainer shares it with nothing.
+    reserved = {"XLA_CLIENT_MEM_FRACTION": f"{config.trainer.memory_fraction:g}"}
+    # The user has set the share. JAX refuses to start if its old and its new name are both set.
+    if {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
+        reserved = {}
     environment = {
         "auto": {},
         "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + spare)},
         "cuda": {
             "JAX_PLATFORMS": "cuda,cpu",
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, local)),
-            **_memory_fraction(config.trainer.memory_fraction),
+            **reserved,
         },
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
@@ -91,17 +97,6 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
         devices=devices,
         host=host,
     )
-
-
-def _memory_fraction(fraction: float) -> dict[str, str]:
-    """Returns the variable that makes JAX reserve this share of each GPU; nothing if the user has set the share.
-
-    JAX's own default of 0.75 leaves a quarter of each GPU unused if the trainer shares it with nothing.
-    """
-    # JAX refuses to start if its old and its new name are both set.
-    if {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
-        return {}
-    return {"XLA_CLIENT_MEM_FRACTION": f"{fraction:g}"}
 
 
 def trainer_processes(
@@ -412,17 +407,15 @@ def _add_files(config: libra_config.RunConfig, model: Path) -> None:
     Raises:
       LibraError: a file cannot be copied. The training is done, and the message says which files are missing.
     """
+    wanted: list[tuple[str, tuple[str, ...]]] = []
     if config.task.tokenizer != "character":
-        _copy(Path(config.task.tokenizer or config.model.path), TOKENIZER_FILES, model)
+        wanted.append((config.task.tokenizer or config.model.path, TOKENIZER_FILES))
     if config.model.path:
-        _copy(Path(config.model.path), GENERATION_FILES, model)
-
-
-def _copy(source: Path, patterns: Sequence[str], model: Path) -> None:
-    if not source.is_dir() or not model.is_dir():
-        return
-    for pattern in patterns:
-        for file in source.glob(pattern):
+        wanted.append((config.model.path, GENERATION_FILES))
+    for source, patterns in wanted:
+        if not Path(source).is_dir() or not model.is_dir():
+            continue
+        for file in itertools.chain.from_iterable(map(Path(source).glob, patterns)):
             try:
                 shutil.copy2(file, model)
             except OSError as error:

@@ -11,6 +11,7 @@ a secret count as the same run. A secret that neither its name nor its form reve
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +47,7 @@ def json_text(text: str) -> str:
     Args:
       text: A JSON document that keeps characters beyond ASCII as they are.
     """
-    return _RAW_IN_JSON.sub(_json_escape, text)
+    return _RAW_IN_JSON.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 
 def _spelled(found: re.Match[str]) -> str:
@@ -55,12 +56,6 @@ def _spelled(found: re.Match[str]) -> str:
     if character in _NAMED:
         return _NAMED[character]
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _json_escape(found: re.Match[str]) -> str:
-    # JSON escapes characters beyond U+FFFF as a pair of UTF-16 units.
-    units = found.group().encode("utf-16-be")
-    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
 
 SECRET = "<secret>"

@@ -13,7 +13,6 @@ ones.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -48,17 +47,17 @@ class Metric:
     meaning: str
     source: str
 
-    def covers(self, name: str) -> bool:
-        """Returns whether a name is this metric's name or fits its pattern."""
-        if self.name.endswith(METRIC):
-            prefix = self.name.removesuffix(METRIC)
-            return name.startswith(prefix) and find(name.removeprefix(prefix)) is not None
-        return _pattern(self.name).fullmatch(name) is not None
-
 
 def find(name: str) -> Metric | None:
-    """Returns the metric with this name. None if the name is not registered."""
-    return _BY_NAME.get(name) or next((metric for metric in _PATTERNS if metric.covers(name)), None)
+    """Returns the metric with this name, or whose pattern the name fits. None if the name is not registered."""
+    if (known := _BY_NAME.get(name)) is not None:
+        return known
+    for pattern, metric in _PATTERNS:
+        found = pattern.fullmatch(name)
+        # The text in place of `<metric>` must be a registered name itself.
+        if found and ("metric" not in pattern.groupindex or find(found["metric"]) is not None):
+            return metric
+    return None
 
 
 def check(names: Iterable[str]) -> None:
@@ -70,12 +69,6 @@ def check(names: Iterable[str]) -> None:
     for name in names:
         if find(name) is None:
             raise ValueError(f"{name!r} is no metric of {__name__}: add a row with its unit and meaning there.")
-
-
-@functools.cache
-def _pattern(name: str) -> re.Pattern[str]:
-    # Any text, slashes included: a tool or a user's function may have any name.
-    return re.compile(re.sub(r"<\w+>", ".+", re.escape(name)), re.DOTALL)
 
 
 def _table(source: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
@@ -246,7 +239,12 @@ METRICS = (*_STEP, *_ROUTING, *_TRAINER, *_SHARES, *_PLANNER, *_AGENTS, *_REWARD
 
 _BY_NAME = {metric.name: metric for metric in METRICS if "<" not in metric.name}
 # Longer patterns come first, because `reward/<function>` would also cover `reward/<function>/<number>`.
-_PATTERNS = sorted((metric for metric in METRICS if "<" in metric.name), key=lambda metric: -metric.name.count("/"))
+_PATTERNS: list[tuple[re.Pattern[str], Metric]] = []
+for _metric in sorted(METRICS, key=lambda metric: -metric.name.count("/")):
+    if "<" in _metric.name:
+        # Any text, slashes included: a tool or a user's function may have any name.
+        _any = re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(_metric.name))
+        _PATTERNS.append((re.compile(_any, re.DOTALL), _metric))
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:

@@ -262,7 +262,7 @@ def sections(sizes: Sequence[timeline.PoolSizes], changes: Sequence[Transition],
             _seconds(_median(change.end - change.start for change in done)),
             ", ".join(f"{name} {_seconds(value)}" for name, value in phases.items()),
             _size(_median(change.bytes for change in done)),
-            *(_seconds(_stalled(alike, side)) for side in _STALLS.values()),
+            *(_seconds(sum(change.stall.get(side, 0.0) for change in alike)) for side in _STALLS.values()),
             "; ".join(named) + (f"; {further:,} more" if further else ""),
         )
         rows.append(row)
@@ -281,8 +281,9 @@ def sentence(changes: Sequence[Transition]) -> str:
     counted = ", ".join(f"{count:,} {way}" for way, count in ways.items())
     text = f"**{done:,} transition{'' if done == 1 else 's'}** came about" + (f" ({counted})" if counted else "")
     text += f" and {lost:,} came to nothing" if lost else ""
-    stalls = " and ".join(f"{side} for {_seconds(_stalled(changes, side))}" for side in _STALLS.values())
-    return f"{text}; together they stalled {stalls}."
+    stalls = {side: sum(change.stall.get(side, 0.0) for change in changes) for side in _STALLS.values()}
+    told = " and ".join(f"{side} for {_seconds(stalled)}" for side, stalled in stalls.items())
+    return f"{text}; together they stalled {told}."
 
 
 def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:
@@ -310,10 +311,6 @@ def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) 
 def _median(values: Iterable[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return statistics.median(known) if known else math.nan
-
-
-def _stalled(changes: Iterable[Transition], side: str) -> float:
-    return sum(change.stall.get(side, 0.0) for change in changes)
 
 
 def _seconds(seconds: float) -> str:

@@ -194,16 +194,12 @@ def reward(steps: Steps) -> list[page.Section]:
             page.Line(evaluations, "held-out tasks", page.ORANGE, dashed=True, width=1.2, marker="D"),
         ]
         out.append(page.Section("Reward", page.lines(shown, 3.6, wide=True, scale="share"), wide=True))
-    return out + reward_parts(steps)
-
-
-def reward_parts(steps: Steps) -> list[page.Section]:
-    """Returns the value, time and cache of each reward function; nothing if the environment's own reward is alone."""
     names = {name for scalars in steps.values() for name in scalars if name.startswith("reward/")}
     # One slash, because the further numbers of a function have two.
     functions = {name for name in names - {"reward/mean", "reward/std"} if name.count("/") == 1}
     if functions <= {"reward/environment"}:
-        return []
+        # The environment's own reward alone is the curve above.
+        return out
     lines, rows = [], []
     for index, name in enumerate(sorted(functions, key=lambda name: (name == "reward/environment", name))):
         called, known = name.removeprefix("reward/"), curve(steps, name)
@@ -224,7 +220,7 @@ def reward_parts(steps: Steps) -> list[page.Section]:
         rows.append(row)
     table = page.Table(("function", "first", "last", "seconds a call", "known already"), rows)
     picture = page.lines(lines, 3.0, wide=True)
-    return [page.Section("What the reward is made of", picture, table, note=REWARDS_NOTE, wide=True)]
+    return [*out, page.Section("What the reward is made of", picture, table, note=REWARDS_NOTE, wide=True)]
 
 
 def plots(steps: Steps) -> list[page.Section]:

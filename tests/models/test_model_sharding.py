@@ -104,16 +104,14 @@ def test_parameters_are_drawn_where_they_live(config, reference):
 
 def test_every_matrix_is_split_over_fsdp_and_tensor():
     config = model_config.untied(model_config.load_preset("Qwen3-1.7B"))
-    specs = jax.tree.leaves(transformer.partition_specs(config), is_leaf=lambda node: isinstance(node, PartitionSpec))
-    shapes = jax.tree.leaves(transformer.abstract_params(config))
-    for shape, spec in zip(shapes, specs, strict=True):
-        assert len(spec) == len(shape.shape)
-        if shape.size > 10_000_000:
-            assert {"fsdp", "tensor"} <= set(spec)
     mesh = jax.sharding.AbstractMesh((2, 2, 4, 1), AXES, axis_types=(AxisType.Auto,) * 4)
-    held = sum(
-        np.prod(NamedSharding(mesh, spec).shard_shape(shape.shape)) for shape, spec in zip(shapes, specs, strict=True)
-    )
+    places = jax.tree.leaves(transformer.shardings(config, mesh))
+    shapes = jax.tree.leaves(transformer.abstract_params(config))
+    for shape, place in zip(shapes, places, strict=True):
+        assert len(place.spec) == len(shape.shape)
+        if shape.size > 10_000_000:
+            assert {"fsdp", "tensor"} <= set(place.spec)
+    held = sum(np.prod(place.shard_shape(shape.shape)) for shape, place in zip(shapes, places, strict=True))
     assert held < 1.01 * model_config.parameter_count(config) / 8
 
 
