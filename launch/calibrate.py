@@ -123,7 +123,15 @@ def main() -> None:
     verdicts = {stage: _verdict(stage, runs, predicted) for stage in STAGES}
     errors = {stage: verdict.error for stage, verdict in verdicts.items()}
     errors["sync"] = _mean_error("sync", runs, predicted)
-    _print(runs, predicted, profile, verdicts)
+    _print(runs, predicted, profile)
+    for stage, verdict in verdicts.items():
+        spread = "not known" if verdict.spread is None else f"{verdict.spread:.1%}"
+        met = "met" if verdict.error <= verdict.target else "NOT met"
+        print(
+            f"{'step' if stage == 'total' else stage}: mean error {verdict.error:.1%} on held-out steps; spread of "
+            f"steps that did the same work {spread}; target {verdict.target:.1%}: {met} (the mean of a run's fitted "
+            f"steps would be {verdict.constant:.1%} off)"
+        )
     print(f"weight sync: {profile.sync:.2f} s, mean error {errors['sync']:.0%}; of no stage: {profile.between:.2f} s")
     if len({step.mesh for run in runs for step in run.steps}) > 1:
         print(_elsewhere(runs))
@@ -279,14 +287,6 @@ def _print(
         print(
             "The runs computed faster than this machine does now: what train_flops_share is a share of was measured a "
             "moment ago. If other work shares the cores, calibrate again when it is over."
-        )
-    for stage, verdict in verdicts.items():
-        spread = "not known" if verdict.spread is None else f"{verdict.spread:.1%}"
-        met = "met" if verdict.error <= verdict.target else "NOT met"
-        print(
-            f"{'step' if stage == 'total' else stage}: mean error {verdict.error:.1%} on held-out steps; spread of "
-            f"steps that did the same work {spread}; target {verdict.target:.1%}: {met} (the mean of a run's fitted "
-            f"steps would be {verdict.constant:.1%} off)"
         )
 
 

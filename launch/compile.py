@@ -69,15 +69,21 @@ def main() -> None:
         cli.check_output(output)
     grid = None
     if _TOPOLOGY.value is not None:
-        found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", _TOPOLOGY.value)
-        if found is None:
+        sizes = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", _TOPOLOGY.value)
+        if sizes is None:
             raise protocols.ConfigError(f"--topology: {_TOPOLOGY.value!r} is no topology; one looks like 2x8")
-        grid = int(found[1]), int(found[2])
+        grid = int(sizes[1]), int(sizes[2])
     case, text = _compiled(config, shape, grid)
     for output in outputs:
         programs.write(output, [case])
     if _HLO.value is not None:
-        _write_texts(Path(_HLO.value), text)
+        folder = Path(_HLO.value)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, program in text.items():
+                (folder / f"{name}.hlo").write_text(program)
+        except OSError as error:
+            raise protocols.DataError(f"--hlo: {folder} cannot be written ({error.strerror or error})") from error
     room = hardware.sheet(case.target).memory_bytes * config.trainer.memory_fraction
     _print(case, config, shape, room)
     if case.memory_bytes > room:
@@ -102,15 +108,6 @@ def _compiled(
     return compiling.case(config, shape, devices, _TARGET.value, names or compiling.ALL, text), text
 
 
-def _write_texts(folder: Path, texts: dict[str, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / f"{name}.hlo").write_text(text)
-    except OSError as error:
-        raise protocols.DataError(f"--hlo: {folder} cannot be written ({error.strerror or error})") from error
-
-
 def _print(
     case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
@@ -124,14 +121,13 @@ def _print(
     rollout = sum(config.rollout.tensor_parallel)
     rows.add_row("devices", f"{math.prod(case.mesh)} train{grid}; {rollout} more for rollout, not compiled here")
     path = config.model.path
-    # The shape that was compiled, even if the config's weights are elsewhere.
-    named = case.model if not path or Path(path).exists() else f"{case.model}: {path} is not here"
-    rows.add_row("parameters", f"{case.parameters / 1e9:.2f} billion ({named})")
+    elsewhere = f": {path} is not here" if path and not Path(path).exists() else ""
+    rows.add_row("parameters", f"{case.parameters / 1e9:.2f} billion ({case.model}{elsewhere})")
     rows.add_row("micro-batch", f"{case.rows} rows x {case.row_tokens:,} tokens over all devices, remat {case.remat}")
     fits = "fits" if case.memory_bytes <= room else "DOES NOT FIT"
     rows.add_row("memory", f"{case.memory_bytes / 1e9:.1f} GB of {room / 1e9:.1f} usable: {fits}")
     rows.add_row("  state", f"{case.state_bytes / 1e9:.1f} GB: parameters, optimizer, reference model")
-    rows.add_row("  sums", f"{case.argument_bytes / 1e9:.1f} GB: sums of gradients, and the micro-batch")
+    rows.add_row("  sums", f"{case.largest.argument_bytes / 1e9:.1f} GB: sums of gradients, and the micro-batch")
     for name, program in case.programs.items():
         rows.add_row(f"  {name}", f"{program.temporary_bytes / 1e9:.1f} GB of temporaries")
     rows.add_row("  by formula", _formula(memory.trainer_bytes(config, shape), case.memory_bytes))
@@ -169,18 +165,20 @@ def _refuse(
 ) -> None:
     """Raises the error of a config that does not fit, with settings that do."""
     print("Looking for settings that fit ...")
-
-    def measure(other: libra_config.RunConfig) -> float:
-        return _compiled(other, shape, None, ("policy", "apply"))[0].memory_bytes
-
-    found = fitting.search(config, shape, case.memory_bytes, room, measure)
+    found = fitting.search(
+        config,
+        shape,
+        case.memory_bytes,
+        room,
+        lambda other: _compiled(other, shape, None, ("policy", "apply"))[0].memory_bytes,
+    )
     said = "; ".join(
         f"{setting.flags} ({needed / 1e9:.1f} GB, {setting.config.trainer.devices} training devices)"
         for setting, needed in found
     )
     parts = (
-        f"{case.state_bytes / 1e9:.1f} GB are state, {case.argument_bytes / 1e9:.1f} GB sums of gradients and "
-        f"{case.programs[case.largest].temporary_bytes / 1e9:.1f} GB temporaries of {case.largest}"
+        f"{case.state_bytes / 1e9:.1f} GB are state, {case.largest.argument_bytes / 1e9:.1f} GB sums of gradients and "
+        f"{case.largest.temporary_bytes / 1e9:.1f} GB temporaries of {case.largest.name}"
     )
     raise protocols.ConfigError(
         f"config.trainer: a device needs {case.memory_bytes / 1e9:.1f} GB ({parts}) and has "

@@ -68,6 +68,7 @@ def main() -> int:
             report = _measured(running, chosen)
             running.end()
         finally:
+            # Finds no worker after `end`. After an error or SIGTERM, it must not outlive the scratch folder.
             running.abort()
     tables = rows.write(report, output)
     count = {state: sum(row.state == state for row in report.rows) for state in ("passed", "failed", "left out")}
@@ -91,9 +92,8 @@ def _measured(running: runner.Runner, chosen: list[cases.Case]) -> rows.Report:
     for row in running.run(chosen, machine.platform):
         found.append(row)
         figures = ", ".join(f"{name.replace('_', ' ')} {rows.text(value)}" for name, value in row.figures.items())
-        told = f": {row.reason}" if row.reason else ""
-        told += f" ({figures})" if figures else ""
-        print(f"[{running.seconds:4.0f} s] {row.case}: {row.state} in {row.seconds:.1f} s{told}", flush=True)
+        said = f"{row.case}: {row.state} in {row.seconds:.1f} s" + (f": {row.reason}" if row.reason else "")
+        print(f"[{running.seconds:4.0f} s] {said}" + (f" ({figures})" if figures else ""), flush=True)
     command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
     return rows.Report(machine, command, _MINUTES.value, running.seconds, found)
 

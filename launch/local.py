@@ -60,7 +60,8 @@ def main(command: Sequence[str]) -> int:
             )
         roles = {number: "training" if number < train else "rollout" for number in range(_HOSTS.value)}
     with emulated.EmulatedHosts(_HOSTS.value, accelerators=_EACH.value, seconds=_START.value, roles=roles) as hosts:
-        _say(f"{_HOSTS.value} host{'s are' if _HOSTS.value > 1 else ' is'} up; Ray's head is at {hosts.address}.")
+        up = f"{_HOSTS.value} host{'s are' if _HOSTS.value > 1 else ' is'} up; Ray's head is at {hosts.address}."
+        print(f"local: {up}", file=sys.stderr, flush=True)
         return _run(told(command, hosts.address, _EACH.value), hosts)
 
 
@@ -105,14 +106,10 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
 
 
 def _cut_power(hosts: emulated.EmulatedHosts, number: int, command: subprocess.Popen[bytes]) -> None:
-    _say(f"host-{number} loses its power.")
+    print(f"local: host-{number} loses its power.", file=sys.stderr, flush=True)
     if number == 0:  # the command runs on host 0
         command.kill()
     hosts.kill(number)
-
-
-def _say(sentence: str) -> None:
-    print(f"local: {sentence}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ ACCELERATORS = (16, 32, 48, 64, 96, 128, 256, 512, 1_024, 2_048, 4_096, 10_240)
 FACTORS = (0.25, 0.5, 1.0, 2.0)
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A run's config file, simulated or real.", lock_config=True)
-_HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hardware.names())}.")
+_HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hardware.NAMES)}.")
 _MODEL = flags.DEFINE_string("model", None, f"Model's shape: {', '.join(model_config.preset_names())}.")
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _WORKLOAD = flags.DEFINE_enum(
@@ -162,7 +162,7 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
 def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
-    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train_seconds - case.besides:.1f}")
+    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train.seconds - case.besides:.1f}")
     for index, bucket in enumerate(best.rollout):
         last = index == len(best.rollout) - 1
         rows.add_row(
@@ -260,14 +260,14 @@ def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
     elif _SWEEP.value == "lengths":
         for factor in FACTORS:
             scaled = work.scaled(factor)
-            trainer, longest = run.trainer, scaled.longest()
+            trainer, longest = run.trainer, max(script.context_tokens for script in scaled.scripts)
             if longest > max((trainer.row_tokens, *trainer.row_buckets)):
                 # A row must hold the longest sequence, and divide by the tensor degree.
                 whole = -(-longest // trainer.tensor) * trainer.tensor
                 trainer = dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
             yield f"x {factor:g}", dataclasses.replace(case, work=scaled, run=dataclasses.replace(run, trainer=trainer))
     else:
-        for name in hardware.names():
+        for name in hardware.NAMES:
             here, there = case.model, costs.of_hardware(name, case.model.shape, "--sweep")
             keeps = here.coefficients.activation_bytes or there.coefficients.activation_bytes  # 0 only on a CPU
             coefficients = dataclasses.replace(here.coefficients, activation_bytes=keeps)
@@ -306,7 +306,7 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
         "train": {"devices": mesh.devices, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
         "rollout": [dataclasses.asdict(bucket) for bucket in best.rollout],
         "predicted": {
-            "train_seconds": best.train_seconds - case.besides,
+            "train_seconds": best.train.seconds - case.besides,
             "rollout_seconds": best.rollout_seconds,
             "step_seconds": best.step_seconds,
         },

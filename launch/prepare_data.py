@@ -48,21 +48,18 @@ def main() -> None:
     partial = output.with_name(f"{output.name}.partial")
     try:
         _write(records, partial, output.suffix)
+        reasons = ", ".join(f"{number:,} ({reason})" for reason, number in count.dropped.most_common())
+        drops = f"dropped: {reasons or 'none'}"
         if not count.kept:
-            raise protocols.DataError(f"{_INPUT.value}: none of its {count.read:,} rows makes a task: {_drops(count)}")
+            raise protocols.DataError(f"{_INPUT.value}: none of its {count.read:,} rows makes a task: {drops}")
         partial.replace(output)
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     finally:
         partial.unlink(missing_ok=True)
-    print(f"{_DATASET.value}: {count.read:,} rows read, {count.kept:,} tasks written to {output}; {_drops(count)}")
+    print(f"{_DATASET.value}: {count.read:,} rows read, {count.kept:,} tasks written to {output}; {drops}")
     once = f", once {dataset.needs}" if dataset.needs else ""
     print(f"Train on them{once}: --config.task.path={shlex.quote(str(output))} {dataset.flags}")
-
-
-def _drops(count: published.Count) -> str:
-    reasons = ", ".join(f"{number:,} ({reason})" for reason, number in count.dropped.most_common())
-    return f"dropped: {reasons or 'none'}"
 
 
 def _told(records: Iterable[published.Record], count: published.Count) -> Iterator[published.Record]:
@@ -75,7 +72,7 @@ def _told(records: Iterable[published.Record], count: published.Count) -> Iterat
         yield record
 
 
-def _write(records: Iterator[published.Record], file: Path, ending: str) -> None:
+def _write(records: Iterable[published.Record], file: Path, ending: str) -> None:
     if ending == ".jsonl":
         with file.open("w", encoding="utf-8") as lines:
             for record in records:
@@ -85,8 +82,9 @@ def _write(records: Iterator[published.Record], file: Path, ending: str) -> None
     import pyarrow.parquet
 
     writer: Any = None
+    left = iter(records)
     try:
-        while batch := list(itertools.islice(records, _BATCH_ROWS)):
+        while batch := list(itertools.islice(left, _BATCH_ROWS)):
             # Every batch must have the first one's schema: a file has one.
             table = pyarrow.Table.from_pylist(batch, schema=None if writer is None else writer.schema)
             if writer is None:

@@ -101,14 +101,17 @@ def main() -> None:
     overrides.refuse_unread(chosen, script="scale.py", read=READ, instead=settings.COUNTS)
     run = comparison.prepare(libra_config.checked(_CONFIG.value), ["cmlfq"])
     work, around = _of_run(run)
-    record = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
-    costs = _costs(record["costs"])
+    record, costs = _read(KEPT if _COSTS.value is None else Path(_COSTS.value))
     found = [scale.loads(costs, work, around, size) for size in sizes]
     print(f"{run.simulation.model} on {run.simulation.hardware}, {run.name}.")
     _print(record, costs, work, around, found)
     if output is not None:
         loads = [
-            {**dataclasses.asdict(one), "bottleneck": one.bottleneck, "remedies": _remedies(costs, work, around, one)}
+            {
+                **dataclasses.asdict(one),
+                "bottleneck": one.bottleneck,
+                "remedies": {name: scale.remedy(costs, work, around, one.accelerators, name) for name in one.parts},
+            }
             for one in found
         ]
         about = {"model": run.simulation.model, "hardware": run.simulation.hardware, "run": run.name}
@@ -162,7 +165,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     return work, around
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> tuple[Record, scale.Costs]:
     try:
         record = json.loads(path.read_text())
         needed = {name: record[name] for name in ("date", "costs", "embedded")}
@@ -174,24 +177,18 @@ def _read(path: Path) -> Record:
             "python -m tests.benchmarks.costs --output=FILE"
         ) from error
     measured = {name: record.get(name, []) for name in ("checks", "simulated")}
-    return cast("Record", needed | measured)
-
-
-def _costs(values: Mapping[str, Any]) -> scale.Costs:
+    values = needed["costs"]
     try:
+        # JSON has no numbers for keys.
         by_size = {
             name: {int(size): seconds for size, seconds in values[name].items()} for name in ("decisions", "planner")
         }
-        return scale.Costs(**{**values, **by_size})
+        return cast("Record", needed | measured), scale.Costs(**{**values, **by_size})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise protocols.DataError(
             f"--costs: its costs are not those of launch/scale.py ({error}); write them by "
             "python -m tests.benchmarks.costs --output=FILE"
         ) from error
-
-
-def _remedies(costs: scale.Costs, work: scale.Work, around: scale.Settings, found: scale.Loads) -> dict[str, str]:
-    return {name: scale.remedy(costs, work, around, found.accelerators, name) for name in found.parts}
 
 
 def _print(
@@ -228,7 +225,8 @@ def _print(
     if (first := scale.first(costs, work, around)) is not None:
         print(f"The first bottleneck is {first[0]}, from {first[1]:,} accelerators on.")
     for one in found:
-        for name, sentence in _remedies(costs, work, around, one).items():
+        for name in one.parts:
+            sentence = scale.remedy(costs, work, around, one.accelerators, name)
             if not sentence.startswith("none"):
                 print(f"Remedy at {one.accelerators:,}, {name}: {sentence}.")
     for check in record["checks"]:

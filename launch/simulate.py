@@ -29,6 +29,7 @@ from libra_jax import protocols
 from libra_jax.planning import plans
 from libra_jax.scheduling import prediction_quality
 from libra_jax.simulator import comparison, report, settings
+from libra_jax.telemetry import trace
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
 
@@ -79,11 +80,12 @@ def main() -> None:
     else:
         result, moves = comparison.compare(run, policies, seeds, jobs=jobs, progress=_progress), []
     about = comparison.Subject.of_run(run)
-    print(f"{about.machine}\n{about.work}")
+    print("\n".join(about.clauses()))
     print(report.table(result.entries, result.bound_seconds))
     for move in moves:
         print(comparison.moved_line(move))
-    found = report.read_quality(Path(run.workload.trace)) if run.workload.trace else None
+    records = trace.read(Path(run.workload.trace)) if run.workload.trace else []
+    found = prediction_quality.measure([prediction_quality.rollout(record) for record in records])
     if found is not None:
         print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{report.quality_table(found)}")
     if output is not None:
@@ -121,14 +123,13 @@ def _write(
         # The entries differ in these.
         del shared["seed"], shared["scheduler"]["policy"]
         output.write_text(report.to_json(result.entries, result.bound_seconds, asdict(about), shared))
-        title = [run.name, about.machine, about.work]
+        title = [run.name, *about.clauses()]
         report.write_picture(result.entries, result.bound_seconds, picture, title)
         if moves:
             beside = output.with_name(f"{output.stem}-sensitivity.json")
             beside.write_text(json.dumps([asdict(move) for move in moves], indent=2) + "\n")
         if found is not None:
-            output.with_name(f"{output.stem}-causes.json").write_text(report.quality_json(found))
-            report.write_quality_picture(found, output.with_name(f"{output.stem}-causes.svg"))
+            report.write_quality(found, output.with_name(f"{output.stem}-causes"))
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

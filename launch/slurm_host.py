@@ -105,6 +105,7 @@ def own_address(other: str) -> str:
     here = other in (socket.gethostname(), os.environ.get("SLURMD_NODENAME"))
     for target in (UNREACHABLE,) if here else (other, UNREACHABLE):
         with socket.socket(type=socket.SOCK_DGRAM) as connected, contextlib.suppress(OSError):
+            # Nothing is sent: the kernel only chooses the route, and by that this socket's address.
             connected.connect((target, 9))
             return str(connected.getsockname()[0])
     return "127.0.0.1"
@@ -172,6 +173,7 @@ def _lead(arguments: argparse.Namespace, name: str, directory: Path) -> int:
     host = arguments.address.rpartition(":")[0]
     head = ["--head", f"--node-ip-address={host}", "--include-dashboard=false"]
     with _ray(arguments, name, directory, *head) as starting:
+        # Without --block, `ray start` returns once the head is up.
         if _finish(starting, over):
             return 1
         if others:
@@ -197,6 +199,7 @@ def _follow(arguments: argparse.Namespace, name: str, directory: Path) -> int:
         if time.monotonic() > deadline:
             raise LibraError(f"Ray's head at {arguments.address} did not answer within {START_SECONDS:g} s")
         time.sleep(LOOK_SECONDS)
+    # With --block, `ray start` stays as long as its Ray, so a Ray that ends by itself is noticed here.
     with _ray(arguments, name, directory, f"--address={arguments.address}", "--block") as joined:
         return _finish(joined, ended.exists)
 

@@ -34,14 +34,15 @@ def main() -> int:
     alive = status.is_alive(workdir, record)
     if not _WATCH.value:
         Console().print(screen.picture(record, verdict(record, alive)))
-        return int(not _is_well(record, alive))
-    with Live(screen.picture(record, verdict(record, alive)), console=Console(), auto_refresh=False) as live:
-        while alive:
-            time.sleep(REDRAW_SECONDS)
-            record = _read(workdir)
-            alive = status.is_alive(workdir, record)
-            live.update(screen.picture(record, verdict(record, alive)), refresh=True)
-    return int(not _is_well(record, alive))
+    else:
+        with Live(screen.picture(record, verdict(record, alive)), console=Console(), auto_refresh=False) as live:
+            while alive:
+                time.sleep(REDRAW_SECONDS)
+                record = _read(workdir)
+                alive = status.is_alive(workdir, record)
+                live.update(screen.picture(record, verdict(record, alive)), refresh=True)
+    ended_well = record["ended"] is not None and record["ended"]["how"] != "failed"
+    return 0 if alive or ended_well else 1
 
 
 def newest(runs: Path) -> Path:
@@ -65,10 +66,6 @@ def verdict(record: status.Record, alive: bool) -> str:
     here = record["place"] == machine.identity()
     why = "its process is gone" if here else f"nothing has been written for {status.WATCH_SECONDS:g} s"
     return f"DEAD: {why}, and it has not said why. The same command goes on from the last checkpoint."
-
-
-def _is_well(record: status.Record, alive: bool) -> bool:
-    return alive or bool(record["ended"] and record["ended"]["how"] != "failed")
 
 
 def _read(workdir: Path) -> status.Record:

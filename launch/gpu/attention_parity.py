@@ -53,7 +53,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
         of one sequence.
     """
     sizes, packed = TINY if bench.tiny else REAL, packing_of_rows == "packed"
-    device = timing.device_of(bench.platform)
+    device = jax.devices(bench.platform)[0]
     on = attention.target(device)
     segments_BxT = jnp.asarray(_segments(sizes.tokens, packed))
     kernel = feasibility.choose_attention("auto", on, sizes.tokens, sizes.head_dim, sizes.dtype, packed)
@@ -72,7 +72,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
         )
         program = _program(attend)
         jax.block_until_ready(program(*inputs))
-        # Free memory is filled with NaN, so that a result that the kernel does not write is NaN.
+        # Fills free memory with NaN, so that a result that the kernel does not write is one.
         jax.block_until_ready(jnp.full((sizes.poison_bytes // 4,), jnp.nan, jnp.float32))
         found[name] = jax.block_until_ready(program(*inputs))
         took[name] = timing.median_seconds(lambda program=program: program(*inputs))  # type: ignore[misc]
@@ -112,10 +112,10 @@ def _problem(figures: rows.Figures, forward: bool, gradient: bool, padding: int)
 
 
 def _segments(tokens: int, packed: bool) -> np.ndarray:
-    """Returns four rows.
+    """Returns four rows: sequences and padding; padding alone; one sequence; and the extreme.
 
-    Packed: five sequences and padding; padding alone; one sequence; as many sequences as a row may hold. Unpacked: a
-    sequence and padding; padding alone; a full row; one token.
+    A packed row begins with five sequences, and the extreme has as many as a row may hold. An unpacked row begins with
+    one sequence, and the extreme is one token.
     """
     segments = np.zeros((4, tokens), np.int32)
     segments[2] = 1
@@ -123,7 +123,8 @@ def _segments(tokens: int, packed: bool) -> np.ndarray:
         edges = [0, tokens // 2, tokens // 2 + 1, tokens // 2 + 4, tokens * 3 // 4, tokens * 7 // 8]
         for number, (first, last) in enumerate(itertools.pairwise(edges), start=1):
             segments[0, first:last] = number
-        segments[3] = 1 + np.arange(tokens) * packing.max_segments(tokens, True) // tokens
+        most = packing.max_segments(tokens, True)
+        segments[3] = 1 + np.arange(tokens) * most // tokens
     else:
         segments[0, : tokens * 3 // 4] = 1
         segments[3, 0] = 1

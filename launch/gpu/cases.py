@@ -63,13 +63,9 @@ def chosen(names: Sequence[str], known: Sequence[Case] = CASES) -> list[Case]:
       ConfigError: there is no such case; the message offers the nearest name.
     """
     for name in names:
-        if not any(_has(case, name) for case in known):
+        if not any(f"{case.name}/".startswith(f"{name}/") for case in known):
             groups = list(dict.fromkeys(case.name.partition("/")[0] for case in known))
             near = difflib.get_close_matches(name, [*groups, *(case.name for case in known)], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise protocols.ConfigError(f"--cases: {name!r} is no case and no group of {', '.join(groups)}{hint}")
-    return [case for case in known if not names or any(_has(case, name) for name in names)]
-
-
-def _has(case: Case, name: str) -> bool:
-    return case.name == name or case.name.startswith(f"{name}/")
+    return [case for case in known if not names or any(f"{case.name}/".startswith(f"{name}/") for name in names)]

@@ -29,25 +29,21 @@ def describe() -> rows.Machine:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(named, platform.machine())
     return rows.Machine(
         platform=devices[0].platform,
-        device=devices[0].device_kind if devices[0].platform != "cpu" else _processor(),
+        device=devices[0].device_kind if devices[0].platform != "cpu" else processor,
         devices=len(devices),
         memory_bytes=int((memory or {}).get("bytes_limit", 0)),
         driver=_asked(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]),
-        processor=_processor(),
+        processor=processor,
         cores=len(os.sched_getaffinity(0)),
         versions=versions,
         commit=_asked(["git", "rev-parse", "--short", "HEAD"]),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _asked(command: list[str]) -> str:

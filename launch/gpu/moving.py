@@ -25,7 +25,7 @@ MODEL = "Qwen3-0.6B"
 
 def dlpack(bench: rows.Bench) -> rows.Outcome:
     """Checks that an array goes from JAX to torch and back, and from torch to JAX, without a copy of its memory."""
-    device = timing.device_of(bench.platform)
+    device = jax.devices(bench.platform)[0]
     for dtype in ("float32", "bfloat16", "int32"):
         array = jax.device_put(jnp.arange(4096).reshape(64, 64).astype(dtype), device)
         tensor = snapshot.to_torch(array)
@@ -74,14 +74,15 @@ def _nbytes(tree: Any) -> int:
 @jax.jit
 def _prints(leaves: list[jax.Array]) -> list[jax.Array]:
     """Returns a checksum of each leaf: 32-bit words, each weighted by its place. Equal leaves have equal checksums."""
-
-    def number(leaf: jax.Array) -> jax.Array:
+    sums = []
+    for leaf in leaves:
         place = jnp.uint32(0)
         for axis, size in enumerate(leaf.shape):
             place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return jnp.sum(jax.lax.bitcast_convert_type(leaf, jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
-
-    return [number(leaf) for leaf in leaves]
+        words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        # Odd weights, so that each changed bit changes the sum.
+        sums.append(jnp.sum(words * (2 * place + 1), dtype=jnp.uint32))
+    return sums
 
 
 def _same(before: list[jax.Array], after: Any) -> bool:
@@ -120,7 +121,7 @@ def reshard(bench: rows.Bench) -> rows.Outcome:
 
 def offload(bench: rows.Bench) -> rows.Outcome:
     """Moves parameters into the host's pinned memory and back, and compares with torch's copy."""
-    device = timing.device_of(bench.platform)
+    device = jax.devices(bench.platform)[0]
     shape = shapes.shape(bench, MODEL)
     params = _learner(bench, None, config_lib.TrainerConfig()).params
     before, nbytes = _prints(jax.tree.leaves(params)), _nbytes(params)

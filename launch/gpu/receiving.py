@@ -43,6 +43,7 @@ def receive(pipe: connection.Connection, parent: int, place: str) -> None:
             tensors = sent if isinstance(sent, dict) else _mapped(sent, memory)
             sums = {}
             for name, tensor in tensors.items():
+                # Allocated in the first round alone, which warms up, so that the others measure the copy.
                 if name not in kept:
                     kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
                 kept[name].copy_(tensor)

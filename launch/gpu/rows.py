@@ -73,11 +73,6 @@ class Row:
     reason: str = ""
     figures: Figures = field(default_factory=dict)
 
-    @property
-    def group(self) -> str:
-        """First part of the case's name."""
-        return self.case.partition("/")[0]
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -162,15 +157,15 @@ def markdown(report: Report) -> str:
         + ".",
         "",
     ]
-    for group, members in itertools.groupby(report.rows, key=lambda row: row.group):
-        rows = list(members)
-        names = list(dict.fromkeys(name for row in rows for name in row.figures))
+    for group, rows in itertools.groupby(report.rows, key=lambda row: row.case.partition("/")[0]):
+        alike = list(rows)
+        names = list(dict.fromkeys(name for row in alike for name in row.figures))
         header = ["case", "state", *(name.replace("_", " ") for name in names)]
         lines += [f"#### {group}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-        for row in rows:
+        for row in alike:
             cells = [row.case, row.state + (f": {row.reason}" if row.reason else "")]
             cells += [text(row.figures[name]) if name in row.figures else "" for name in names]
-            # A bar in a reason would begin a new cell.
+            # A reason may hold the character that separates columns.
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -103,18 +103,19 @@ class Runner:
         try:
             reply = self._started().call(case.target, (bench, *case.arguments), deadline)
         except protocols.LibraError as error:
+            # It hangs or is dead, and the device with it; the next case gets a new worker.
             self.abort()
             cut = isinstance(error, protocols.DeadlineMissed) and deadline < CUT_SHARE * case.expected_seconds
             reason = f"--minutes were over after {deadline:.0f} s of it" if cut else str(error)
             return rows.Row(case.name, "left out" if cut else "failed", self.seconds - began, reason)
-        took = self.seconds - began
+        seconds = self.seconds - began
         if reply.error:
             left_out = reply.kind == rows.LeftOut.__name__
-            row = rows.Row(case.name, "left out" if left_out else "failed", took, reply.error)
+            row = rows.Row(case.name, "left out" if left_out else "failed", seconds, reply.error)
         else:
-            assert isinstance(reply.value, rows.Outcome)
-            problem = reply.value.problem
-            row = rows.Row(case.name, "failed" if problem else "passed", took, problem, reply.value.figures)
+            found = reply.value
+            assert isinstance(found, rows.Outcome)
+            row = rows.Row(case.name, "failed" if found.problem else "passed", seconds, found.problem, found.figures)
         # A device that has seen an error may answer every later call with it.
         if case.alone or row.state == "failed":
             self.end()

@@ -40,7 +40,7 @@ def torch_memory(bench: rows.Bench) -> rows.Outcome:
     """
     shape, dtype = shapes.shape(bench, MODEL), shapes.dtype(bench)
     params = _params(shape)
-    place = timing.torch_device(timing.device_of(bench.platform))
+    place = timing.torch_device(jax.devices(bench.platform)[0])
     sources = snapshot.wire_entries(shape)
     stream = device_snapshot.Stream(sources, dtype, place)
     stream.leaves = {source.path: snapshot.leaf(params, source) for source in sources}
@@ -60,6 +60,7 @@ def torch_memory(bench: rows.Bench) -> rows.Outcome:
             else:
                 gathered.append(ready - began)
                 sent.append(done - ready)
+            # The next round gathers all tensors again, and would otherwise hold them twice.
             del tensors
             gc.collect()
     whole = torch.ones(nbytes, dtype=torch.uint8, device=place)
@@ -72,7 +73,7 @@ def host_memory(bench: rows.Bench) -> rows.Outcome:
     """Measures the `memfd` transport without vLLM: a snapshot in the host's memory, which the second process maps."""
     shape, dtype = shapes.shape(bench, MODEL), shapes.dtype(bench)
     params = _params(shape)
-    place = timing.torch_device(timing.device_of(bench.platform))
+    place = timing.torch_device(jax.devices(bench.platform)[0])
     snapshots = snapshot.HostSnapshot(shape, dtype, 256 * 2**20, checksum=False)
     gathered, sent = [], []
     sums: dict[str, float] = {}

@@ -15,11 +15,6 @@ QUEUED = 8
 """Products or copies that are queued before the device is waited for."""
 
 
-def device_of(platform: str) -> jax.Device:
-    """Returns the device that the cases use: the first."""
-    return jax.devices(platform)[0]
-
-
 def torch_device(device: jax.Device) -> torch.device:
     """Returns torch's name of a JAX device."""
     return torch.device("cpu") if device.platform == "cpu" else torch.device("cuda", device.local_hardware_id)

@@ -70,10 +70,10 @@ def grad_step(bench: rows.Bench, preset: str, tokens: int) -> rows.Outcome:
     """
     if bench.tiny and tokens > SHORTEST and preset != DRY_MODEL:
         raise rows.LeftOut(f"a dry run measures rows this long with {DRY_MODEL} alone")
-    device, tokens = timing.device_of(bench.platform), shapes.tokens(bench, tokens)
+    device, tokens = jax.devices(bench.platform)[0], shapes.tokens(bench, tokens)
     stats = device.memory_stats() if device.platform != "cpu" else None
     free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else memfd.available_bytes()
-    tried: list[str] = []
+    tried = []
     for setting in _settings(bench, preset, tokens, free):
         shape = shapes.shape(bench, preset, setting.layers)
         made = learner_lib.Learner(_config(bench, preset, tokens, setting.remat), shape, [device])
@@ -138,7 +138,7 @@ def _timed(
         took.append(time.perf_counter() - began)
     seconds = sorted(took[1:])[len(took[1:]) // 2]  # the first warms up
     flops = costs.train_flops(shape, model_config.multiplied_parameter_count(shape), [tokens])
-    known = hardware.peak_flops(timing.device_of(bench.platform).device_kind)
+    known = hardware.peak_flops(jax.devices(bench.platform)[0].device_kind)
     counted = {"tokens/processed": float(tokens), "train/devices": 1.0, "train/flops": flops}
     speed = reports.training_speed(counted, seconds, known)
     products = timing.matmul_flops(shapes.dtype(bench), 512 if bench.tiny else 8192)
@@ -219,7 +219,7 @@ def vocabulary(bench: rows.Bench, chunk: int) -> rows.Outcome:
         "share_of_matmul": flops / seconds / timing.matmul_flops(dtype, 512 if bench.tiny else 8192),
         "log_prob_error": error,
     }
-    if (peak := hardware.peak_flops(timing.device_of(bench.platform).device_kind)) is not None:
+    if (peak := hardware.peak_flops(jax.devices(bench.platform)[0].device_kind)) is not None:
         figures["share_of_peak"] = flops / seconds / peak
     bound = HEAD_ERROR[dtype]
     problem = "" if error <= bound else f"a log-probability is off by {error:.2g} nats, and {bound:g} is allowed"

@@ -85,7 +85,9 @@ class Worker:
         except (EOFError, OSError) as error:
             self._process.join(END_SECONDS)
             code = self._process.exitcode
-            how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+            how = f"exit status {code}"
+            if code is not None and code < 0:
+                how = f"killed by {signal.Signals(-code).name}"
             raise protocols.WorkerLost(f"its process ended: {how}") from error
         assert isinstance(reply, Reply)
         return reply
@@ -132,10 +134,6 @@ def _serve(pipe: connection.Connection, parent: int, environment: Mapping[str, s
         except Exception as error:
             if os.environ.get("LIBRA_JAX_TRACEBACK"):
                 traceback.print_exc()
-            said = " ".join(str(error).split())[:400]
-            if not isinstance(error, protocols.LibraError):
-                said = f"{type(error).__name__}: {said}"
-            reply = Reply(error=said, kind=type(error).__name__)
+            kind, said = type(error).__name__, " ".join(str(error).split())[:400]
+            reply = Reply(error=said if isinstance(error, protocols.LibraError) else f"{kind}: {said}", kind=kind)
         pipe.send(reply)
-        # What it refers to may hold the device's memory, and the next call waits for its turn.
-        del reply

@@ -113,22 +113,18 @@ def run(
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
     # A config file without `return` is answered in a sentence, which needs no log lines of ml_collections above it.
     python_logging.getLogger("absl").addFilter(lambda record: "get_config() returned None" not in str(record.msg))
-    logging.get_absl_handler().setFormatter(_Visible(logging.PythonFormatter()))
+    logging.get_absl_handler().setFormatter(_Visible())
     app.run(
         lambda _: sys.exit(_guarded(main, interrupted, lost)),
         flags_parser=functools.partial(_parse_flags, config_type, default_config, needs_config, positional),
     )
 
 
-class _Visible(python_logging.Formatter):
-    """Formats log records as another formatter does, with what would control a terminal spelled out."""
-
-    def __init__(self, inner: python_logging.Formatter) -> None:
-        super().__init__()
-        self._inner = inner
+class _Visible(logging.PythonFormatter):
+    """Formats log records as absl does, with what would control a terminal spelled out."""
 
     def format(self, record: python_logging.LogRecord) -> str:
-        return escapes.visible(self._inner.format(record), lines=True)
+        return escapes.visible(super().format(record), lines=True)
 
 
 def seeds(text: str) -> list[int]:
@@ -367,9 +363,8 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
         wanted = (
             "a number" if "float" in wrong["kind"] else "a whole number" if "int" in wrong["kind"] else "True or False"
         )
-        known = [item for item in listing.settings(config_type) if flag == f"config.{item.name}"]
-        example = f"; for example --{flag}={known[0].default}" if known else ""
-        return f"--{flag}: {value!r} is not {wanted}{example}"
+        example = [item.default for item in listing.settings(config_type) if flag == f"config.{item.name}"]
+        return f"--{flag}: {value!r} is not {wanted}" + (f"; for example --{flag}={example[0]}" if example else "")
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
@@ -385,6 +380,15 @@ _NO_VALUE = re.compile(
     r"could not convert string to float: |Non-boolean argument to boolean flag', )['\"](?P<value>.*)['\"]"
 )
 """absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
+
+
+def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:
+    """Full names of all settings."""
+    for name, kind in get_type_hints(config_type).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _fields(cast("type[Any]", kind), f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _config_file(argv: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from rich import console, table, text
 
@@ -177,29 +177,25 @@ def _draw(path: Path, outcomes: Sequence[Outcome]) -> None:
     of_seeds = f", mean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
     rows = [*([2.4] if few else []), report.bars_height(list(settings))]
     with report.drawn(path, sum(rows), [f"Rewards{of_seeds}"], rows) as axes:
+        names = [name.replace("\n", " ") for name in report.short(list(settings))]
+        for colour, name, done in zip(COLOURS, names, settings.values(), strict=False) if few else ():
+            # Only the steps that every seed has recorded.
+            steps = sorted(set.intersection(*(set(one.rewards) for one in done)))
+            means = [statistics.fmean(one.rewards[step] for one in done) for step in steps]
+            spreads = [_spread([one.rewards[step] for one in done]) for step in steps]
+            axes[0].plot(steps, means, "o-" if len(steps) < 3 else "-", color=colour, markersize=4, label=name)
+            if len(done) > 1:
+                low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+                high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+                axes[0].fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
         if few:
-            _curves(axes[0], settings)
+            axes[0].xaxis.get_major_locator().set_params(integer=True)
+            axes[0].set_xlabel("training step")
+            axes[0].set_ylabel("mean reward")
         last = axes[1] if few else axes
         finals = [[one.reward or 0.0 for one in done] for done in settings.values()]
         report.bars(last, list(settings), list(map(statistics.fmean, finals)), list(map(_spread, finals)), "{:.3f}")
         last.set_xlabel(f"mean reward of the last {LAST} steps")
-
-
-def _curves(axes: Any, settings: Mapping[str, Sequence[Outcome]]) -> None:
-    names = [name.replace("\n", " ") for name in report.short(list(settings))]
-    for colour, name, done in zip(COLOURS, names, settings.values(), strict=False):
-        # Only the steps that every seed has recorded.
-        steps = sorted(set.intersection(*(set(one.rewards) for one in done)))
-        means = [statistics.fmean(one.rewards[step] for one in done) for step in steps]
-        spreads = [_spread([one.rewards[step] for one in done]) for step in steps]
-        axes.plot(steps, means, "o-" if len(steps) < 3 else "-", color=colour, markersize=4, label=name)
-        if len(done) > 1:
-            low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
-            high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
-            axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("mean reward")
 
 
 def _cells(values: Sequence[float | None]) -> tuple[str, str]:

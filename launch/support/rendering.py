@@ -27,8 +27,12 @@ def shell(template: str, **values: object) -> str:
 
 def manifests(template: str, **values: object) -> list[Manifest]:
     """Returns the objects of a YAML template, in which every value is written as JSON, a subset of YAML."""
-    # autoescape marks the result of a macro, so that `_as_json` does not write it twice.
-    environment = _environment(autoescape=True, finalize=_as_json)
+    markup = markupsafe.Markup
+    environment = _environment(
+        # Marks the result of a macro, so that `finalize` does not write it twice.
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, markup) else markup(json.dumps(value, default=dict)),
+    )
     return [entry for entry in yaml.safe_load_all(environment.get_template(template).render(values)) if entry]
 
 
@@ -43,10 +47,6 @@ def _environment(**options: Any) -> jinja2.Environment:
     )
 
 
-def _as_json(value: object) -> markupsafe.Markup:
-    return value if isinstance(value, markupsafe.Markup) else markupsafe.Markup(json.dumps(value, default=dict))
-
-
 def dump(objects: Sequence[Manifest]) -> str:
     """Returns the objects as YAML with sorted keys, so that a diff shows only real differences."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=True, explicit_start=True, width=120)
@@ -59,8 +59,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)

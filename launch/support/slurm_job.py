@@ -199,8 +199,8 @@ def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...
             "--nodelist": settings.nodelist,
         }
         options = [f"{name}={shlex.quote(str(value))}" for name, value in given.items() if value]
-        options += [*(["--exclusive"] if settings.exclusive else []), *settings.options]
-        made.append(dataclasses.replace(part, options=tuple(options)))
+        options += ["--exclusive"] if settings.exclusive else []
+        made.append(dataclasses.replace(part, options=(*options, *settings.options)))
     return tuple(made)
 
 

@@ -244,6 +244,7 @@ def run(
             print(shlex.join(entry.command(launcher, extra)))
         return
     failed, children = {}, _Children()
+    # A run here keeps its thread until it ends; another launcher only submits, which needs no second thread.
     threads = concurrent.futures.ThreadPoolExecutor(jobs if launcher == "here" else 1)
     with children.told_of_signals(), threads as pool:
         doing = {pool.submit(_launch, entry, launcher, extra, children): entry for entry in left}
@@ -331,12 +332,14 @@ def _launch(entry: Run, launcher: str, extra: Sequence[str], children: _Children
     log = entry.workdir.with_name(f"{entry.workdir.name}.log")
     with log.open("a+") as out:
         begun = out.tell()
+        # Ends with this process, even if that is killed.
         program = parent_death.command(entry.command(launcher, extra))
         limit = None if here else SUBMIT_SECONDS  # a run has deadlines of its own
         try:
             status, printed = children.run(program, out, piped=not here, seconds=limit)
         except subprocess.TimeoutExpired:
             return "", f"launch/{script} did not submit it within {SUBMIT_SECONDS:g} s (log: {log})"
+        # The log keeps what earlier starts of this run said.
         out.seek(begun)
         said = [line for line in out.read().splitlines() if line.strip()]
     if status:

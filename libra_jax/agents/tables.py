@@ -54,9 +54,17 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     Raises:
       DataError: Nothing can be read, or a row is malformed. The message names the file and the line or row.
     """
+    named = Path(path)
+    if not named.is_dir() and not named.is_file():
+        beside = [item.name for item in named.parent.iterdir()] if named.parent.is_dir() else []
+        near = difflib.get_close_matches(named.name, beside, n=1)
+        hint = f"; did you mean {named.parent / near[0]}?" if near else ""
+        raise protocols.DataError(f"{named}: no such file of {of}{hint}")
+    if named.is_file() and named.suffix.lower() == ".xlsx":
+        raise protocols.DataError(f"{named}: {', '.join(ENDINGS)} files are read, not .xlsx; convert it")
     # Numbers go on over the files of a folder; the places that messages name start at 1 in each file.
     number = 0
-    for file in _files(Path(path), split, of):
+    for file in _files_of_folder(named, split) if named.is_dir() else [named]:
         if file.suffix.lower() not in (".parquet", ".csv", ".tsv", ".arrow"):
             yield from _lines(file)
             continue
@@ -106,19 +114,6 @@ def value(row: Row, column: str, hint: str = "") -> Any:
 # --------------------------------------------------------------------------------------------------------------------
 # Files of a path.
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def _files(path: Path, split: str, of: str) -> list[Path]:
-    if path.is_dir():
-        return _files_of_folder(path, split)
-    if not path.is_file():
-        beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise protocols.DataError(f"{path}: no such file of {of}{hint}")
-    if path.suffix.lower() == ".xlsx":
-        raise protocols.DataError(f"{path}: {', '.join(ENDINGS)} files are read, not .xlsx; convert it")
-    return [path]
 
 
 def _files_of_folder(folder: Path, split: str) -> list[Path]:

@@ -368,17 +368,56 @@ def encode_group(group: protocols.Group) -> GroupRecord:
         "prompt_id": group.task.prompt_id,
         "payload": dict(group.task.payload),
         "dispatch_version": group.dispatch_version,
-        "trajectories": [_encode_trajectory(trajectory) for trajectory in group.trajectories],
+        "trajectories": [
+            {
+                "token_ids": _pack("q", trajectory.token_ids),
+                "sources": _pack("b", trajectory.sources),
+                "loss_mask": _pack("b", trajectory.loss_mask),
+                "log_probs": _pack("d", trajectory.log_probs),
+                "policy_versions": _pack("q", trajectory.policy_versions),
+                "trajectory_id": trajectory.trajectory_id,
+                "prompt_id": trajectory.prompt_id,
+                "turns": [
+                    {**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns
+                ],
+                "reward": trajectory.reward,
+                "environment_reward": trajectory.environment_reward,
+                "finish": trajectory.finish,
+                "metrics": dict(trajectory.metrics),
+                "start_seconds": trajectory.start_seconds,
+                "seconds": trajectory.seconds,
+                "snapshot": asdict(trajectory.snapshot) if trajectory.snapshot is not None else None,
+            }
+            for trajectory in group.trajectories
+        ],
     }
 
 
 def decode_group(record: GroupRecord) -> protocols.Group:
     """Decodes a group from the result of `encode_group`."""
+    trajectories = []
+    for written in record["trajectories"]:
+        # Fields that an earlier version did not write keep their defaults.
+        fields: dict[str, Any] = dict(written)
+        for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
+            fields[name] = _unpack(code, fields[name])
+        fields["loss_mask"] = [bool(value) for value in _unpack("b", written["loss_mask"])]
+        fields["turns"] = []
+        for turn in written["turns"]:
+            moves = tuple(
+                protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])})
+                for move in turn.get("moves", ())
+            )
+            fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
+        if (snapshot := fields.get("snapshot")) is not None:
+            messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
+            fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
+        trajectories.append(protocols.Trajectory(**fields))
     return protocols.Group(
         group_id=record["group_id"],
         task=protocols.Task(record["prompt_id"], record["payload"]),
         dispatch_version=record["dispatch_version"],
-        trajectories=[_decode_trajectory(item) for item in record["trajectories"]],
+        trajectories=trajectories,
     )
 
 
@@ -388,41 +427,3 @@ def _pack(code: str, values: Sequence[float]) -> str:
 
 def _unpack(code: str, text: str) -> list[Any]:
     return array.array(code, base64.b64decode(text)).tolist()
-
-
-def _encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
-    return {
-        "token_ids": _pack("q", trajectory.token_ids),
-        "sources": _pack("b", trajectory.sources),
-        "loss_mask": _pack("b", trajectory.loss_mask),
-        "log_probs": _pack("d", trajectory.log_probs),
-        "policy_versions": _pack("q", trajectory.policy_versions),
-        "trajectory_id": trajectory.trajectory_id,
-        "prompt_id": trajectory.prompt_id,
-        "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns],
-        "reward": trajectory.reward,
-        "environment_reward": trajectory.environment_reward,
-        "finish": trajectory.finish,
-        "metrics": dict(trajectory.metrics),
-        "start_seconds": trajectory.start_seconds,
-        "seconds": trajectory.seconds,
-        "snapshot": asdict(trajectory.snapshot) if trajectory.snapshot is not None else None,
-    }
-
-
-def _decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
-    # Fields that an earlier version did not write keep their defaults.
-    fields: dict[str, Any] = dict(record)
-    for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
-        fields[name] = _unpack(code, fields[name])
-    fields["loss_mask"] = [bool(value) for value in _unpack("b", record["loss_mask"])]
-    fields["turns"] = []
-    for turn in record["turns"]:
-        moves = tuple(
-            protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])}) for move in turn.get("moves", ())
-        )
-        fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
-    if (snapshot := fields.get("snapshot")) is not None:
-        messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
-        fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
-    return protocols.Trajectory(**fields)

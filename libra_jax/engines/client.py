@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator
 
 from libra_jax import clients, protocols
 from libra_jax import config as configuration
@@ -18,41 +17,27 @@ class EngineClient(clients.ActorClient, protocols.EngineClient):
     ) -> None:
         super().__init__(cluster, spec, limits, kind="engine")
 
-    async def start(self) -> protocols.EngineInfo:
-        return await self._ask("engine_start", "start", RolloutEngine.start)
+    start = clients.Call("engine_start", "start", RolloutEngine.start)
+    hand_over = clients.Call("first_token", "hand a request over", RolloutEngine.hand_over)
+    health = clients.Call("first_token", "answer a health check", RolloutEngine.health)
+    shutdown = clients.Call("shutdown", "shut down", RolloutEngine.shutdown)
 
     def generate(self, request: protocols.GenerationRequest) -> AsyncGenerator[protocols.TokenDelta, None]:
         return self._actor.stream(RolloutEngine.generate, request)
 
-    async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        return await self._ask("first_token", "hand a request over", RolloutEngine.hand_over, request)
+    # Weights -----------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        await self._ask("weight_sync", "pause", RolloutEngine.pause)
-
-    async def resume(self) -> None:
-        await self._ask("weight_sync", "resume", RolloutEngine.resume)
-
-    async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        await self._ask("weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer, transport)
-
-    async def start_weight_update(self, policy_version: int) -> None:
-        await self._ask("weight_sync", "prepare for new weights", RolloutEngine.start_weight_update, policy_version)
+    pause = clients.Call("weight_sync", "pause", RolloutEngine.pause)
+    resume = clients.Call("weight_sync", "resume", RolloutEngine.resume)
+    init_weight_transfer = clients.Call("weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer)
+    start_weight_update = clients.Call("weight_sync", "prepare for new weights", RolloutEngine.start_weight_update)
+    finish_weight_update = clients.Call("weight_sync", "finish its weight update", RolloutEngine.finish_weight_update)
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
+        # Not a `Call`, because its error names the chunk.
         await self._ask("weight_sync", f"load weight chunk {chunk.index}", RolloutEngine.update_weights, chunk)
 
-    async def finish_weight_update(self, policy_version: int) -> None:
-        await self._ask("weight_sync", "finish its weight update", RolloutEngine.finish_weight_update, policy_version)
+    # Switching sides ---------------------------------------------------------------------------------------------
 
-    async def sleep(self) -> None:
-        await self._ask("transition", "sleep", RolloutEngine.sleep)
-
-    async def wake(self) -> None:
-        await self._ask("transition", "wake up", RolloutEngine.wake)
-
-    async def health(self) -> Mapping[str, float]:
-        return await self._ask("first_token", "answer a health check", RolloutEngine.health)
-
-    async def shutdown(self) -> None:
-        await self._ask("shutdown", "shut down", RolloutEngine.shutdown)
+    sleep = clients.Call("transition", "sleep", RolloutEngine.sleep)
+    wake = clients.Call("transition", "wake up", RolloutEngine.wake)

@@ -109,8 +109,8 @@ class FakeEngine(protocols.RolloutEngine):
         try:
             context = list(request.token_ids)
             budget = min(room, request.sampling.max_tokens)
-            # The coordinator's request ids end in "#" and the number of the stream.
-            rollout = request.request_id.rpartition("#")[0] or request.request_id
+            # The coordinator's request ids are the rollout's, "#" and the number of the stream.
+            rollout = request.request_id.rsplit("#", 1)[0]
             script = self._script or functools.partial(scramble, rollout=rollout)
             finish: protocols.FinishReason | None = None
             while finish is None:

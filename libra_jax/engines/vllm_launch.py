@@ -231,7 +231,6 @@ class Launch:
         # makes.
         plugins.load_general_plugins()
         self._handler = _LogFile(self._log)
-        self._handler.install()
         # The file may hold errors of an earlier life.
         self._log_start = self._log.stat().st_size
 
@@ -380,7 +379,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Writes vLLM's warnings and errors in this process to a file instead of the terminal.
+    """Writes vLLM's warnings and errors in this process to a file instead of the terminal, until `remove`.
 
     Made on the thread that starts the engine. Leaves out records of other engines' starts.
     """
@@ -388,18 +387,16 @@ class _LogFile(logging.FileHandler):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._thread = threading.get_ident()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Returns True unless the record comes from a thread that starts another engine."""
-        return record.thread == self._thread or not (record.threadName or "").startswith(_STARTER_NAME)
-
-    def install(self) -> None:
-        """Replaces all handlers except those of this class."""
         logger = logging.getLogger("vllm")
+        # Only other engines' files stay: vLLM's own handler writes to the terminal.
         logger.handlers = [handler for handler in logger.handlers if isinstance(handler, _LogFile)]
         logger.addHandler(self)
         logger.propagate = False
         logger.setLevel(logging.WARNING)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns True unless the record comes from a thread that starts another engine."""
+        return record.thread == self._thread or not (record.threadName or "").startswith(_STARTER_NAME)
 
     def remove(self) -> None:
         """Silences the logger, unless another engine's handler remains."""

@@ -37,12 +37,19 @@ NCCL_TRANSPORT = "libra_jax_nccl"
 def register() -> None:
     """Registers the transport. vLLM calls this function in each process; the front end only registers. Idempotent."""
     # Registered by name, not imported: vLLM loads the class when a worker first needs it.
+    from vllm import platforms
     from vllm.distributed.weight_transfer import factory
 
     for name, engine in ((TRANSPORT, "MemfdWeightTransferEngine"), (NCCL_TRANSPORT, "NcclWeightTransferEngine")):
         if name not in factory.WeightTransferEngineFactory._registry:
             factory.WeightTransferEngineFactory.register_engine(name, "libra_jax.engines.vllm_weights", engine)
-    _mend_cpu_speculation()
+    if platforms.current_platform.is_cpu():
+        from vllm.utils import cpu_triton_utils
+
+        # vLLM 0.32's own function copies the temperatures of speculating requests to integers, and writes its result to
+        # another copy. The logits are then divided by uninitialised memory, which breaks the log-prob contract. vLLM
+        # looks the function up when a worker starts (`CpuPlatform.register_triton_kernel_overrides`).
+        cpu_triton_utils._expand_kernel_impl = _expand
     parent = multiprocessing.parent_process()
     # The front end is our own process, whose life and output are not vLLM's.
     if parent is None:
@@ -61,21 +68,6 @@ def register() -> None:
         # guard that kills the parent's group (`cluster.guard`) no longer reaches it; it dies with its parent.
         with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
             os.setpgid(0, 0)
-
-
-def _mend_cpu_speculation() -> None:
-    """Replaces a function of vLLM's CPU build that breaks the log-prob contract. Call it before a worker starts.
-
-    vLLM 0.32's own function copies the temperatures of speculating requests to integers, and writes its result to
-    another copy. The logits are then divided by uninitialised memory (vllm/utils/cpu_triton_utils.py).
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from vllm.utils import cpu_triton_utils
-
-        # vLLM looks the function up when a worker starts (`CpuPlatform.register_triton_kernel_overrides`).
-        cpu_triton_utils._expand_kernel_impl = _expand
 
 
 def _expand(

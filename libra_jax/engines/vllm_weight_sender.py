@@ -27,7 +27,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import pybase64
@@ -81,12 +81,12 @@ class Source(base.WeightSource):
             passing.close()
 
 
+@dataclass
 class _Client:
     """Records the calls of vLLM's trainer engine to the inference side."""
 
-    def __init__(self) -> None:
-        self.init_info: dict[str, Any] = {}
-        self.update_info: dict[str, Any] = {}
+    init_info: dict[str, Any] = field(default_factory=dict)
+    update_info: dict[str, Any] = field(default_factory=dict)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.init_info = init_info

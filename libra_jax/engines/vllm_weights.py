@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import platforms
 from vllm.distributed.weight_transfer import base, nccl_engine
 from vllm.model_executor.model_loader import reload
 
@@ -165,14 +166,14 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
                     f"chunk {update_info.index} of version {update_info.policy_version} arrived damaged: checksum "
                     f"{digest} instead of {update_info.checksum}"
                 )
-        tensors = []
+        tensors: list[tuple[str, torch.Tensor]] = []
         with warnings.catch_warnings():
             # The mapping is read-only on purpose, and nothing here writes to it.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             for name, dtype, shape, offset, nbytes in update_info.entries:
                 kind = getattr(torch, dtype)
                 flat = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset)
-                tensors.append((name, flat.view(shape)))
+                tensors.extend(hf_names.split(name, flat.view(shape)))
         # An incomplete layer keeps views of its tensors, until the update finishes at the latest. The trainer keeps
         # every chunk of the snapshot in place until then.
         self.model.load_weights(tensors)
@@ -180,6 +181,12 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
     def finish_weight_update(self) -> None:
         """Switches to the new weights. `Checker` has checked that they are complete."""
         reload.finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and platforms.current_platform.is_cpu():
+                # vLLM packs a layer's experts for the CPU's kernel at their first load only
+                # (UnquantizedFusedMoEMethod._setup_kernel), and the reload has unpacked them.
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Releases the trainer's memory."""

@@ -1,4 +1,4 @@
-"""The shape of a Llama, Qwen2 or Qwen3 decoder, read from and written to Hugging Face's config.json.
+"""The shape of a Llama, Qwen2, Qwen3 or Qwen3-MoE decoder, read from and written to Hugging Face's config.json.
 
 Standard library only, so that the planner and the coordinator can read a model's shape without an accelerator library.
 """
@@ -19,6 +19,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """Supported values of `model_type`, each with its class name in `architectures`."""
 
@@ -64,10 +65,10 @@ class TransformerConfig:
     """The shape of a decoder-only transformer: the fields of config.json under this project's names.
 
     Attributes:
-      architecture: "llama", "qwen2" or "qwen3".
+      architecture: "llama", "qwen2", "qwen3" or "qwen3_moe".
       vocab_size: rows of the embedding table.
       hidden_size: width of the residual stream.
-      intermediate_size: width of the gated feed-forward layer.
+      intermediate_size: width of the gated feed-forward layer; with experts, no layer has it.
       num_layers: decoder layers.
       num_heads: query heads.
       num_kv_heads: key and value heads; divides `num_heads`.
@@ -84,6 +85,10 @@ class TransformerConfig:
       eos_token_ids: end-of-text tokens.
       pad_token_id: padding token, or None.
       initializer_range: standard deviation of random initial weights.
+      num_experts: experts of each layer; 0 for a dense feed-forward layer.
+      experts_per_token: experts that each token takes.
+      expert_intermediate_size: width of an expert.
+      normalize_expert_shares: the shares of a token's experts sum to 1.
     """
 
     architecture: str
@@ -106,6 +111,10 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     initializer_range: float = 0.02
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    normalize_expert_shares: bool = False
 
     @property
     def longest_context(self) -> int:
@@ -131,7 +140,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         raise DataError(f"{source}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}.")
     head_dim = _head_dim(values, architecture, sizes["hidden_size"], heads, source)
     bias = bool(values.get("attention_bias", False))
-    defaults = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+    defaults = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
     max_positions = int(values.get("max_position_embeddings") or defaults[architecture])
     rope = _rope_from_hf(values, max_positions, source)
     if rope.kind == "yarn":
@@ -154,12 +163,13 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         qkv_bias=architecture == "qwen2" or bias,
         output_bias=architecture != "qwen2" and bias,
         mlp_bias=architecture == "llama" and bool(values.get("mlp_bias", False)),
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         pad_token_id=values.get("pad_token_id"),
         initializer_range=float(values.get("initializer_range", 0.02)),
+        **(_experts_from_hf(values, source) if architecture == "qwen3_moe" else {}),
     )
 
 
@@ -197,6 +207,15 @@ def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
     }
     if config.architecture != "qwen2":
         values["attention_bias"] = config.qkv_bias
+    if config.num_experts:
+        values |= {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_intermediate_size,
+            "norm_topk_prob": config.normalize_expert_shares,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     if config.architecture == "llama":
         values["mlp_bias"] = config.mlp_bias
     else:
@@ -256,6 +275,8 @@ def parameter_count(config: TransformerConfig) -> int:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # Two norms; query and output, key and value projections; gate, up and down projections.
     layer = 2 * width + width * (2 * query + 2 * kv) + 3 * width * ffn
+    if config.num_experts:
+        layer += 3 * width * (config.num_experts * config.expert_intermediate_size - ffn) + width * config.num_experts
     # Biases and per-head norms, where the architecture has them.
     layer += (query + 2 * kv) * config.qkv_bias + width * config.output_bias
     layer += (2 * ffn + width) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
@@ -264,9 +285,11 @@ def parameter_count(config: TransformerConfig) -> int:
 
 
 def multiplied_parameter_count(config: TransformerConfig) -> int:
-    """Counts the parameters that multiply every token: all but an untied input table, whose rows are looked up."""
+    """Counts the parameters that multiply a token: all but an untied input table, whose rows are looked up, and the
+    experts that the token does not take."""
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return parameter_count(config) - looked_up
+    idle = (config.num_experts - config.experts_per_token) * 3 * config.hidden_size * config.expert_intermediate_size
+    return parameter_count(config) - looked_up - config.num_layers * idle
 
 
 def _supported_architecture(values: Mapping[str, Any], source: str) -> str:
@@ -294,6 +317,26 @@ def _supported_architecture(values: Mapping[str, Any], source: str) -> str:
     return str(name)
 
 
+def _experts_from_hf(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Reads the experts; refuses layers without, which would not stack with the others."""
+    # transformers 5 writes num_local_experts, which transformers 4 and vLLM call num_experts.
+    named = "num_experts" if "num_experts" in values else "num_local_experts"
+    count, taken = _positive(values, named, source), _positive(values, "num_experts_per_tok", source)
+    if taken > count:
+        raise DataError(f"{source}: num_experts_per_tok = {taken} is more than {named} = {count}.")
+    if values.get("mlp_only_layers") or int(values.get("decoder_sparse_step") or 1) != 1:
+        raise DataError(
+            f"{source}: layers without experts among layers with them (mlp_only_layers, decoder_sparse_step) are not "
+            "supported."
+        )
+    return {
+        "num_experts": count,
+        "experts_per_token": taken,
+        "expert_intermediate_size": _positive(values, "moe_intermediate_size", source),
+        "normalize_expert_shares": bool(values.get("norm_topk_prob", False)),
+    }
+
+
 def _positive(values: Mapping[str, Any], name: str, source: str) -> int:
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -306,7 +349,7 @@ def _head_dim(values: Mapping[str, Any], architecture: str, hidden_size: int, he
     if values.get("head_dim") is not None:
         head_dim = _positive(values, "head_dim", source)
     elif architecture == "qwen3":
-        head_dim = 128  # the default of transformers' Qwen3Config
+        head_dim = 128  # the default of transformers' Qwen3Config; Qwen3MoeConfig has none
     elif hidden_size % heads:
         raise DataError(f"{source}: hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}.")
     else:

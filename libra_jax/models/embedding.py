@@ -46,7 +46,10 @@ def _lookup_backward(dtype: str, saved: tuple[jax.Array, ...], grad_BxTxD: jax.A
     return local(table_VxD, tokens_BxT, grad_BxTxD), None
 
 
-lookup.defvjp(lambda table, tokens, dtype: (lookup(table, tokens, dtype), (table, tokens)), _lookup_backward)
+lookup.defvjp(
+    lambda table_VxD, tokens_BxT, dtype: (lookup(table_VxD, tokens_BxT, dtype), (table_VxD, tokens_BxT)),
+    _lookup_backward,
+)
 
 
 def _lookup(table_VxD: jax.Array, tokens_BxT: jax.Array, dtype: str) -> jax.Array:

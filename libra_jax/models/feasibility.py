@@ -23,7 +23,8 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
     Raises:
       ConfigError: a size is not divisible by `degree`; the message names the size.
     """
-    for name, size in (("attention heads", config.num_heads), ("feed-forward columns", config.intermediate_size)):
+    columns = config.expert_intermediate_size if config.num_experts else config.intermediate_size
+    for name, size in (("attention heads", config.num_heads), ("feed-forward columns", columns)):
         if size % degree:
             raise ConfigError(f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}.")
     if config.num_kv_heads % degree and degree % config.num_kv_heads:
@@ -68,6 +69,11 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
         },
         "fsdp": {"hidden_size": config.hidden_size},
     }
+    if config.num_experts:
+        # No layer has columns of `intermediate_size`.
+        del splits["tensor"]["intermediate_size"]
+        splits["tensor"]["moe_intermediate_size"] = config.expert_intermediate_size
+        splits["fsdp"]["num_experts"] = config.num_experts
     for axis, sizes in splits.items():
         ways = mesh_shape.get(axis, 1)
         for name, size in sizes.items():
@@ -106,28 +112,24 @@ def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dt
     Raises:
       ConfigError: the requested kernel cannot run on this device, or not with these shapes and dtype.
     """
-    problems = {"splash": None, "cudnn": _cudnn_problem(target, head_dim, dtype, packed)}
+    problems: dict[str, str] = {}
     if target.platform != "tpu":
         problems["splash"] = "needs a TPU"
     elif tokens % SPLASH_LANES:
         problems["splash"] = f"needs rows of a multiple of {SPLASH_LANES} tokens, not {tokens}"
+    # JAX refuses cuDNN's packed layout below Hopper, and cuDNN's fused attention needs Ampere.
+    least, generation = ((9, 0), "Hopper") if packed else ((8, 0), "Ampere")
+    if target.platform != "gpu":
+        problems["cudnn"] = "needs a GPU"
+    elif target.capability is not None and target.capability < least:
+        rows = "rows of several sequences" if packed else "rows of one sequence"
+        problems["cudnn"] = f"needs an NVIDIA GPU of the {generation} generation or later for {rows}"
+    elif dtype != "bfloat16" or head_dim > 128 or head_dim % 8:
+        problems["cudnn"] = f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}"
     if kernel == "auto":
-        return next((name for name, problem in problems.items() if problem is None), "chunked")
-    if (problem := problems.get(kernel)) is not None:
+        return next((name for name in ("splash", "cudnn") if name not in problems), "chunked")
+    if kernel in problems:
         raise ConfigError(
-            f"config.model.attention: {kernel} {problem} (this is {target.platform}); use auto or chunked."
+            f"config.model.attention: {kernel} {problems[kernel]} (this is {target.platform}); use auto or chunked."
         )
     return kernel
-
-
-def _cudnn_problem(target: Target, head_dim: int, dtype: str, packed: bool) -> str | None:
-    if target.platform != "gpu":
-        return "needs a GPU"
-    # JAX refuses cuDNN's packed layout below Hopper, and cuDNN's fused attention needs Ampere.
-    least, name = ((9, 0), "Hopper") if packed else ((8, 0), "Ampere")
-    if target.capability is not None and target.capability < least:
-        rows = "rows of several sequences" if packed else "rows of one sequence"
-        return f"needs an NVIDIA GPU of the {name} generation or later for {rows}"
-    if dtype != "bfloat16" or head_dim > 128 or head_dim % 8:
-        return f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}"
-    return None

@@ -169,15 +169,15 @@ class _Plan:
         # The same buffers under the split mesh.
         shards = [shard.data for shard in leaf.addressable_shards]
         self._leaf = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
-        gathered = _outer_axes(self._spec)
+        self._gathered = _outer_axes(self._spec)
         # The places in the leaf of what each device gathers, in the order of the gathered axis H.
-        self._peers = {}
         names, grid = self._mesh.axis_names, self._mesh.devices
+        order = np.argsort([self._gathered.index(name) for name in names if name in self._gathered])
+        self._peers: dict[jax.Device, list[Start]] = {}
         for place, device in np.ndenumerate(grid):
             # All positions along the gathered axes; the device's own position along the others.
-            index = tuple(slice(None) if name in gathered else at for name, at in zip(names, place, strict=True))
-            order = np.argsort([gathered.index(name) for name in names if name in gathered])
-            peers = np.transpose(grid[index], order) if gathered else np.array([device], object)
+            index = tuple(slice(None) if name in self._gathered else at for name, at in zip(names, place, strict=True))
+            peers = np.transpose(grid[index], order) if self._gathered else np.array([device], object)
             self._peers[device] = [starts[peer] for peer in peers.flat]
 
     def runs(self, layer: int | None) -> Iterator[tuple[int, int]]:
@@ -208,9 +208,9 @@ class _Plan:
                 continue
             seen.add(starts)
             data, device = shard.data, shard.device
-            apart = self._to_host and device.platform != "cpu"  # it may have memory of its own
-            if apart and PINNED in {memory.kind for memory in device.addressable_memories()}:
-                # Only starts the copy: blocks are waited for where they are read.
+            # A device with memory of its own starts the copy to the host here; the reader waits for it.
+            leaves = self._to_host and device.platform != "cpu"
+            if leaves and PINNED in {memory.kind for memory in device.addressable_memories()}:
                 data = jax.device_put(data, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
             pieces.append(Piece(starts, data))
         return pieces

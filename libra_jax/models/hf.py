@@ -169,15 +169,15 @@ def _check_tensors(config: model_config.TransformerConfig, tensors: _Tensors, di
     Raises:
       DataError: a tensor is missing, misshapen or unknown; or a tied model's file holds a different output projection.
     """
-    for entry in hf_names.weight_map(config):
-        if entry.hf_name not in tensors:
-            raise DataError(f"{directory}: no file holds the tensor {entry.hf_name}, which config.json implies.")
-        file, handle = tensors[entry.hf_name]
-        shape = tuple(handle.get_slice(entry.hf_name).get_shape())
-        if shape != entry.shape:
-            raise DataError(f"{file}: tensor {entry.hf_name} has shape {shape}, but config.json implies {entry.shape}.")
+    for name, implied in _shapes(config).items():
+        if name not in tensors:
+            raise DataError(f"{directory}: no file holds the tensor {name}, which config.json implies.")
+        file, handle = tensors[name]
+        shape = tuple(handle.get_slice(name).get_shape())
+        if shape != implied:
+            raise DataError(f"{file}: tensor {name} has shape {shape}, but config.json implies {implied}.")
     # The untied names, because a tied model's file may still hold a copy of the head.
-    known = {entry.hf_name for entry in hf_names.weight_map(model_config.untied(config))}
+    known = _shapes(model_config.untied(config))
     for name, (file, _) in tensors.items():
         # Old checkpoints also store rotary frequencies, which follow from the config.
         if name not in known and not name.endswith("rotary_emb.inv_freq"):
@@ -208,11 +208,16 @@ def _read_leaf(
     pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
 
     def read(entry: hf_names.HfEntry, index: tuple[slice, ...]) -> np.ndarray:
-        file, handle = tensors[entry.hf_name]
+        if entry.of_experts:
+            return np.stack([read_tensor(name, index[1:]) for name in list(entry.tensors())[index[0]]])
+        return read_tensor(entry.hf_name, index)
+
+    def read_tensor(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        file, handle = tensors[name]
         try:
-            return np.asarray(handle.get_slice(entry.hf_name)[index]).astype(dtype)
+            return np.asarray(handle.get_slice(name)[index]).astype(dtype)
         except (safetensors.SafetensorError, OSError) as error:
-            raise DataError(f"{file}: tensor {entry.hf_name} cannot be read ({error}).") from None
+            raise DataError(f"{file}: tensor {name} cannot be read ({error}).") from None
 
     def piece(index: tuple[slice, ...]) -> np.ndarray:
         key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
@@ -276,7 +281,7 @@ def _tensors(
                 start, part = start[1:], part[entry.layer - start[0]]
             tensor[tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))] = part
             del part  # see `gather.parts`
-        yield entry.hf_name, tensor
+        yield from hf_names.split(entry.hf_name, tensor)
 
 
 def _in_shards(tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int) -> Iterator[dict[str, np.ndarray]]:
@@ -290,6 +295,11 @@ def _in_shards(tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int) 
         shard[name] = tensor
         size += tensor.nbytes
     yield shard
+
+
+def _shapes(config: model_config.TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of the checkpoint by its name."""
+    return {name: shape for entry in hf_names.weight_map(config) for name, shape in entry.tensors().items()}
 
 
 def _by_leaf(config: model_config.TransformerConfig) -> Mapping[tuple[str, ...], Sequence[hf_names.HfEntry]]:

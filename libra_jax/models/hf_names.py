@@ -1,26 +1,31 @@
 """Maps each Hugging Face tensor to our parameters: one table for import, export and weight sync.
 
 Standard library only, because the engine reads this table too. Projections are stored as in Hugging Face, [out, in],
-stacked over layers on axis 0. Every Hugging Face tensor is therefore one leaf, or one index into axis 0 of a leaf. It
-needs no transpose or reshape, and a weight sync sends it with one contiguous copy.
+stacked over layers on axis 0. Every entry is therefore one leaf, or one index into axis 0 of a leaf. It needs no
+transpose or reshape, and a weight sync sends it with one contiguous copy. It is one tensor of Hugging Face; that of a
+layer's experts is one for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from libra_jax.models import config as model_config
+
+Tensor = TypeVar("Tensor", bound=Any)
 
 
 @dataclass(frozen=True)
 class HfEntry:
-    """One Hugging Face tensor.
+    """One Hugging Face tensor, or a layer's experts' tensors of one kind.
 
     Attributes:
-      hf_name: name in the checkpoint.
+      hf_name: name in the checkpoint; with experts, "{}" stands for the number of the expert.
       path: keys of the leaf in the nested dict of parameters.
       layer: index into the leaf's axis 0, or None if the whole leaf is the tensor.
-      shape: shape of the tensor.
+      shape: shape of the tensor; with experts, of all of them, on axis 0.
     """
 
     hf_name: str
@@ -28,28 +33,39 @@ class HfEntry:
     layer: int | None
     shape: tuple[int, ...]
 
+    @property
+    def of_experts(self) -> bool:
+        """The entry stands for one tensor an expert."""
+        return "{}" in self.hf_name
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each Hugging Face tensor by its name; those of experts in their order."""
+        if not self.of_experts:
+            return {self.hf_name: self.shape}
+        return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
+
+
+def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the Hugging Face tensors, by name, of an entry of this `hf_name`.
+
+    Args:
+      name: of the entry.
+      tensor: of the entry: an array of numpy or JAX, or a tensor of torch.
+    """
+    if "{}" in name:
+        yield from ((name.format(expert), part) for expert, part in enumerate(tensor))
+    else:
+        yield name, tensor
+
 
 def weight_map(config: model_config.TransformerConfig) -> tuple[HfEntry, ...]:
-    """Lists every tensor of the checkpoint in file order: embedding, layer by layer, norm, head.
+    """Lists all tensors of the checkpoint in file order: embedding, layer by layer, norm, head.
 
     A tied model has no `lm_head.weight`. The map of `config.untied(config)` has it, at the path ("lm_head", "weight").
     """
-    width = config.hidden_size
-    entries = [HfEntry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (config.vocab_size, width))]
-    for layer in range(config.num_layers):
-        entries.extend(
-            HfEntry(f"model.layers.{layer}.{'.'.join(path)}", ("layers", *path), layer, shape)
-            for path, shape in _layer_shapes(config).items()
-        )
-    entries.append(HfEntry("model.norm.weight", ("norm", "weight"), None, (width,)))
-    if not config.tie_word_embeddings:
-        entries.append(HfEntry("lm_head.weight", ("lm_head", "weight"), None, (config.vocab_size, width)))
-    return tuple(entries)
-
-
-def _layer_shapes(config: model_config.TransformerConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
     width, ffn = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Of one layer; all are alike.
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {("input_layernorm", "weight"): (width,)}
 
     def linear(block: str, name: str, size_in: int, size_out: int, bias: bool) -> None:
@@ -64,7 +80,28 @@ def _layer_shapes(config: model_config.TransformerConfig) -> dict[tuple[str, ...
         shapes["self_attn", "q_norm", "weight"] = (config.head_dim,)
         shapes["self_attn", "k_norm", "weight"] = (config.head_dim,)
     shapes["post_attention_layernorm", "weight"] = (width,)
-    for name in ("gate_proj", "up_proj"):
-        linear("mlp", name, width, ffn, config.mlp_bias)
-    linear("mlp", "down_proj", ffn, width, config.mlp_bias)
-    return shapes
+    if experts := config.num_experts:
+        ffn = config.expert_intermediate_size
+        shapes["mlp", "gate", "weight"] = (experts, width)
+        for name, shape in (("gate_proj", (ffn, width)), ("up_proj", (ffn, width)), ("down_proj", (width, ffn))):
+            shapes["mlp", "experts", name, "weight"] = (experts, *shape)
+    else:
+        for name in ("gate_proj", "up_proj"):
+            linear("mlp", name, width, ffn, config.mlp_bias)
+        linear("mlp", "down_proj", ffn, width, config.mlp_bias)
+
+    entries = [HfEntry("model.embed_tokens.weight", ("embed_tokens", "weight"), None, (config.vocab_size, width))]
+    for layer in range(config.num_layers):
+        entries.extend(
+            HfEntry(
+                f"model.layers.{layer}.{'.'.join(path).replace('.experts.', '.experts.{}.')}",
+                ("layers", *path),
+                layer,
+                shape,
+            )
+            for path, shape in shapes.items()
+        )
+    entries.append(HfEntry("model.norm.weight", ("norm", "weight"), None, (width,)))
+    if not config.tie_word_embeddings:
+        entries.append(HfEntry("lm_head.weight", ("lm_head", "weight"), None, (config.vocab_size, width)))
+    return tuple(entries)

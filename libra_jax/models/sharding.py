@@ -33,6 +33,8 @@ RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "fsdp",
+    "router": None,
     "norm": None,
     "batch": ("data", "fsdp"),
     "tokens": "context",

@@ -1,4 +1,4 @@
-"""The decoder: Llama, Qwen2 and Qwen3 in Flax NNX, with stacked and scanned layers.
+"""The decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE in Flax NNX, with stacked and scanned layers.
 
 The modules define the parameters and the computation of a layer. Other rooms use a functional interface: parameters are
 a nested plain dict of arrays, and `forward` is a pure function of the dict. Axis 0 of the leaves under "layers" is the
@@ -10,7 +10,7 @@ Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from libra_jax import config as run_config
-from libra_jax.models import attention, embedding, feasibility, rope, sharding
+from libra_jax.models import attention, embedding, experts, feasibility, rope, sharding
 from libra_jax.models import config as model_config
 
 Params = Mapping[str, Any]
@@ -148,6 +148,39 @@ class MLP(nnx.Module):
         return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
 
 
+class ExpertWeights(nnx.Module):
+    """One projection of all experts, [E, out, in]."""
+
+    def __init__(self, shape: tuple[int, int, int], names: sharding.Axes, rngs: nnx.Rngs) -> None:
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), shape), logical_axes=names)
+
+
+class Experts(nnx.Module):
+    """The experts of a layer, each a gated feed-forward layer without biases."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        count, width, ffn = config.num_experts, config.hidden_size, config.expert_intermediate_size
+        self.gate_proj = ExpertWeights((count, ffn, width), experts.COLUMNS, rngs)
+        self.up_proj = ExpertWeights((count, ffn, width), experts.COLUMNS, rngs)
+        self.down_proj = ExpertWeights((count, width, ffn), experts.ROWS, rngs)
+
+
+class SparseMLP(nnx.Module):
+    """The router and the experts of a layer (Qwen3-MoE, arXiv 2505.09388; routing as in arXiv 1701.06538)."""
+
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
+        self.gate = Linear(config.hidden_size, config.num_experts, False, ("router", "embed"), rngs)
+        self.experts = Experts(config, rngs)
+        self.experts_per_token = config.experts_per_token
+        self.normalize = config.normalize_expert_shares
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        chosen_BxTxK, share_BxTxK = experts.choose(self.gate(x_BxTxD), self.experts_per_token, self.normalize)
+        of = self.experts
+        weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
+        return experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
+
+
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
@@ -155,7 +188,7 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, rngs)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, rngs)
+        self.mlp = SparseMLP(config, rngs) if config.num_experts else MLP(config, rngs)
 
     def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
@@ -205,16 +238,16 @@ class Transformer(nnx.Module):
         def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
 
-        x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        step: Any = layer
+        scanned: Callable[[jax.Array, nnx.State], tuple[jax.Array, None]] = layer
         if options.remat != "none":
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
             if options.remat == "dots":
                 policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
             # A scan already prevents the merging of both passes that prevent_cse guards against.
-            step = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x_BxTxD, _ = jax.lax.scan(step, x_BxTxD, stacked)
+            scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
+        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, stacked)
         return self.norm(x_BxTxD)
 
 
@@ -280,7 +313,7 @@ def abstract_params(config: model_config.TransformerConfig, dtype: str = "float3
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
 
 
-def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh) -> Any:
+def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Any:
     """Returns a NamedSharding for each parameter on the mesh (`models.sharding`), in the parameters' nesting."""
     _, state = _abstract(config)
     found: dict[str, Any] = {}

@@ -87,32 +87,27 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
     found: list[Stream] = []
     for record in records:
         mine = sorted(by_request.pop(record["trajectory_id"], ()), key=lambda stream: stream.start)
-        found += _with_contexts(mine, record["prompt_tokens"], record["turns"])
+        turns = record["turns"]
+        if sum(stream.tokens for stream in mine) != sum(turn["generated_tokens"] for turn in turns):
+            found += mine
+            continue
+        left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
+        output, payload = left.popleft() if left else (0, 0)
+        context, seen, instance = record["prompt_tokens"], 0, ""
+        for stream in mine:
+            # An output may take several streams, if its request moved.
+            while output <= 0 and left:
+                context += payload
+                output, payload = left.popleft()
+            # After a move, the new instance counts as having seen nothing.
+            cached = seen if stream.instance == instance else 0
+            found.append(dataclasses.replace(stream, new=context - cached, cached=cached, known=True))
+            context += stream.tokens
+            seen, instance = context, stream.instance
+            output -= stream.tokens
     for others in by_request.values():
         found += others
     return sorted(found, key=lambda stream: (stream.start, stream.end))
-
-
-def _with_contexts(mine: list[Stream], prompt: int, turns: Sequence[Mapping[str, Any]]) -> list[Stream]:
-    """Returns a trajectory's streams with the contexts that its turns give; unchanged if they do not match."""
-    if sum(stream.tokens for stream in mine) != sum(turn["generated_tokens"] for turn in turns):
-        return mine
-    left = collections.deque((turn["generated_tokens"], turn["payload_tokens"]) for turn in turns)
-    output, payload = left.popleft() if left else (0, 0)
-    context, seen, instance = prompt, 0, ""
-    found = []
-    for stream in mine:
-        # An output may take several streams, if its request moved.
-        while output <= 0 and left:
-            context += payload
-            output, payload = left.popleft()
-        # After a move, the new instance counts as having seen nothing.
-        cached = seen if stream.instance == instance else 0
-        found.append(dataclasses.replace(stream, new=context - cached, cached=cached, known=True))
-        context += stream.tokens
-        seen, instance = context, stream.instance
-        output -= stream.tokens
-    return found
 
 
 def fit_engine(instances: Sequence[Sequence[Stream]]) -> costs.EngineCosts:

@@ -74,11 +74,6 @@ class Counts:
     vocabulary_arrays: tuple[str, ...]
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes that a device sends."""
-        return sum(item.wire_bytes for item in self.collectives)
-
-    @property
     def vocabulary_collectives(self) -> tuple[Collective, ...]:
         """Collectives in the vocabulary loop."""
         return tuple(item for item in self.collectives if item.in_vocabulary_loop)
@@ -107,14 +102,6 @@ class Sizes:
         """Sizes that the vocabulary axis of an array may have on a device."""
         return {self.vocabulary, self.vocabulary // self.mesh.get("tensor", 1)}
 
-    def whole_logits(self, shape: hlo.Shape) -> bool:
-        """Returns whether an array has a column of the vocabulary for each of the device's tokens."""
-        parts = self.vocabulary_parts & set(shape.sizes)
-        # A table and its gradient have the vocabulary and the model's width, or a part of each.
-        others = [size for size in shape.sizes if size > 1 and size not in parts]
-        table = len(others) == 1 and self.hidden % others[0] == 0
-        return not table and any(self.tokens <= shape.elements // part for part in parts)
-
 
 def count(text: str, sizes: Sizes) -> Counts:
     """Counts what a program does.
@@ -134,13 +121,18 @@ def count(text: str, sizes: Sizes) -> Counts:
         operands = module.operands(place, instruction)
         target = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
         if target and (passes := _attention(target[1], instruction.label)) is not None:
-            # Splash attention runs once for each of a device's rows, cuDNN's kernels once for all.
-            whole = place.executions * min(1.0, _tokens(instruction) / sizes.tokens)
+            # Splash attention runs once for each of a device's rows, cuDNN's kernels once for all. Splash results are
+            # [heads, tokens, head_dim]; the kernel's scratch space has two axes.
+            splash = instruction.shapes if target[1] == "tpu_custom_call" else ()
+            tokens = max((shape.sizes[1] for shape in splash if len(shape.sizes) == 3), default=math.inf)
+            whole = place.executions * min(1.0, tokens / sizes.tokens)
             forward += whole * passes[0]
             backward += whole * passes[1]
         product = _product_flops(instruction, operands)
-        if product and place.loops and _has_size((*instruction.shapes, *operands), sizes.vocabulary_parts):
-            over_vocabulary.add(place.loops[-1])
+        if product and place.loops:
+            lengths = {size for shape in (*instruction.shapes, *operands) for size in shape.sizes}
+            if lengths & sizes.vocabulary_parts:
+                over_vocabulary.add(place.loops[-1])
         if not unknown.intersection(place.loops):
             flops += product * place.executions
     collectives = sorted(_collectives(module, sizes, over_vocabulary), key=lambda item: -item.wire_bytes)
@@ -158,14 +150,20 @@ def _collectives(module: hlo.Module, sizes: Sizes, over_vocabulary: set[str]) ->
         if kind == "all-reduce" and place.computation.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         groups = hlo.device_groups(instruction, devices)
-        width = max(map(len, groups))
-        sent = hlo.total_bytes(module.operands(place, instruction))
-        each = _wire_bytes(kind, sent, width)
+        widest = max(groups, key=len)
+        width = len(widest)
+        sent = sum(shape.bytes for shape in module.operands(place, instruction))
+        # A gather's operands are a part of its result; those of every other kind are whole.
+        factors = {"all-gather": width - 1.0, "all-reduce": 2 * least.share(width), "collective-permute": 1.0}
+        each = sent * factors.get(kind, least.share(width))
         if width > 1 and each > 0:
             small = kind == "all-reduce" and sent <= scalars
+            # A group spans the axes along which the coordinates of its devices differ.
+            coordinates = np.unravel_index(np.array(widest), tuple(sizes.mesh.values()))
+            along = zip(sizes.mesh, coordinates, strict=True)
             yield Collective(
                 kind=kind,
-                axes=_axes(groups, sizes.mesh),
+                axes=tuple(axis for axis, places in along if len(set(places.tolist())) > 1),
                 devices=width,
                 span=max(max(group) - min(group) + 1 for group in groups),
                 executions=place.executions,
@@ -173,31 +171,6 @@ def _collectives(module: hlo.Module, sizes: Sizes, over_vocabulary: set[str]) ->
                 in_vocabulary_loop=bool(over_vocabulary.intersection(place.loops)) and not small,
                 label=instruction.label,
             )
-
-
-def _wire_bytes(kind: str, operands: float, devices: int) -> float:
-    """Returns the bytes that a device sends: its operands are a part of a gather's result, and whole otherwise."""
-    factors = {
-        "all-gather": float(devices - 1),
-        "all-reduce": 2 * least.share(devices),
-        "collective-permute": 1.0,
-    }
-    return operands * factors.get(kind, least.share(devices))
-
-
-def _axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which the devices of a group differ."""
-    widest = np.array(max(groups, key=len))
-    coordinates = np.unravel_index(widest, tuple(mesh.values()))
-    return tuple(name for name, along in zip(mesh, coordinates, strict=True) if len(set(along.tolist())) > 1)
-
-
-def _tokens(instruction: hlo.Instruction) -> float:
-    """Returns the tokens that a kernel computes attention of, for kernels on TPU; infinity for all others."""
-    if "tpu_custom_call" not in instruction.attributes:
-        return math.inf
-    # Results are [heads, tokens, head_dim]; the kernel's scratch space has two axes.
-    return float(max((shape.sizes[1] for shape in instruction.shapes if len(shape.sizes) == 3), default=math.inf))
 
 
 def _attention(target: str, label: str) -> tuple[float, float] | None:
@@ -220,8 +193,18 @@ def _product_flops(instruction: hlo.Instruction, operands: Sequence[hlo.Shape]) 
     if not operands or not instruction.shapes:
         return 0.0
     result = instruction.shapes[0]
-    if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, result, operands)
+    if instruction.opcode == "convolution":  # XLA writes matrix products for TPUs as convolutions
+        labels = _LABELS.search(instruction.attributes)
+        if labels is None or len(operands) < 2:
+            return 0.0
+        kernel, output = labels[1], labels[2]
+        sizes = operands[1].sizes
+        flops = 2.0 * result.elements * sizes[kernel.index("i")]
+        for label in kernel:
+            # A spatial axis of the kernel is contracted where the output has only one position of it.
+            if label.isdigit() and (label not in output or result.sizes[output.index(label)] == 1):
+                flops *= sizes[kernel.index(label)]
+        return flops
     pattern = _DIMENSIONS.get(instruction.opcode)
     found = pattern.search(instruction.attributes) if pattern else None
     if found is None:
@@ -230,30 +213,16 @@ def _product_flops(instruction: hlo.Instruction, operands: Sequence[hlo.Shape]) 
     return 2.0 * result.elements * math.prod(operands[0].sizes[index] for index in contracted)
 
 
-def _convolution_flops(instruction: hlo.Instruction, result: hlo.Shape, operands: Sequence[hlo.Shape]) -> float:
-    """Returns the operations of a convolution, which is how XLA writes matrix products for TPUs."""
-    labels = _LABELS.search(instruction.attributes)
-    if labels is None or len(operands) < 2:
-        return 0.0
-    kernel, output = labels[1], labels[2]
-    sizes = operands[1].sizes
-    flops = 2.0 * result.elements * sizes[kernel.index("i")]
-    for label in kernel:
-        # A spatial axis of the kernel is contracted where the output has only one position of it.
-        if label.isdigit() and (label not in output or result.sizes[output.index(label)] == 1):
-            flops *= sizes[kernel.index(label)]
-    return flops
-
-
-def _has_size(shapes: Sequence[hlo.Shape], parts: set[int]) -> bool:
-    return any(parts.intersection(shape.sizes) for shape in shapes)
-
-
 def _logits(module: hlo.Module, sizes: Sizes) -> Iterator[str]:
-    """Yields arrays in memory that hold the logits of all tokens. What stands inside a fusion is never in memory."""
+    """Yields arrays in memory with a column of the vocabulary for each of the device's tokens. What stands inside a
+    fusion is never in memory."""
     for place, instruction in module.instructions():
         if place.computation in module.fused:
             continue
         for shape in instruction.shapes:
-            if sizes.whole_logits(shape):
+            parts = sizes.vocabulary_parts & set(shape.sizes)
+            # A table and its gradient have the vocabulary and the model's width, or a part of each.
+            others = [size for size in shape.sizes if size > 1 and size not in parts]
+            table = len(others) == 1 and sizes.hidden % others[0] == 0
+            if not table and any(sizes.tokens <= shape.elements // part for part in parts):
                 yield f"{shape.dtype}{list(shape.sizes)} {instruction.label}"

@@ -8,6 +8,7 @@ Lengths are tokens, sizes bytes, times seconds. `degree` is an instance's tensor
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
         if not value:
             continue
         for factor in (1.0 - by, 1.0 + by):
+            # A coefficient that counts tokens stays whole.
             other = type(value)(round(value * factor)) if isinstance(value, int) else value * factor
             yield item.name, min(1.0, other) if item.name in SHARES else other
 
@@ -137,8 +139,38 @@ class PrefillTerms:
     prefill: float
 
 
+class RolloutTimes(abc.ABC):
+    """Times of an instance that follow from the parts of a step, computed or measured alike."""
+
+    @property
+    @abc.abstractmethod
+    def chunk_tokens(self) -> int:
+        """Prefill tokens that share one engine step."""
+
+    @abc.abstractmethod
+    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
+        """Returns the seconds of one step without attention over contexts."""
+
+    @abc.abstractmethod
+    def context_seconds(self, degree: int) -> float:
+        """Returns the seconds that each token of decoding context adds to a step."""
+
+    @abc.abstractmethod
+    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
+        """Returns the seconds that prefilling `new` tokens behind `cached` ones takes beside `fixed_seconds`."""
+
+    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
+        """Returns the seconds of prefilling `new` tokens on an idle instance."""
+        chunks = max(1, -(-new // self.chunk_tokens))
+        return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
+
+    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
+        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
+        return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
+
+
 @dataclass(frozen=True)
-class CostModel:
+class CostModel(RolloutTimes):
     """Costs of one model on one accelerator, computed."""
 
     sheet: hardware.HardwareSheet
@@ -201,22 +233,14 @@ class CostModel:
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * new * (cached + new / 2)
         return flops / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
 
-    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Returns the seconds of prefilling `new` tokens on an idle instance."""
-        chunks = max(1, -(-new // self.coefficients.chunk_tokens))
-        return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
-
     def prefill_terms(self, degree: int) -> PrefillTerms:
         """Returns the seconds that prefilling adds to steps in which others decode: its arithmetic and its
         collectives."""
         chunk = self.coefficients.chunk_tokens
         new = self.token_seconds(degree) + self.collective_seconds(degree, chunk) / chunk
-        # `attention_seconds` of one new token without a cache counts half a pair.
+        # `attention_seconds` of one new token without a cache counts half a pair. A cached token costs no more than
+        # the pairs that it is part of.
         return PrefillTerms(new, 0.0, self.attention_seconds(degree, 1, 0) / 0.5, 0.0)
-
-    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
-        return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
 
     def token_seconds(self, degree: int) -> float:
         """Returns the seconds of a token's arithmetic in the matrix products of a step."""
@@ -333,7 +357,7 @@ class UpdateCosts:
 
 
 @dataclass(frozen=True)
-class MeasuredEngines:
+class MeasuredEngines(RolloutTimes):
     """Measured costs of rollout, with the methods of `CostModel` and the same meaning.
 
     Attributes:
@@ -371,19 +395,10 @@ class MeasuredEngines:
         engine = self._engine(degree)
         return engine.prefill_request + engine.cached_token * cached
 
-    def prefill_seconds(self, degree: int, new: int, cached: int = 0) -> float:
-        """Returns the seconds of prefilling `new` tokens on an idle instance."""
-        chunks = max(1, -(-new // self.chunk_tokens))
-        return chunks * self.fixed_seconds(degree, 0, new / chunks) + self.attention_seconds(degree, new, cached)
-
     def prefill_terms(self, degree: int) -> PrefillTerms:
         """Returns the seconds that prefilling adds to steps in which others decode."""
         engine = self._engine(degree)
         return PrefillTerms(engine.prefill_token, engine.cached_token, 0.0, engine.prefill_request)
-
-    def step_seconds(self, degree: int, decoding: int, context: float) -> float:
-        """Returns the seconds in which `decoding` requests with `context` tokens in all get one token each."""
-        return self.fixed_seconds(degree, decoding) + self.context_seconds(degree) * context
 
     def _engine(self, degree: int) -> EngineCosts:
         try:
@@ -452,7 +467,7 @@ class SchedulingCosts:
     def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
         """Returns the seconds in which one request of `context_tokens` gets `tokens`, among `decoding` similar ones."""
         degree = instance.tensor_parallel
-        context = decoding * (context_tokens + tokens / 2)
+        context = decoding * (context_tokens + tokens / 2)  # contexts grow by a token a step
         return tokens * self.model.step_seconds(degree, max(1, decoding), context)
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:

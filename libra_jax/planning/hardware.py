@@ -78,6 +78,8 @@ SHEETS = (
 """Interchip links also join the hosts of one TPU slice; there, `network_bytes_per_second` is the rate between
 slices."""
 
+NAMES = tuple(sheet.name for sheet in SHEETS)
+"""Names of accelerators that have a sheet."""
 
 DEVICE_KINDS = {
     "NVIDIA A100-SXM4-40GB": "a100",
@@ -104,17 +106,12 @@ def peak_flops(device_kind: str) -> float | None:
     return None if name is None else sheet(name).flops
 
 
-def names() -> tuple[str, ...]:
-    """Returns the names of accelerators that have a sheet."""
-    return tuple(sheet.name for sheet in SHEETS)
-
-
 def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
     """Returns the sheet of the accelerator `name`; for `planner.hardware`, "cpu" is this machine, measured now
     (`measured`).
 
     Args:
-      name: see `names`.
+      name: one of `NAMES`.
       field: config field that names the accelerator.
 
     Raises:
@@ -125,10 +122,9 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
     for known in SHEETS:
         if known.name == name:
             return known
-    near = difflib.get_close_matches(name.lower(), names(), n=1)
+    near = difflib.get_close_matches(name.lower(), NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    known_names = ", ".join(names())
-    raise protocols.ConfigError(f"config.{field}: {name!r} is not one of {known_names}{hint}")
+    raise protocols.ConfigError(f"config.{field}: {name!r} is not one of {', '.join(NAMES)}{hint}")
 
 
 @functools.cache
@@ -151,7 +147,7 @@ def measured() -> HardwareSheet:
         product, copied = json.loads(told.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         raise protocols.ConfigError(
-            f"config.planner.hardware: this machine could not be measured ({error}); name a sheet: {', '.join(names())}"
+            f"config.planner.hardware: this machine could not be measured ({error}); name a sheet: {', '.join(NAMES)}"
         ) from error
     # A core stands for a device, so each has its share of the memory.
     cores = max(1, len(os.sched_getaffinity(0)))

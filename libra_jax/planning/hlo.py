@@ -182,12 +182,25 @@ class Module:
         """Returns the arrays of the operands."""
         return [shape for name in instruction.operands for shape in self._shapes[place.computation].get(name, ())]
 
-    def _calls(self, body: Sequence[Instruction]) -> Iterator[_Call]:
-        for instruction in body:
+    def _calls(self, instructions: Sequence[Instruction]) -> Iterator[_Call]:
+        """Yields the calls that a computation's instructions make, and enters its loops in `loops`."""
+        for instruction in instructions:
             if instruction.opcode == "while":
-                loop, condition = self._loop(instruction)
-                self.loops[loop.body] = loop
-                yield _Call(loop.body, loop.trips, loop)
+                body, condition = (
+                    re.search(rf"\b{part}=%?([\w.\-]+)", instruction.attributes)[1]  # type: ignore[index]
+                    for part in ("body", "condition")
+                )
+                found = _TRIPS.search(instruction.attributes)
+                trips = float(found[1]) if found else None
+                # TPU's text has no trip count: there it is the condition's only constant.
+                constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
+                counts = [float(item[1]) for item in constants if item]
+                if trips is None and len(counts) == 1:
+                    # XLA's TPU compiler unrolls its loops of windowed products by two.
+                    trips = counts[0] / (2 if "windowed_dot_general" in body else 1)
+                loop = Loop(body, 1.0 if trips is None else trips, trips is not None, instruction.label)
+                self.loops[body] = loop
+                yield _Call(body, loop.trips, loop)
                 yield _Call(condition, 1.0, None)
                 continue
             for name in _CALLED.findall(instruction.attributes):
@@ -195,22 +208,6 @@ class Module:
             for names in _CALLED_LIST.findall(instruction.attributes):
                 for name in names.split(","):
                     yield _Call(name.strip().lstrip("%"), 1.0, None)
-
-    def _loop(self, instruction: Instruction) -> tuple[Loop, str]:
-        """Returns a loop and its condition. TPU's text has no trip count: there it is the condition's only constant."""
-        body, condition = (
-            re.search(rf"\b{part}=%?([\w.\-]+)", instruction.attributes)[1]  # type: ignore[index]
-            for part in ("body", "condition")
-        )
-        found = _TRIPS.search(instruction.attributes)
-        trips = float(found[1]) if found else None
-        if trips is None:
-            constants = [_CONSTANT.match(item.text) for item in self.computations.get(condition, ())]
-            counts = [float(item[1]) for item in constants if item]
-            if len(counts) == 1:
-                # XLA's TPU compiler unrolls its loops of windowed products by two.
-                trips = counts[0] / (2 if "windowed_dot_general" in body else 1)
-        return Loop(body, 1.0 if trips is None else trips, trips is not None, instruction.label), condition
 
 
 def device_groups(instruction: Instruction, devices: int) -> list[list[int]]:
@@ -252,6 +249,7 @@ def _mesh_groups(axes: str, ids: str | None, grouped: str) -> list[list[int]]:
         raise protocols.DataError(f"unknown form of replica groups: part of an axis, {grouped[:80]}")
     names = [name for name, _ in chosen]
     grid = flat.reshape(tuple(sizes.values()))
+    # With the grouped axes last, each row of the flattened grid is a group.
     kept = [index for index, name in enumerate(sizes) if name not in names]
     moved = [list(sizes).index(name) for name in names]
     width = math.prod(sizes[name] for name in names)
@@ -263,23 +261,17 @@ def _iota(text: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
     found = _IOTA.match(text)
     if found is None:
         return None
-
-    def numbers(group: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in group.split(","))
-
-    result = numbers(found[1])
-    grid = np.arange(math.prod(result))
-    source = numbers(found[2]) if found[2] else result
-    grid = grid.reshape(source)
-    if found[3]:
-        grid = grid.transpose(numbers(found[3]))
-    return grid.reshape(result)
+    result, source, order = (tuple(map(int, group.split(","))) if group else () for group in found.groups())
+    # Both the arrow and the transposition may be missing.
+    grid = np.arange(math.prod(result)).reshape(source or result)
+    return (grid.transpose(order) if order else grid).reshape(result)
 
 
 def _instruction(line: str) -> Instruction | None:
     name, separator, text = line.strip().removeprefix("ROOT ").partition(" = ")
     if not separator:
         return None
+    # A tuple's type ends at its parenthesis, because it has spaces inside; any other type ends at the first space.
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if end <= 0 or opcode is None:
@@ -288,7 +280,10 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(
         name=name.lstrip("%"),
         opcode=opcode[1],
-        shapes=_shapes_of(text[:end]),
+        shapes=tuple(
+            Shape(dtype, tuple(int(size) for size in sizes.split(",") if size))
+            for dtype, sizes in _SHAPE.findall(text[:end])
+        ),
         operands=tuple(_NAME.findall(text, opcode.end(), stop)),
         attributes=text[stop + 1 :],
         text=text,
@@ -303,12 +298,6 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return position
     return len(text)
-
-
-def _shapes_of(text: str) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _SHAPE.findall(text)
-    )
 
 
 def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]:
@@ -329,8 +318,3 @@ def _places(entry: str, calls: Mapping[str, Sequence[_Call]]) -> Iterator[Place]
                 ready.append(call.callee)
         for loops, executions in found[name].items():
             yield Place(name, executions, loops)
-
-
-def total_bytes(shapes: Sequence[Shape]) -> float:
-    """Returns the bytes of several arrays together."""
-    return sum(shape.bytes for shape in shapes)

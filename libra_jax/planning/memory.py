@@ -30,7 +30,9 @@ def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerCo
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
     made = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.of_run(config, sheet))
-    return made.wire_bytes(trainer.data, trainer.fsdp, trainer.tensor)
+    rows = -(-trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp))  # on each shard
+    columns = rows * (trainer.row_tokens, *trainer.row_buckets)[-1]
+    return made.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
 
 
 def weight_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig, degree: int) -> float:
@@ -41,41 +43,39 @@ def weight_bytes(config: libra_config.RunConfig, shape: model_config.Transformer
 def verdict(config: libra_config.RunConfig, shape: model_config.TransformerConfig, free: float | None = None) -> str:
     """Estimates whether the run fits, and names the numbers that are compared.
 
+    A run on accelerators is compared with the sheets of its platform, because a dry run may be on a machine without
+    one.
+
     Args:
       config: the run's configuration.
       shape: shape of its model.
       free: bytes of memory that this machine has left; None asks the kernel.
     """
+    size, train = machine.bytes_text, trainer_bytes(config, shape)
+    weights = weight_bytes(config, shape, 1)
     if config.trainer.platform in _SHEETS:
-        return _on_accelerators(config, shape)
-    trainer = trainer_bytes(config, shape) * config.trainer.devices
-    each = weight_bytes(config, shape, 1) + config.rollout.kv_cache_gib * 2**30 + ENGINE_BYTES
+        if config.trainer.platform == "cuda":
+            train /= config.trainer.memory_fraction
+        narrowest = min(config.rollout.tensor_parallel)
+        cache = costs.CostModel(hardware.SHEETS[0], shape).kv_bytes_per_token * config.rollout.max_context
+        engine = (weights + cache) / narrowest / config.rollout.gpu_memory_fraction
+        known = [hardware.sheet(name) for name in _SHEETS[config.trainer.platform]]
+        fits = [sheet for sheet in known if max(train, engine) <= sheet.memory_bytes]
+        named = ", ".join(f"{sheet.name} ({size(sheet.memory_bytes)})" for sheet in fits or known)
+        says = f"fits {named}" if fits else f"DOES NOT FIT any of {named}"
+        return (
+            f"{says}\n  a device that trains needs about {size(train)}; one that rolls out at least {size(engine)}: "
+            "weights and one whole context"
+        )
+    trainer = train * config.trainer.devices
+    each = weights + config.rollout.kv_cache_gib * 2**30 + ENGINE_BYTES
     engines = each * len(config.rollout.tensor_parallel) if config.rollout.engine == "vllm" else 0.0
     if free is None:
         # Memory that new processes can have without swapping, in KiB. It is unlimited where the kernel does not say.
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = float(lines.get("MemAvailable", "inf").split()[0]) * 1024
-    says, size = "fits" if trainer + engines <= free else "DOES NOT FIT", machine.bytes_text
+    says = "fits" if trainer + engines <= free else "DOES NOT FIT"
     return (
         f"{says}: about {size(trainer + engines)} (trainer {size(trainer)}, engines {size(engines)}) of the "
         f"{size(free)} that are free on this machine"
-    )
-
-
-def _on_accelerators(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> str:
-    """Compares with the sheets of the platform's accelerators, because a dry run may be on a machine without one."""
-    train = trainer_bytes(config, shape)
-    if config.trainer.platform == "cuda":
-        train /= config.trainer.memory_fraction
-    narrowest = min(config.rollout.tensor_parallel)
-    cache = costs.CostModel(hardware.SHEETS[0], shape).kv_bytes_per_token * config.rollout.max_context / narrowest
-    engine = (weight_bytes(config, shape, narrowest) + cache) / config.rollout.gpu_memory_fraction
-    known = [hardware.sheet(name) for name in _SHEETS[config.trainer.platform]]
-    fits = [sheet for sheet in known if max(train, engine) <= sheet.memory_bytes]
-    size = machine.bytes_text
-    named = ", ".join(f"{sheet.name} ({size(sheet.memory_bytes)})" for sheet in fits or known)
-    says = f"fits {named}" if fits else f"DOES NOT FIT any of {named}"
-    return (
-        f"{says}\n  a device that trains needs about {size(train)}; one that rolls out at least {size(engine)}: "
-        "weights and one whole context"
     )

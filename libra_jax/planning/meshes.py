@@ -205,11 +205,7 @@ class Training:
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
         case = self._trainer.case(self._model.parameters, (data, fsdp, tensor))
-        hidden, known, shape = (
-            self._hidden_seconds(data, fsdp, tensor, case),
-            self._model.coefficients,
-            self._model.shape,
-        )
+        known, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))
         cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
@@ -224,8 +220,9 @@ class Training:
             passes = 3.0 + again + self._trainer.scored_again
             slowest = passes * forward / (tensor * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + known.micro_batch_overhead)
-            exposed = len(slowest) * self._exposed_seconds(each * length, tensor, case)
-            total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum()) + exposed
+            hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length, case)
+            total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
+            total += len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
         return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
 
@@ -267,7 +264,17 @@ class Training:
             if not front or mesh.seconds < front[-1].seconds:
                 front.append(mesh)
         if not front:
-            raise protocols.ConfigError(self._too_large(most))
+            sheet, row = self._model.sheet, self._trainer.lengths[-1]
+            degrees = [tensor for tensor in self.tensor_degrees() if tensor <= most]
+            needed = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees)
+            advice = ["take more devices", "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
+            if self._trainer.remat != "full":
+                advice.append("model.remat='full'")
+            raise protocols.ConfigError(
+                f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device "
+                f"needs {needed / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters "
+                f"and a row of {row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
+            )
         return tuple(front)
 
     def tensor_degrees(self) -> list[int]:
@@ -280,69 +287,48 @@ class Training:
             if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
         ]
 
-    def wire_bytes(self, data: int, fsdp: int, tensor: int) -> float:
-        """Returns the wire bytes of a device and a micro-batch of the longest rows, by formula."""
-        columns = -(-self._trainer.rows // (data * fsdp)) * self._trainer.lengths[-1]
-        return self._over_fsdp(fsdp, tensor) + self._over_data(data, fsdp, tensor) + self._over_tensor(columns, tensor)
-
-    def _over_fsdp(self, fsdp: int, tensor: int) -> float:
-        # Parameters travel in bfloat16, gradients in float32.
-        gathers = 2.0 + self._trainer.scored_again
-        return least.over_fsdp(self._model.parameters / tensor, fsdp, gathers, least.SUM_BYTES)
-
-    def _over_data(self, data: int, fsdp: int, tensor: int) -> float:
-        return least.over_data(self._model.parameters / (fsdp * tensor), data, least.SUM_BYTES)
-
-    def _over_tensor(self, columns: int, tensor: int) -> float:
-        """Returns the bytes of the all-reduces over `tensor`: two a layer and pass, of one hidden vector a token. Each
-        takes as much as a gather and a scatter."""
-        shape = self._model.shape
-        passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
-        return least.over_tensor(columns, shape.hidden_size, tensor, 2 * 2 * shape.num_layers * passes)
-
-    def _exposed_seconds(self, columns: int, tensor: int, case: programs.Case | None) -> float:
-        """Returns the seconds of the collectives over `tensor` for `columns` columns."""
-        if tensor == 1:
-            return 0.0
-        sheet, known = self._model.sheet, self._model.coefficients
-        if case is not None:
-            return case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
-        passes = 2.0 + RECOMPUTED[self._trainer.remat] + self._trainer.scored_again
-        latencies = 2 * self._model.shape.num_layers * passes * known.large_message_latency
-        return latencies + self._over_tensor(columns, tensor) / (
-            sheet.node_link_bytes_per_second * known.large_message_share
+    def volumes(self, data: int, fsdp: int, tensor: int, columns: int) -> least.Volumes:
+        """Returns the wire bytes of a device and a micro-batch of `columns` columns a shard, by formula."""
+        shape, again = self._model.shape, self._trainer.scored_again
+        # Over `tensor`: two all-reduces a layer and pass, of one hidden vector a token. Each takes as much as a gather
+        # and a scatter.
+        moves = 2 * 2 * shape.num_layers * (2.0 + RECOMPUTED[self._trainer.remat] + again)
+        return least.Volumes(
+            # Parameters travel in bfloat16, gradients in float32.
+            least.over_fsdp(self._model.parameters / tensor, fsdp, 2.0 + again, least.SUM_BYTES),
+            least.over_data(self._model.parameters / (fsdp * tensor), data, least.SUM_BYTES),
+            least.over_tensor(columns, shape.hidden_size, tensor, moves),
         )
 
-    def _hidden_seconds(self, data: int, fsdp: int, tensor: int, case: programs.Case | None) -> float:
-        """Returns the seconds of the collectives of one micro-batch that its arithmetic hides: over `fsdp` and over
-        `data`."""
-        known = self._model.coefficients
+    def _collective_seconds(
+        self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
+    ) -> tuple[float, float]:
+        """Returns the seconds of a micro-batch's collectives: of those over `fsdp` and `data`, which its arithmetic may
+        hide, and of those over `tensor`, which nothing hides.
+
+        Args:
+          data: replicas.
+          fsdp: ways that the state is sharded.
+          tensor: ways that a layer's matrices are split.
+          columns: columns of the micro-batch on each shard.
+          case: the programs that were compiled for the mesh, if there are any.
+        """
+        sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scored_again
         if case is not None:
-            seconds = case.communication_seconds(self._model.sheet, known, over_tensor=False)
-            if self._trainer.scored_again and "score" in case.programs:
-                seconds += case.communication_seconds(self._model.sheet, known, over_tensor=False, program="score")
-            return seconds
-        over_fsdp = self._over_fsdp(fsdp, tensor) / self._rate(fsdp * tensor)
-        over_data = self._over_data(data, fsdp, tensor) / self._rate(data * fsdp * tensor)
-        gathers = 2.0 + self._trainer.scored_again
-        messages = self._model.shape.num_layers * ((gathers + 1.0) * (fsdp > 1) + (data > 1))
-        return over_fsdp + over_data + messages * known.large_message_latency
-
-    def _rate(self, span: int) -> float:
-        """Returns the bytes a second of a collective over `span` neighbouring devices."""
-        known = self._model.coefficients
-        return least.rate(self._model.sheet, span, known.large_message_share, known.network_share)
-
-    def _too_large(self, most: int) -> str:
-        sheet, row = self._model.sheet, self._trainer.lengths[-1]
-        room = sheet.memory_bytes * self._model.coefficients.memory_fraction
-        degrees = self.tensor_degrees()
-        least = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees if tensor <= most)
-        advice = ["take more devices", "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
-        if self._trainer.remat != "full":
-            advice.append("model.remat='full'")
-        return (
-            f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device needs "
-            f"{least / 1e9:.1f} GB for its part of {self._model.parameters / 1e9:.1f} billion parameters and a row of "
-            f"{row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
-        )
+            hidden = case.communication_seconds(sheet, known, over_tensor=False)
+            if again and "score" in case.programs:
+                hidden += case.communication_seconds(sheet, known, over_tensor=False, program="score")
+            # Bytes over `tensor` grow with the columns; those over the other axes are of parameters.
+            if tensor == 1:
+                return hidden, 0.0
+            return hidden, case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
+        shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
+        volumes = self.volumes(data, fsdp, tensor, columns)
+        # Groups along `fsdp` lie inside those along `data`, so they span fewer neighbouring devices.
+        hidden = volumes.fsdp / least.rate(sheet, fsdp * tensor, *shares)
+        hidden += volumes.data / least.rate(sheet, data * fsdp * tensor, *shares)
+        messages = layers * ((3.0 + again) * (fsdp > 1) + (data > 1))
+        latencies = 2 * layers * (2.0 + RECOMPUTED[self._trainer.remat] + again) * known.large_message_latency
+        # `tensor` stays inside a node.
+        exposed = latencies + volumes.tensor / (sheet.node_link_bytes_per_second * known.large_message_share)
+        return hidden + messages * known.large_message_latency, exposed if tensor > 1 else 0.0

@@ -193,27 +193,23 @@ class Partitions:
         runs: list[tuple[int, int, int]] = []
         first, count, taken = 0, len(self._edges) - 1, 0
         for degree in order:
-            taken = self._reach(degree, first, limit, near=taken)
+            # The next instance serves about as many parts as the one before, so the first look spans twice as many.
+            window, taken = max(FEW_PARTS, 2 * taken), 0
+            while True:
+                # Runs from one edge grow with their end, so the runs within the limit come first.
+                ends = self._edges[first + taken + 1 : first + taken + 1 + window]
+                within = self._seconds(degree, np.full(len(ends), self._edges[first]), ends) <= limit
+                served = len(ends) if within.all() else int(within.argmin())
+                taken += served
+                if served < window:
+                    break
+                window *= 2
             if taken:
                 runs.append((degree, first, first + taken))
                 first += taken
             if first == count:
                 return self._partition(runs)
         return None
-
-    def _reach(self, degree: int, first: int, limit: float, *, near: int) -> int:
-        """Returns the most parts that one instance serves within the limit from the edge `first` on; looks near
-        `near` first."""
-        reach, window = 0, max(FEW_PARTS, 2 * near)
-        while True:
-            # Runs from one edge grow with their end, so the runs within the limit come first.
-            ends = self._edges[first + reach + 1 : first + reach + 1 + window]
-            within = self._seconds(degree, np.full(len(ends), self._edges[first]), ends) <= limit
-            taken = len(ends) if within.all() else int(within.argmin())
-            reach += taken
-            if taken < window:
-                return reach
-            window *= 2
 
     def _begins(self, degree: int, limit: float) -> Places:
         """Returns for each edge the first edge from which a run up to it takes at most `limit` seconds."""

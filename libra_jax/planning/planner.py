@@ -189,6 +189,7 @@ class Replanner(Generic[Plan]):
             return None
         self._looked_at, self._slower = step, slower
         best = self._best()
+        # The lengths have changed since the plan in force was found, so its time is predicted again, too.
         now, then = self._seconds(self.present), self._seconds(best)
         cost = self._move(self.present, best) if best != self.present else 0.0
         against = self._against(step, best, now, then, cost, lost=signs.lost > 0)
@@ -289,14 +290,18 @@ class GlobalPlanner:
         )
         self._measured: set[str] = set() if profile is None else {"train", "rollout"}
         self._steps = 0
-        self._work: forecast.Work | None = None
+        self._work: forecast.Work  # of the latest steps; `after` sets it before the first look
         self._expected: forecast.Prediction | None = None
         self._before: protocols.Plan | None = None
         rules = Rules(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Rules)})
         if not setting.staleness:  # stages that take turns need not take equally long
             rules = dataclasses.replace(rules, imbalance=math.inf)
         self._replanner: Replanner[protocols.Plan] = Replanner(
-            rules, plan, best=self._best, seconds=self._seconds, move=self._move_seconds
+            rules,
+            plan,
+            best=lambda: self._work.best(self.levels),
+            seconds=lambda present: self._work.predict(present, self.levels).step,
+            move=self._move_seconds,
         )
 
     @property
@@ -366,6 +371,7 @@ class GlobalPlanner:
         self._taken.append(
             _Taken(measured.step, measured.wait, measured.train, measured.sync, bare.rollout, bare.train)
         )
+        # Ratios of sums, not means of ratios: a short step says less about a level than a long one.
         sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
         step, wait, train, sync, bare_rollout, bare_train = sums
         self.levels = dataclasses.replace(self.levels, sync=sync / len(self._taken))
@@ -404,14 +410,6 @@ class GlobalPlanner:
         self.levels, self._measured = forecast.Levels(**snapshot["levels"]), set(snapshot["measured"])
         self._taken.clear()
         self._taken.extend(_Taken(*taken) for taken in snapshot["taken"])
-
-    def _best(self) -> protocols.Plan:
-        assert self._work is not None
-        return self._work.best(self.levels)
-
-    def _seconds(self, plan: protocols.Plan) -> float:
-        assert self._work is not None
-        return self._work.predict(plan, self.levels).step
 
     def _move_seconds(self, present: protocols.Plan, best: protocols.Plan) -> float:
         """Returns the seconds that a move costs: training stands still while its mesh changes, and new instances

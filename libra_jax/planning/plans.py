@@ -92,6 +92,7 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     by_degree = configuration.slots_by_degree(rollout["tensor_parallel"], given)
     slots = tuple(by_degree.get(degree, rollout["slots"]) for degree in degrees)
     mesh = {"data": plan.data, "fsdp": plan.fsdp, "tensor": plan.tensor}
+    # The widest bucket serves all longer requests, so it has no bound.
     bounds = tuple(bucket.max_remaining_tokens for bucket in plan.rollout[:-1])
     laid_out = {
         **values,

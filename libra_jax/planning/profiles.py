@@ -242,12 +242,14 @@ def fit_training(model: costs.CostModel, steps: Sequence[Measured]) -> costs.Coe
 
 
 def _coefficients(others: costs.Coefficients, values: calibration.Values) -> costs.Coefficients:
+    # Costs are linear in a share's inverse, and the inverse less 1 keeps the share at 1 or below.
     shares = {name: 1.0 / (1.0 + float(value)) for name, value in zip(SHARES, values[: len(SHARES)], strict=True)}
     times = {name: float(value) for name, value in zip(SECONDS, values[len(SHARES) :], strict=True)}
     return dataclasses.replace(others, **shares, **times)  # type: ignore[arg-type]
 
 
 def _rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
+    # At max staleness 0, because the measured stages followed each other.
     served = serving.Serving(engines, step.demand, [step.degree], [step.slots], staleness=0)
     return float(served.seconds(step.degree, np.array([0]), np.array([len(step.demand)]))[0])
 

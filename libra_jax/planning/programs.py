@@ -106,6 +106,21 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Added:
+    """What a program adds to the state of a device.
+
+    Attributes:
+      name: name of the program.
+      argument_bytes: bytes of its arguments outside the state: sums of gradients, and a micro-batch.
+      temporary_bytes: bytes of its temporaries.
+    """
+
+    name: str
+    argument_bytes: float
+    temporary_bytes: float
+
+
+@dataclass(frozen=True)
 class Case:
     """What was compiled, and its programs.
 
@@ -159,23 +174,17 @@ class Case:
     @property
     def memory_bytes(self) -> float:
         """Largest number of bytes that a device holds at once: the state, and what the largest program adds."""
-        return self.state_bytes + sum(self._added(self.largest))
+        return self.state_bytes + self.largest.argument_bytes + self.largest.temporary_bytes
 
     @property
-    def largest(self) -> str:
-        """Name of the program that adds most to the state."""
-        return max(self.programs, key=lambda name: sum(self._added(name)))
-
-    @property
-    def argument_bytes(self) -> float:
-        """Bytes of the largest program's arguments outside the state: sums of gradients, and a micro-batch."""
-        return self._added(self.largest)[0]
-
-    def _added(self, name: str) -> tuple[float, float]:
-        """Returns the bytes of a program's arguments outside the state, and of its temporaries."""
-        program = self.programs[name]
-        held = self.state_bytes if name == "apply" else self.parameter_bytes
-        return max(0.0, program.argument_bytes - held), program.temporary_bytes
+    def largest(self) -> Added:
+        """What the program adds that adds most to the state."""
+        added = []
+        for name, program in self.programs.items():
+            # An update takes the whole state as arguments; the other programs take the parameters alone.
+            held = self.state_bytes if name == "apply" else self.parameter_bytes
+            added.append(Added(name, max(0.0, program.argument_bytes - held), program.temporary_bytes))
+        return max(added, key=lambda one: one.argument_bytes + one.temporary_bytes)
 
     def communication_seconds(
         self,
@@ -277,24 +286,21 @@ def read(file: Path, field: str = "planner.compiled") -> tuple[Case, ...]:
       ConfigError: the file is missing, or is no file of `launch/compile.py`.
     """
     try:
-        return tuple(_case(item) for item in json.loads(file.read_text())["cases"])
+        cases = []
+        for values in json.loads(file.read_text())["cases"]:
+            if not isinstance(values["programs"], dict) or "policy" not in values["programs"]:
+                raise ValueError("a case has no program named policy")
+            programs = {}
+            for name, item in values["programs"].items():
+                # JSON has lists where a program has tuples.
+                lists = {field: tuple(value) for field, value in item.items() if isinstance(value, list)}
+                lists["traffic"] = tuple(Traffic(**{**part, "axes": tuple(part["axes"])}) for part in item["traffic"])
+                programs[name] = Program(**{**item, **lists})
+            cases.append(Case(**{**values, "programs": programs}))
+        return tuple(cases)
     except OSError as error:
         raise protocols.ConfigError(f"config.{field}: {file} cannot be read ({error.strerror or error})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise protocols.ConfigError(
             f"config.{field}: {file} was not written by launch/compile.py --json ({type(error).__name__}: {error})"
         ) from error
-
-
-def _case(values: dict[str, object]) -> Case:
-    programs = values.pop("programs")
-    if not isinstance(programs, dict) or "policy" not in programs:
-        raise ValueError("a case has no program named policy")
-    return Case(**values, programs={name: _program(item) for name, item in programs.items()})  # type: ignore[arg-type]
-
-
-def _program(values: dict[str, object]) -> Program:
-    traffic = values.pop("traffic")
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    made = tuple(Traffic(**{**item, "axes": tuple(item["axes"])}) for item in traffic)  # type: ignore[attr-defined]
-    return Program(**{**values, **lists, "traffic": made})  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
             free[row] = max_segments(length, packed)
         row_of[index] = row
         start_of[index] = length_of_row[row] - room[row]
-        segment_of[index] = max_segments(length_of_row[row], packed) - free[row] + 1
+        segment_of[index] = max_segments(length_of_row[row], packed) - free[row] + 1  # from 1: 0 is padding
         room[row] -= need
         free[row] -= 1
     return Fit(row_of, start_of, segment_of, length_of_row)

@@ -364,9 +364,33 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
         return f"none needed at {accelerators:,}"
     match part:
         case "coordinator":
-            made = _fewer_deltas(costs, work, settings, accelerators)
+            # The smallest sufficient interval between deltas. Beyond a turn's own length a longer one does not help.
+            interval, cores = settings.stream_interval, load.value
+            while cores > BUSY and interval < work.generated_tokens / work.turns:
+                interval *= 2
+                changed = dataclasses.replace(settings, stream_interval=interval)
+                cores = loads(costs, work, changed, accelerators).parts[part].value
+            made = f"rollout.stream_interval={interval}: {cores:.2g} cores"
+            if cores > BUSY:
+                shards = math.ceil(cores / BUSY)
+                made = (
+                    f"rollout.stream_interval={interval} and {shards} coordinators, each of a share of the groups and "
+                    "engines"
+                )
         case "weight sync":
-            made = _larger_chunks(costs, work, settings, here)
+            # The smallest sufficient size of chunks, or else what is left with a single chunk.
+            changed, after = settings, load
+            while after.ratio > 1.0 and chunks(work, changed) > 1:
+                changed = dataclasses.replace(changed, chunk_mib=2 * changed.chunk_mib)
+                after = loads(costs, work, changed, accelerators).parts[part]
+            made = f"rollout.chunk_mib={changed.chunk_mib}: {after.value:.3g} s"
+            if after.ratio > 1.0:
+                targets = hosts(work, changed, accelerators / work.accelerators)
+                made = (
+                    f"rollout.chunk_mib={changed.chunk_mib} leaves {after.value:.3g} s; relays that call their host's "
+                    f"engines would make it one call for each of {targets:,.0f} hosts instead of "
+                    f"{here.engines / targets:.3g} times as many"
+                )
         case "start-up":
             whole, room = sum(here.start.values()), settings.start_limit - here.start["engines"]
             if room > 0:
@@ -384,33 +408,3 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
         case _:
             raise ValueError(f"{part!r} is none of {', '.join(here.parts)}")
     return f"{made} (now {load.value:.3g} {load.unit})"
-
-
-def _fewer_deltas(costs: Costs, work: Work, settings: Settings, accelerators: int) -> str:
-    """Returns the smallest sufficient interval between deltas."""
-    interval = settings.stream_interval
-    # An interval beyond a turn's own length does not help.
-    while interval < work.generated_tokens / work.turns:
-        interval *= 2
-        changed = dataclasses.replace(settings, stream_interval=interval)
-        cores = loads(costs, work, changed, accelerators).parts["coordinator"].value
-        if cores <= BUSY:
-            return f"rollout.stream_interval={interval}: {cores:.2g} cores"
-    changed = dataclasses.replace(settings, stream_interval=interval)
-    shards = math.ceil(loads(costs, work, changed, accelerators).parts["coordinator"].value / BUSY)
-    return f"rollout.stream_interval={interval} and {shards} coordinators, each of a share of the groups and engines"
-
-
-def _larger_chunks(costs: Costs, work: Work, settings: Settings, here: Loads) -> str:
-    """Returns the smallest sufficient size of chunks, or else what is left with a single chunk."""
-    part = here.parts["weight sync"]
-    while chunks(work, settings) > 1:
-        settings = dataclasses.replace(settings, chunk_mib=2 * settings.chunk_mib)
-        part = loads(costs, work, settings, here.accelerators).parts["weight sync"]
-        if part.ratio <= 1.0:
-            return f"rollout.chunk_mib={settings.chunk_mib}: {part.value:.3g} s"
-    targets = hosts(work, settings, here.accelerators / work.accelerators)
-    return (
-        f"rollout.chunk_mib={settings.chunk_mib} leaves {part.value:.3g} s; relays that call their host's engines "
-        f"would make it one call for each of {targets:,.0f} hosts instead of {here.engines / targets:.3g} times as many"
-    )

@@ -58,11 +58,6 @@ class Split:
         return protocols.Plan(self.train.data, self.train.fsdp, self.train.tensor, self.rollout)
 
     @property
-    def train_seconds(self) -> float:
-        """Seconds of a training step."""
-        return self.train.seconds
-
-    @property
     def devices(self) -> int:
         """Devices in use."""
         return self.plan.train_devices + self.plan.rollout_devices
@@ -120,7 +115,37 @@ class Search:
         Raises:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
         """
-        return self._together(devices) if self._staleness else self._in_turn(devices)
+        best: Split | None = None
+        if self._staleness:
+            both = partition.shortest(
+                lambda limit: self._within(limit, devices),
+                max(self._partitions.least_seconds, self._front[-1].seconds),
+                partition.ANY_SECONDS,
+                lambda both: max(both[0].seconds, both[1].seconds),
+            )
+            if both is not None:
+                # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would
+                # have been faster.
+                left = devices - both[1].devices
+                mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
+                best = self._split(mesh, self._partitions.fastest(devices - mesh.devices) or both[1])
+        else:
+            for mesh in self._front:
+                # Rollout may take only as long as would still beat the best step.
+                below = math.inf if best is None else best.step_seconds - mesh.seconds
+                if mesh.devices >= devices or below <= 0:
+                    continue
+                served = self._partitions.fastest(devices - mesh.devices, below=below)
+                if served is not None and served.seconds < below:
+                    best = self._split(mesh, served)
+        if best is not None:
+            return best
+        served = self._partitions.within(partition.ANY_SECONDS)
+        assert served is not None
+        raise protocols.ConfigError(
+            f"{devices} devices are too few: training takes at least {self._front[0].devices} of them to hold the "
+            f"model and its activations, rollout at least {served.devices}"
+        )
 
     def cheapest(self, seconds: float, devices: int) -> Split:
         """Returns the split with the fewest devices, `devices` at most, whose step takes no longer than `seconds`.
@@ -205,36 +230,6 @@ class Search:
             bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
         return tuple(bounds)
 
-    def _together(self, devices: int) -> Split:
-        found = partition.shortest(
-            lambda limit: self._within(limit, devices),
-            max(self._partitions.least_seconds, self._front[-1].seconds),
-            partition.ANY_SECONDS,
-            lambda both: max(both[0].seconds, both[1].seconds),
-        )
-        if found is None:
-            raise self._too_few(devices)
-        _, served = found
-        # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would have
-        # been faster.
-        left = devices - served.devices
-        mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
-        return self._split(mesh, self._partitions.fastest(devices - mesh.devices) or served)
-
-    def _in_turn(self, devices: int) -> Split:
-        best: Split | None = None
-        for mesh in self._front:
-            # Rollout may take only as long as would still beat the best step.
-            below = math.inf if best is None else best.step_seconds - mesh.seconds
-            if mesh.devices >= devices or below <= 0:
-                continue
-            served = self._partitions.fastest(devices - mesh.devices, below=below)
-            if served is not None and served.seconds < below:
-                best = self._split(mesh, served)
-        if best is None:
-            raise self._too_few(devices)
-        return best
-
     def _within(self, limit: float, devices: int) -> tuple[meshes.Mesh, partition.Partition] | None:
         """Returns the mesh and the instances with the fewest devices that meet the limit; None if they need too
         many."""
@@ -244,14 +239,6 @@ class Search:
             return None
         served = self._partitions.within(limit)
         return (mesh, served) if served is not None and mesh.devices + served.devices <= devices else None
-
-    def _too_few(self, devices: int) -> protocols.ConfigError:
-        served = self._partitions.within(partition.ANY_SECONDS)
-        assert served is not None
-        return protocols.ConfigError(
-            f"{devices} devices are too few: training takes at least {self._front[0].devices} of them to hold the "
-            f"model and its activations, rollout at least {served.devices}"
-        )
 
     def _split(self, mesh: meshes.Mesh, served: partition.Partition) -> Split:
         times = mesh.seconds, served.seconds
@@ -280,8 +267,8 @@ def compared(best: Split, splits: Sequence[Split]) -> str:
         return "no other split fits"
     second = min(others, key=lambda item: item.step_seconds)
     more = second.step_seconds / best.step_seconds - 1.0
-    if second.train_seconds > second.rollout_seconds:
-        reason = f"training takes {second.train_seconds:.1f} s on {second.train.devices} devices"
+    if second.train.seconds > second.rollout_seconds:
+        reason = f"training takes {second.train.seconds:.1f} s on {second.train.devices} devices"
     else:
         reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.plan.rollout_devices} devices left"
     # The search stops at a precision, so the runner-up may even be shorter by less than the printed digits.

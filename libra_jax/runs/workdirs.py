@@ -140,11 +140,23 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
     if stored_file.exists():
         stored = _stored(stored_file)
         differing = changes.find(escapes.redacted(stored), resolved)
-        taken = checkpoint_store.find(path).step if differing else -1  # `find` reads all files of a checkpoint
+        taken = checkpoint_store.find(path).step  # once, because it reads all files of a checkpoint
         changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
         if taken >= 0 and any(change.name == "model.path" for change in differing):
             changes.check_model(path, stored["model"], resolved["model"])
-        _check_steps(path, resolved)
+        if not resolved["checkpoint"]["every"] and taken < 1:
+            recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
+            if recorded > 0:
+                raise protocols.ConfigError(
+                    f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is "
+                    "0): it cannot go on, and a new one would take its place; use another --workdir, or move that one "
+                    "away"
+                )
+        if resolved["steps"] < taken:
+            raise protocols.ConfigError(
+                f"config.steps: {resolved['steps']} is fewer than the {taken} steps that the run in {path} has taken; "
+                "give more to go on, or use another --workdir"
+            )
         if differing:
             changes.record(path, differing, allow_changes, max(0, taken))
             print(f"The run in {path} goes on with other settings: {'; '.join(map(str, differing))}.", file=sys.stderr)
@@ -177,23 +189,6 @@ def _stored(file: Path) -> changes.Settings:
         f"--workdir={file.parent}: its {file.name} is not the settings of a run ({problem}); put back the file as the "
         "run wrote it, or use another workdir"
     )
-
-
-def _check_steps(path: Path, resolved: changes.Settings) -> None:
-    """Refuses fewer steps than the run has taken, and a restart from 0 in the workdir of a run without checkpoints."""
-    steps, taken = resolved["steps"], checkpoint_store.find(path).step
-    if not resolved["checkpoint"]["every"] and taken < 1:
-        recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
-        if recorded > 0:
-            raise protocols.ConfigError(
-                f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is 0): "
-                "it cannot go on, and a new one would take its place; use another --workdir, or move that one away"
-            )
-    if steps < taken:
-        raise protocols.ConfigError(
-            f"config.steps: {steps} is fewer than the {taken} steps that the run in {path} has taken; give more to "
-            "go on, or use another --workdir"
-        )
 
 
 def _refuse_if_in_use(workdir: Path) -> None:

@@ -33,13 +33,10 @@ class Bound:
     steps: int
     spare: int = 0
 
-    def deadline(self, dispatch_version: int) -> int:
-        """Returns the last version that may train on a group first dispatched at `dispatch_version`."""
-        return dispatch_version + self.staleness
-
     def last_step(self, dispatch_version: int) -> int:
-        """Returns the last step of the run that may train on that group; step n trains at version n."""
-        return min(self.deadline(dispatch_version), self.steps - 1)
+        """Returns the last step of the run that may train on a group first dispatched at `dispatch_version`."""
+        # Step n trains at version n, so the group's deadline is a step as well.
+        return min(dispatch_version + self.staleness, self.steps - 1)
 
 
 def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) -> int:
@@ -98,7 +95,8 @@ def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Map
     waiting = [finished[group] for group in later]
     binding: list[int] = []
     for version in sorted({*waiting, *running.values()}):
-        room = bound.groups_per_step * (bound.deadline(version) - step) + bound.spare
+        # One step fewer than B * (d - s + 1): the batch chosen above takes the step s.
+        room = bound.groups_per_step * (version + bound.staleness - step) + bound.spare
         due = [group for group in urgent if running[group] <= version and group not in binding]
         excess = len(due) + sum(1 for other in waiting if other <= version) - room
         binding.extend(due[: max(0, excess)])

@@ -235,12 +235,6 @@ class Levels:
         # Without bounds there is a single bucket, for instances of any degree.
         return self.degrees.index(degree) if self.bounds else 0
 
-    def nearest(self, other: Levels, level: int) -> int:
-        """Returns the level here for one of `other`: that of the same degree, else the next wider, else the widest."""
-        if not other.bounds or not other.degrees:
-            return min(level, self.count - 1)
-        return min(bisect.bisect_left(self.degrees, other.degrees[level]), self.count - 1)
-
     def of_length(self, tokens: float) -> int:
         """Returns the level that serves a request with `tokens` to generate."""
         # A length at a bound belongs below it. Levels of degrees not seen yet do not exist: the widest stands in.

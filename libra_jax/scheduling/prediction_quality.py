@@ -196,13 +196,20 @@ class _Judge:
         for (tool, size_class, status), values in sorted(left.items(), key=lambda item: (-len(item[1]), item[0])):
             p90 = sorted(values)[math.ceil(0.9 * len(values)) - 1]
             states.append(State(tool, size_class, status, len(values), sum(values) / len(values), p90))
+        # Epsilon squared (Kelley, 1935): the share of the variance between states, estimated without bias.
+        returns, total = sum(map(len, left.values())), sum(map(sum, left.values()))
+        whole = sum(value**2 for values in left.values() for value in values) - total**2 / returns
+        inside = sum(sum(value**2 for value in values) - sum(values) ** 2 / len(values) for values in left.values())
+        explained = math.nan
+        if returns > len(left) and whole > 0:
+            explained = 1.0 - (inside / (returns - len(left))) / (whole / (returns - 1))
         confusion, count = self._confusion, sum(map(sum, self._confusion))
         spread = self._squares - self._sum**2 / count if count else 0.0
         right = (max(map(sum, confusion)), self._right_by_state, sum(row[at] for at, row in enumerate(confusion)))
         majority, by_state, by_path = (each / count if count else math.nan for each in right)
         return PredictionQuality(
             states=tuple(states),
-            explained=_explained(left),
+            explained=explained,
             bounds=self._bounds,
             judged=count,
             majority=majority,
@@ -217,13 +224,3 @@ class _Judge:
 def _remaining(one: Rollout) -> list[int]:
     """Returns the tokens left after each return."""
     return list(itertools.accumulate(reversed(one.generated[1:])))[::-1]
-
-
-def _explained(left: Mapping[evidence.Key, Sequence[int]]) -> float:
-    """Returns epsilon squared (Kelley, 1935): the share of the variance between states, estimated without bias."""
-    count, total = sum(map(len, left.values())), sum(map(sum, left.values()))
-    spread = sum(value**2 for values in left.values() for value in values) - total**2 / count
-    inside = sum(sum(value**2 for value in values) - sum(values) ** 2 / len(values) for values in left.values())
-    if count <= len(left) or spread <= 0:
-        return math.nan
-    return 1.0 - (inside / (count - len(left))) / (spread / (count - 1))

@@ -80,7 +80,7 @@ class Node:
             samples.append(sample)
             self.mass = mass + 1.0
             if count < SETTLED_SAMPLES:
-                self.due = 0
+                self.due = 0  # the blend is renewed at the next prediction
         else:
             samples[self._next] = sample
             self._next = (self._next + 1) % window
@@ -269,6 +269,7 @@ class PrefixTree:
         self._used.clear()
         made: list[Node] = []
         for parent, edge, samples, stamp, mass in snapshot["nodes"]:
+            # JSON has lists where edges are tuples, which a dict needs as keys.
             node = (
                 self.root if parent < 0 else self._child(made[parent], tuple(edge) if isinstance(edge, list) else edge)
             )

@@ -34,7 +34,8 @@ def create(
         buckets.check(config.max_remaining_tokens, degrees)
     if costs is None:
         costs = cost_model.LinearCosts(config.costs)
-    # No default but the last case: config has checked that the policy is one of `POLICIES`.
+    # No default but the last case: config has checked that the policy is one of `POLICIES`. Policies with a single
+    # bucket need no degrees.
     match config.policy:
         case "cmlfq":
             return cmlfq.Cmlfq(config, costs, degrees=degrees)

@@ -18,6 +18,7 @@ From an event to its moves is a short way: `on_tool_return` -> `route` (what is 
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -156,9 +157,13 @@ class SlotScheduler:
         if not self.by_length:
             return []
         before, self.levels = self.levels, buckets.Levels.planned(planned)
-        # A plan may add or drop degrees, which shifts the numbers of the levels: requests keep their degree.
+        # A plan may add or drop degrees, which shifts the numbers of the levels: a request keeps its degree, or else
+        # gets the next wider, or else the widest.
         for request in self.requests.values():
-            request.level = self.levels.nearest(before, request.level)
+            level = request.level
+            if before.bounds and before.degrees:
+                level = bisect.bisect_left(self.levels.degrees, before.degrees[level])
+            request.level = min(level, self.levels.count - 1)
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:

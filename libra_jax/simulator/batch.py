@@ -435,18 +435,3 @@ class Batch:
         """Drops held prefixes, least recently used first, until they fit into `room` tokens."""
         while self._held_tokens > room:
             self._held_tokens -= self._held.popitem(last=False)[1]
-
-    def _drop_cache(self) -> None:
-        """Drops all keys and values after new weights; queues every running request for prefill, oldest first."""
-        running = self._running()
-        for request in running:
-            if request.state == "decoding":
-                self._settle(request, self._steps)
-            request.state = "waiting"
-        self._waiting = collections.deque(sorted([*self._waiting, *running], key=lambda request: request.number))
-        self._decoding.clear()
-        self._prefill = None
-        self._due.clear()
-        self._held.clear()
-        self._held_tokens = self._used = self._context = 0
-        self._stale = False

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -243,9 +244,9 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     """
     # Other code may have children, too; only this pool's are killed.
     before = set(multiprocessing.active_children())
-    executor = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
-    )
+    # Killed with -9, this process cannot end its workers. Only Linux lets a process ask for its parent's death.
+    begin = functools.partial(parent_death.die_with_parent, os.getpid()) if sys.platform == "linux" else None
+    executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=begin)
     try:
         # A terminal sends Ctrl-C to all; the workers inherit that they ignore it, and their parent ends them. Only the
         # main thread may set signal handlers.
@@ -272,12 +273,6 @@ def pool(workers: int) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
         shutdown.join(END_SECONDS)
         raise
     executor.shutdown()
-
-
-def _begin(parent: int) -> None:
-    # Killed with -9, the parent cannot end its workers. Only Linux lets a process ask for the parent's death.
-    if sys.platform == "linux":
-        parent_death.die_with_parent(parent)
 
 
 TASKS, SAMPLES = 64, 16
@@ -308,21 +303,17 @@ class Subject:
     def of_run(cls, run: settings.SimulatedRun) -> Subject:
         """Returns the subject of a run that `prepare` has checked."""
         tasks = run.steps * run.coordinator.groups_per_step
-        sampled = range(0, tasks, max(1, tasks // TASKS))
-        lengths = workloads.summarise(workload(run), sampled, min(SAMPLES, run.coordinator.group_size))
+        sampled, samples = range(0, tasks, max(1, tasks // TASKS)), range(min(SAMPLES, run.coordinator.group_size))
+        work = workload(run)
+        lengths = workloads.summary_of([work.script(task, sample) for task in sampled for sample in samples])
         instances = dict(sorted(collections.Counter(run.rollout.tensor_parallel).items()))
         trace, simulation = run.workload.trace, run.simulation
         name = Path(trace).name if trace else run.workload.shape
         return cls(simulation.model, simulation.hardware, simulation.train_devices, instances, name, lengths)
 
-    @property
-    def machine(self) -> str:
-        """Clause with model, hardware and layout."""
+    def clauses(self) -> tuple[str, str]:
+        """Returns a clause with model, hardware and layout, and one with the workload and its lengths."""
         count = self.train_devices + sum(degree * number for degree, number in self.instances.items())
         layout = ", ".join(f"{number} of degree {degree}" for degree, number in self.instances.items())
-        return f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
-
-    @property
-    def work(self) -> str:
-        """Clause with the workload and its lengths."""
-        return f"{self.workload}: {self.lengths}"
+        machine = f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
+        return machine, f"{self.workload}: {self.lengths}"

@@ -7,6 +7,7 @@ pause that keeps requests.
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, cast
@@ -157,7 +158,20 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self._paused = False
         # Once for all updates of the pause: keys and values of the old weights are worth nothing under the new.
         if self._stale:
-            self._drop_cache()
+            running = self._running()
+            for request in running:
+                if request.state == "decoding":
+                    self._settle(request, self._steps)
+                request.state = "waiting"
+            # Oldest first: a request that had a place goes before those that arrived after it.
+            everyone = sorted([*self._waiting, *running], key=lambda request: request.number)
+            self._waiting = collections.deque(everyone)
+            self._decoding.clear()
+            self._prefill = None
+            self._due.clear()
+            self._held.clear()
+            self._held_tokens = self._used = self._context = 0
+            self._stale = False
         self._plan_soon()
 
     async def sleep(self) -> None:

@@ -65,7 +65,7 @@ def parts(config: FaultConfig, seed: int) -> world.Parts:
         engine=lambda life, **arguments: Engine(
             config, random.Random(f"{seed}/{arguments['name']}/{life}"), **arguments
         ),
-        environment=lambda book: Environment(config, random.Random(f"{seed}/environment/{next(rollouts)}"), book),
+        environment=lambda book: Environment(config, random.Random(f"{seed}/environment/{next(rollouts)}"), book=book),
         trainer=lambda life, **arguments: Trainer(config, random.Random(f"{seed}/trainer"), **arguments),
         make_training_side=lambda life, **arguments: TrainingSide(
             config, random.Random(f"{seed}/replica/{arguments['worker']}/{life}"), **arguments
@@ -78,13 +78,23 @@ async def _perhaps_hang(rng: random.Random, share: float) -> None:
         await asyncio.get_running_loop().create_future()  # until a deadline aborts the call
 
 
-class Engine(engine.Engine):
-    """One life of an engine: it may be on a slow node, die early, or hang when it falls asleep or wakes."""
+class _Faulty:
+    """The faults of one life of a machine, drawn from a random generator of its own. It precedes the machine's class.
+
+    Args:
+      faults: rates of the faults.
+      rng: generator of the draws.
+      arguments: arguments of the machine.
+    """
 
     def __init__(self, faults: FaultConfig, rng: random.Random, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._faults, self._rng = faults, rng
         self._death: asyncio.TimerHandle | None = None
+
+
+class Engine(_Faulty, engine.Engine):
+    """One life of an engine: it may be on a slow node, die early, or hang when it falls asleep or wakes."""
 
     async def start(self) -> protocols.EngineInfo:
         """Starts, and draws this life's faults."""
@@ -113,12 +123,8 @@ class Engine(engine.Engine):
         await super().shutdown()
 
 
-class Environment(trajectory.ScriptedEnvironment):
+class Environment(_Faulty, trajectory.ScriptedEnvironment):
     """One rollout's environment: each tool call may crash it, or never return."""
-
-    def __init__(self, faults: FaultConfig, rng: random.Random, book: trajectory.Book) -> None:
-        super().__init__(book)
-        self._faults, self._rng = faults, rng
 
     async def step(self, output: str) -> protocols.StepResult:
         """Runs the scripted tool, unless the environment crashes or the tool hangs."""
@@ -131,12 +137,8 @@ class Environment(trajectory.ScriptedEnvironment):
         return result
 
 
-class Trainer(trainer.Trainer):
+class Trainer(_Faulty, trainer.Trainer):
     """A trainer with late snapshots and gradient channels that fail to open or close."""
-
-    def __init__(self, faults: FaultConfig, rng: random.Random, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._faults, self._rng = faults, rng
 
     async def _called(self, call: str) -> None:
         """Delays a snapshot, or fails in opening or closing a channel."""
@@ -147,13 +149,8 @@ class Trainer(trainer.Trainer):
             await asyncio.sleep(self._rng.expovariate(1.0 / self._faults.late_seconds))
 
 
-class TrainingSide(training_side.TrainingSide):
+class TrainingSide(_Faulty, training_side.TrainingSide):
     """One life of a hybrid worker's training side: it may be short, any call may hang, any share may be slow."""
-
-    def __init__(self, faults: FaultConfig, rng: random.Random, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._faults, self._rng = faults, rng
-        self._death: asyncio.TimerHandle | None = None
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts, and draws this life's faults."""

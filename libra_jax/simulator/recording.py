@@ -203,24 +203,19 @@ def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
             "run without (coordinator.stale=wait, filter_zero_variance=False)"
         )
-    synchronous = config.coordinator.max_staleness == 0
-    return {number: _parts(path, number, table[number], synchronous) for number in taken}
-
-
-def _parts(path: Path, number: int, scalars: Mapping[str, float], synchronous: bool) -> Parts:
-    def value(name: str) -> float:
-        seconds = scalars.get(name, math.nan)
-        if not math.isfinite(seconds):
-            raise protocols.DataError(f'{path}: step {number} has no "{name}"; give the metrics of a run')
-        return seconds
-
-    besides = scalars.get("evaluation/seconds", 0.0) + scalars.get("checkpoint/seconds", 0.0)
-    rollout, train, sync = (value(f"{stage}/seconds") for stage in ("rollout", "train", "sync"))
-    # Groups run while a checkpoint is written and an evaluation goes on, so only a part of that time is beside the
-    # stages.
-    stages = train + sync + (rollout if synchronous else scalars.get("rollout/wait_seconds", 0.0))
-    step = value("step/seconds")
-    return Parts(max(step - besides, min(step, stages)), rollout, train, sync)
+    parts = {}
+    for number in taken:
+        scalars, names = table[number], ("rollout/seconds", "train/seconds", "sync/seconds", "step/seconds")
+        for name in names:
+            if not math.isfinite(scalars.get(name, math.nan)):
+                raise protocols.DataError(f'{path}: step {number} has no "{name}"; give the metrics of a run')
+        rollout, train, sync, step = (scalars[name] for name in names)
+        besides = scalars.get("evaluation/seconds", 0.0) + scalars.get("checkpoint/seconds", 0.0)
+        # Groups run while a checkpoint is written and an evaluation goes on, so only a part of that time is beside the
+        # stages.
+        waited = scalars.get("rollout/wait_seconds", 0.0) if config.coordinator.max_staleness else rollout
+        parts[number] = Parts(max(step - besides, min(step, train + sync + waited)), rollout, train, sync)
+    return parts
 
 
 def _groups(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import page, tool_report, trace
+from libra_jax.telemetry import page, tool_report
 
 WIDTH = 4.6
 """Width of a picture, in inches. On a phone of 360 CSS pixels the letters are then about as large as in print."""
@@ -263,15 +263,6 @@ MOST_ROWS = 16
 """Most causal states in the table of prediction quality; the most frequent are shown."""
 
 
-def read_quality(path: Path) -> prediction_quality.PredictionQuality | None:
-    """Measures the prediction quality of a trace; None if no tool returned in it.
-
-    Raises:
-      DataError: the trace cannot be used; the message names file and line.
-    """
-    return prediction_quality.measure([prediction_quality.rollout(record) for record in trace.read(path)])
-
-
 def quality_table(found: prediction_quality.PredictionQuality) -> str:
     """Returns the causal states, and how well the remaining length was predicted."""
     rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
@@ -280,13 +271,15 @@ def quality_table(found: prediction_quality.PredictionQuality) -> str:
     return "\n".join([*aligned(rows, left=3), *more, *tool_report.verdicts(found)])
 
 
-def quality_json(found: prediction_quality.PredictionQuality) -> str:
-    """Returns all measurements as a JSON object; unknown values are null."""
+def write_quality(found: prediction_quality.PredictionQuality, stem: Path) -> None:
+    """Writes all measurements as JSON, and as .svg the tokens left after each of the most frequent causal states.
+
+    Args:
+      found: the measurements; unknown values become null.
+      stem: path of both files without their suffix.
+    """
     values = dataclasses.asdict(found)
+    # JSON has no NaN.
     plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
-    return json.dumps(plain, indent=2) + "\n"
-
-
-def write_quality_picture(found: prediction_quality.PredictionQuality, path: Path) -> None:
-    """Draws the tokens left after each of the most frequent causal states, as .svg."""
-    path.write_text(page.standalone(tool_report.draw_left(found.states)))
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(plain, indent=2) + "\n")
+    stem.with_name(f"{stem.name}.svg").write_text(page.standalone(tool_report.draw_left(found.states)))

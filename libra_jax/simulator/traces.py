@@ -85,7 +85,7 @@ def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool
 
 def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.Random) -> scripts.Script:
     """Returns another rollout of the prompt of `script`, varied by `sigma`, with a context of at most `max_context`."""
-    factor = _mean_one(sigma, rng.gauss(0.0, 1.0))
+    factor = math.exp(sigma * rng.gauss(0.0, 1.0) - sigma**2 / 2.0)  # of mean 1
     turn_factor, token_factor = factor**TURN_SHARE, factor ** (1.0 - TURN_SHARE)
     *before, last = script.turns
     wanted = max(0, round(len(script.turns) * turn_factor) - 1)
@@ -102,8 +102,13 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
             for _ in range(times):
                 failed = turn.tool is not None and rng.random() < 0.5
                 turns.append(dataclasses.replace(turn, status="failure") if failed else turn)
-    varied = [_varied(turn, token_factor, sigma * TURN_SIGMA, rng) for turn in turns]
-    last = _varied(last, token_factor, sigma * TURN_SIGMA, rng)
+    varied, each = [], sigma * TURN_SIGMA
+    for turn in (*turns, last):
+        jitter = math.exp(each * rng.gauss(0.0, 1.0) - each**2 / 2.0)
+        generated = max(1, round(turn.generated_tokens * token_factor * jitter))
+        seconds = round(turn.tool_seconds * jitter, 6)
+        varied.append(dataclasses.replace(turn, generated_tokens=generated, tool_seconds=seconds))
+    *varied, last = varied
     # The last turn is kept in any case; earlier turns are cut to make room.
     room = max_context - script.prompt_tokens - last.generated_tokens
     kept = []
@@ -141,16 +146,3 @@ def _order(count: int, name: str) -> tuple[int, ...]:
     order = list(range(count))
     random.Random(name).shuffle(order)
     return tuple(order)
-
-
-def _mean_one(sigma: float, normal: float) -> float:
-    return math.exp(sigma * normal - sigma**2 / 2.0)
-
-
-def _varied(turn: protocols.Turn, factor: float, sigma: float, rng: random.Random) -> protocols.Turn:
-    jitter = _mean_one(sigma, rng.gauss(0.0, 1.0))
-    return dataclasses.replace(
-        turn,
-        generated_tokens=max(1, round(turn.generated_tokens * factor * jitter)),
-        tool_seconds=round(turn.tool_seconds * jitter, 6),
-    )

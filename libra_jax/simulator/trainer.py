@@ -49,12 +49,6 @@ class OnMesh:
     trainer: meshes.Trainer
     resize_seconds: float
 
-    @property
-    def devices(self) -> int:
-        """Devices in the mesh."""
-        data, fsdp, tensor = self.sizes
-        return data * fsdp * tensor
-
     def train_seconds(self, lengths: Sequence[int]) -> float:
         """Returns the seconds of a step on sequences of these lengths."""
         return meshes.Training(self.model, lengths, self.trainer).seconds(*self.sizes)
@@ -114,7 +108,7 @@ class Trainer:
         took, wanted = self._mesh.resize_seconds, self._wanted
         await asyncio.sleep(took)
         self._mesh = dataclasses.replace(self._mesh, sizes=(wanted.data, wanted.fsdp, wanted.tensor))
-        self._devices, self._wanted = self._mesh.devices, None
+        self._devices, self._wanted = wanted.devices, None
         return protocols.ResizePhases(0.0, 0.0, took, 0)
 
     async def cancel_resize(self) -> None:

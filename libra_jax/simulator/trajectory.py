@@ -9,6 +9,7 @@ import asyncio
 import bisect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
@@ -309,23 +310,28 @@ def _tokens(content: str) -> int:
     return int(content) if content.isdigit() else -(-len(content) // 4)
 
 
+@dataclass(eq=False)
 class ScriptedEnvironment:
-    """A `protocols.Environment` of one rollout. Its reward alternates by sample, which has no effect on time."""
+    """A `protocols.Environment` of one rollout. Its reward alternates by sample, which has no effect on time.
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
-        self._turn = 0
-        self.running_tool = ""
+    Attributes:
+      book: trajectories of the run, which have the scripts.
+      running_tool: name of the tool that the last step called; empty if it called none.
+    """
+
+    book: Book
+    running_tool: str = field(default="", init=False)
+    _turn: int = field(default=0, init=False)
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Shows a prompt of the scripted length."""
         self._turn = 0
-        return [protocols.Message("user", str(self._book.prompt_tokens(task.prompt_id)))]
+        return [protocols.Message("user", str(self.book.prompt_tokens(task.prompt_id)))]
 
     async def step(self, output: str) -> protocols.StepResult:
         """Runs the tool that the script's turn calls; `output` is the rollout's name, as `CountedText` decodes it."""
         # Told by the output's name: an environment learns of its task only, and siblings share that.
-        turns = self._book.script(output).turns
+        turns = self.book.script(output).turns
         at, self._turn = self._turn, self._turn + 1
         if at < len(turns):  # else a tool that timed out took the place of the script's end
             turn = turns[at]

@@ -74,14 +74,9 @@ class Twin:
         return statistics.fmean(relative_error(parts.total, mean) for parts in self.measured[self.calibrated :])
 
     @property
-    def threshold(self) -> float:
-        """Largest error of the total that meets the target."""
-        return target(self.spread)
-
-    @property
     def met(self) -> bool:
         """True if the prediction meets the target."""
-        return self.error() <= self.threshold
+        return self.error() <= target(self.spread)
 
 
 def target(spread: float | None) -> float:
@@ -253,7 +248,7 @@ def table(made: Twin) -> str:
         + f" (of those it was calibrated on: total {made.error(held_out=False):.1%})",
         f"error of predicting the mean of steps 1-{made.calibrated} for each: {made.constant_error:.1%}",
         alike,
-        f"target: an error of at most max({TARGET:.0%}, {SPREADS:g} x spread) = {made.threshold:.1%}: "
+        f"target: an error of at most max({TARGET:.0%}, {SPREADS:g} x spread) = {target(made.spread):.1%}: "
         + ("met" if made.met else "NOT met")
         + f" with {made.error():.1%}",
     ]
@@ -284,7 +279,7 @@ def to_json(made: Twin) -> str:
                 "spread": made.spread,
                 "repeated_steps": made.repeated,
                 "kinds_of_steps": made.kinds,
-                "threshold": made.threshold,
+                "threshold": target(made.spread),
                 "met": made.met,
                 "level": made.level,
                 "engines": {str(degree): vars(engine) for degree, engine in sorted(model.engines.items())},

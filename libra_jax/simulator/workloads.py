@@ -86,11 +86,12 @@ class _Draw:
 def swe(draw: _Draw, progress: float) -> scripts.Script:
     """Returns a software-engineering rollout, `progress` (0 to 1) of the way through the run."""
     rng, place, kind = draw.sample, draw.share_below(), PLAIN
-    shares = [_between(other.share, progress) for other in (PLAIN, LARGE, FAILING)]
+    shares = [first + (last - first) * progress for first, last in (PLAIN.share, LARGE.share, FAILING.share)]
     if place > shares[0]:
         kind = LARGE if place < shares[0] + shares[1] else FAILING
+    first_mean, last_mean = kind.tokens
     factor = min(draw.factor(0.15 * kind.spread, 0.35 * kind.spread), FAR_TAIL if kind is FAILING else 3.0)
-    total = max(60, round(_between(kind.tokens, progress) * factor))
+    total = max(60, round((first_mean + (last_mean - first_mean) * progress) * factor))
     generated = _split(total, max(3, round(total / kind.turn_tokens)), rng)
     turns = []
     for tokens in generated[:-1]:  # tool calls that mostly succeed and return about 1k tokens
@@ -162,10 +163,6 @@ class Synthetic:
         name = f"{self.shape}/{self.seed}/{task_index}"
         draw = _Draw(random.Random(name), random.Random(f"{name}/{sample}"), self.variation)
         return SHAPES[self.shape](draw, min(1.0, task_index / max(1, self.tasks - 1)))
-
-
-def _between(ends: tuple[float, float], progress: float) -> float:
-    return ends[0] + (ends[1] - ends[0]) * progress
 
 
 def _log_normal(rng: random.Random, median: float, spread: float, most: int) -> int:
@@ -265,11 +262,6 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
     return Synthetic(config.shape, seed, tasks, config.variation)
 
 
-def summarise(workload: scripts.Workload, tasks: range, samples: int) -> Summary:
-    """Summarises the lengths of `samples` rollouts of each of `tasks`."""
-    return summary_of([workload.script(task, sample) for task in tasks for sample in range(samples)])
-
-
 def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
     """Summarises the lengths of these rollouts, at least one."""
     generated = sorted(script.generated_tokens for script in drawn)
@@ -326,7 +318,8 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
     tasks = config.steps * config.coordinator.groups_per_step
     # Spread over the whole run, because lengths drift.
     sampled = range(0, tasks, max(1, tasks // 64))
-    summary = summarise(workload, sampled, min(16, config.coordinator.group_size))
+    samples = range(min(16, config.coordinator.group_size))
+    summary = summary_of([workload.script(task, sample) for task in sampled for sample in samples])
     for field, limit, needed in (
         ("rollout.max_context", config.rollout.max_context, summary.context_max + 1),
         ("rollout.max_tokens", config.rollout.max_tokens, summary.turn_tokens_max),

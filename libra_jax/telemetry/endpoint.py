@@ -30,6 +30,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from wsgiref import simple_server
 
@@ -50,14 +51,14 @@ _TOOL = re.compile(r"tool/(?P<tool>.+)/(?P<what>\w+)")
 _Answer = tuple[str, str, bytes]
 
 
+@dataclass(eq=False)  # a registry keeps it in a dict, which needs a hash
 class Collector(registry.Collector):
     """Makes Prometheus metrics from a run's current view at each request. Keeps no earlier values."""
 
-    def __init__(self, run: status.RunStatus) -> None:
-        self._run = run
+    run: status.RunStatus
 
     def collect(self) -> Iterator[core.Metric]:
-        view = self._run.view()
+        view = self.run.view()
         yield core.GaugeMetricFamily("libra_healthy", "1 while /health answers 200.", float(_is_well(view)))
         yield core.GaugeMetricFamily("libra_fencing_token", "Starts of this run in its workdir.", view["fencing_token"])
         yield core.CounterMetricFamily("libra_steps", "Training steps taken, earlier starts' included.", view["step"])

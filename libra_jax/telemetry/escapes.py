@@ -47,6 +47,7 @@ def json_text(text: str) -> str:
     Args:
       text: A JSON document that keeps characters beyond ASCII as they are.
     """
+    # `json` spells them itself if it is told to: those beyond U+FFFF as a pair of UTF-16 units. Without its quotes.
     return _RAW_IN_JSON.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.telemetry import metrics, timeline
 
 
+@dataclass
 class MemoryRecorder:
     """A `protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metrics`).
 
@@ -23,16 +25,15 @@ class MemoryRecorder:
       notes: Sentences, in order.
     """
 
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, dict[str, float]]] = []
-        self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
-        self.trajectories: list[dict[str, Any]] = []
-        self.samples: list[dict[str, Any]] = []
-        self.decisions: list[dict[str, Any]] = []
-        self.transitions: list[dict[str, Any]] = []
-        self.pool_sizes: list[timeline.PoolSizes] = []
-        self.statuses: list[tuple[str, str]] = []
-        self.notes: list[str] = []
+    steps: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    spans: list[tuple[str, str, float, float, dict[str, Any]]] = field(default_factory=list)
+    trajectories: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    transitions: list[dict[str, Any]] = field(default_factory=list)
+    pool_sizes: list[timeline.PoolSizes] = field(default_factory=list)
+    statuses: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         metrics.check(scalars)

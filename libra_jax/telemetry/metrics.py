@@ -49,13 +49,13 @@ class Metric:
 
 
 def find(name: str) -> Metric | None:
-    """Returns the metric with this name, or whose pattern the name fits. None if the name is not registered."""
-    if (known := _BY_NAME.get(name)) is not None:
-        return known
-    for pattern, metric in _PATTERNS:
+    """Returns the metric that has this name, or whose pattern the name fits. None if the name is not registered."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    for metric, pattern in _PATTERNS:
         found = pattern.fullmatch(name)
-        # The text in place of `<metric>` must be a registered name itself.
-        if found and ("metric" not in pattern.groupindex or find(found["metric"]) is not None):
+        # What stands for `<metric>` has to be registered itself.
+        if found is not None and (not metric.name.endswith(METRIC) or find(found[1]) is not None):
             return metric
     return None
 
@@ -239,12 +239,12 @@ METRICS = (*_STEP, *_ROUTING, *_TRAINER, *_SHARES, *_PLANNER, *_AGENTS, *_REWARD
 
 _BY_NAME = {metric.name: metric for metric in METRICS if "<" not in metric.name}
 # Longer patterns come first, because `reward/<function>` would also cover `reward/<function>/<number>`.
-_PATTERNS: list[tuple[re.Pattern[str], Metric]] = []
-for _metric in sorted(METRICS, key=lambda metric: -metric.name.count("/")):
-    if "<" in _metric.name:
-        # Any text, slashes included: a tool or a user's function may have any name.
-        _any = re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(_metric.name))
-        _PATTERNS.append((re.compile(_any, re.DOTALL), _metric))
+_PATTERNS = [
+    # Any text, slashes included: a tool or a user's function may have any name.
+    (metric, re.compile(re.sub(r"<\w+>", "(.+)", re.escape(metric.name)), re.DOTALL))
+    for metric in sorted(METRICS, key=lambda metric: -metric.name.count("/"))
+    if "<" in metric.name
+]
 
 
 def plain(scalars: Mapping[str, Any]) -> dict[str, float]:

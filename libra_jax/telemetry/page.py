@@ -373,8 +373,11 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("libra_jax.telemetry"),
         # Everything that the template shows, a model's text too, passes `finalize` first and HTML's own escapes then.
+        # Markup is text that was made safe already.
         autoescape=True,
-        finalize=_visible,
+        finalize=lambda shown: (
+            shown if isinstance(shown, markupsafe.Markup) else escapes.visible(str(shown), lines=True)
+        ),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -382,12 +385,6 @@ def render(title: str, heading: str, lead: Sequence[str], sections: Sequence[Sec
     environment.filters["bold"] = _bold
     values = {"title": title, "heading": heading, "lead": lead, "sections": sections}
     return environment.get_template("page.html.j2").render(values, light=LIGHT, dark=DARK)
-
-
-def _visible(value: Any) -> Any:
-    """Spells out control characters in everything that a template shows. HTML's own escapes follow."""
-    # Markup is text that was made safe already.
-    return value if isinstance(value, markupsafe.Markup) else escapes.visible(str(value), lines=True)
 
 
 def _bold(sentence: str) -> markupsafe.Markup:

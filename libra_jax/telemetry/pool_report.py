@@ -282,8 +282,7 @@ def sentence(changes: Sequence[Transition]) -> str:
     text = f"**{done:,} transition{'' if done == 1 else 's'}** came about" + (f" ({counted})" if counted else "")
     text += f" and {lost:,} came to nothing" if lost else ""
     stalls = {side: sum(change.stall.get(side, 0.0) for change in changes) for side in _STALLS.values()}
-    told = " and ".join(f"{side} for {_seconds(stalled)}" for side, stalled in stalls.items())
-    return f"{text}; together they stalled {told}."
+    return f"{text}; together they stalled {' and '.join(f'{side} for {_seconds(t)}' for side, t in stalls.items())}."
 
 
 def _listed(title: str, changes: Sequence[Transition], *, folded: bool = False) -> page.Section:

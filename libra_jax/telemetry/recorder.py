@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,17 @@ TOLD = 3
 """Number of damaged lines of a file that are named. Further ones are counted."""
 
 
+@dataclass
 class _Warnings:
     """Shows each warning once: in the console if there is one, otherwise as a log message."""
 
-    def __init__(self) -> None:
-        self.console: sinks.Sink | None = None
-        self._shown: set[str] = set()
+    console: sinks.Sink | None = None
+    shown: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, sentence: str) -> None:
-        if key in self._shown:
+        if key in self.shown:
             return
-        self._shown.add(key)
+        self.shown.add(key)
         if self.console is None or key == console.LOST:
             logging.getLogger(__name__).warning("%s", sentence)
         else:

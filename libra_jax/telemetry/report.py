@@ -81,10 +81,6 @@ class Run:
     samples: list[samples.Sample] = field(default_factory=list)
     moves: Counter[str] = field(default_factory=Counter)
 
-    def curve(self, name: str) -> dict[int, float]:
-        """Returns a metric's finite values by step."""
-        return sections.curve(self.steps, name)
-
 
 def load(workdir: Path) -> Run:
     """Reads a workdir. The run may have been interrupted.
@@ -212,17 +208,17 @@ def sentences(run: Run) -> list[str]:
             called += ", all successful"
         out.append(f"It generated **{sum(run.lengths):,} tokens** in {len(run.lengths):,} trajectories{called}.")
     out.append(tool_report.sentence(run.tools))
-    if rates := run.curve("tokens_per_second"):
-        seconds = run.curve("step/seconds")
+    if rates := sections.curve(run.steps, "tokens_per_second"):
+        seconds = sections.curve(run.steps, "step/seconds")
         # Weighted by the steps' seconds: the mean of the rates would count a short step as much as a long one.
         known = {step: seconds[step] for step in rates if seconds.get(step)} or dict.fromkeys(rates, 1.0)
         rate = sum(rates[step] * weight for step, weight in known.items()) / sum(known.values())
         out.append(f"It generated **{rate:,.0f} tokens a second** over all its steps.")
-    if staleness := run.curve("staleness/max"):
+    if staleness := sections.curve(run.steps, "staleness/max"):
         most = max(staleness.values())
         out.append(f"No group was older than {most:.0f} version{'' if most == 1 else 's'} when it was trained on.")
     out += [_moves(run), pool_report.sentence(run.changes)]
-    if skipped := sum(run.curve("skipped").values()):
+    if skipped := sum(sections.curve(run.steps, "skipped").values()):
         out.append(f"{skipped:.0f} steps were skipped because a number was not finite.")
     return [sentence for sentence in out if sentence]
 
@@ -230,7 +226,7 @@ def sentences(run: Run) -> list[str]:
 def _learning(run: Run) -> list[str]:
     """Returns sentences on how the reward and the score on held-out tasks changed."""
     out = []
-    if rewards := list(run.curve("reward/mean").values()):
+    if rewards := list(sections.curve(run.steps, "reward/mean").values()):
         size = min(WINDOW, len(rewards) // 2)  # the two windows must not share a step
         if size:
             before, after = map(statistics.fmean, (rewards[:size], rewards[-size:]))
@@ -247,7 +243,7 @@ def _learning(run: Run) -> list[str]:
             out.append(_change("The training reward", before, after) + f"{means}.")
         else:
             out.append(f"The training reward was **{rewards[0]:z.2f}**.")
-    if scores := list(run.curve("evaluation/accuracy").items()):
+    if scores := list(sections.curve(run.steps, "evaluation/accuracy").items()):
         (first_step, before), (last_step, after) = scores[0], scores[-1]
         if last_step > first_step:
             out.append(_change("The score on held-out tasks", before, after) + ".")
@@ -264,19 +260,21 @@ def _change(name: str, first: float, last: float) -> str:
 
 def _moves(run: Run) -> str:
     """Returns how often requests moved between engines, and the cost. Empty if none moved."""
-    moves = run.curve("routing/moves")
+    moves = sections.curve(run.steps, "routing/moves")
     if not (count := sum(moves.values())):
         return ""
-    tokens = sum(run.curve("routing/moved_tokens").values())
+    tokens = sum(sections.curve(run.steps, "routing/moved_tokens").values())
     times = "once" if count == 1 else f"{count:,.0f} times"
     text = f"Requests moved to another instance **{times}**, with {tokens / count:,.0f} tokens of context"
-    waits: list[Sequence[float]] = [list(run.curve(f"routing/{name}_seconds").values()) for name in ("move", "stay")]
+    waits: list[Sequence[float]] = [
+        list(sections.curve(run.steps, f"routing/{name}_seconds").values()) for name in ("move", "stay")
+    ]
     if all(waits):
         # The high median is a time that was measured, and not a mean of two.
         after_move, without = (f"{1e3 * statistics.median_high(seconds):,.0f} ms" for seconds in waits)
         text += f"; first tokens came after {after_move}, those of requests that stayed after {without}"
-    if right := run.curve("routing/one_shot_accuracy"):
-        judged = run.curve("routing/judged")
+    if right := sections.curve(run.steps, "routing/one_shot_accuracy"):
+        judged = sections.curve(run.steps, "routing/judged")
         # Weighted by the rollouts that were judged, which differ from step to step.
         share = sum(value * judged[step] for step, value in right.items()) / sum(judged[step] for step in right)
         text += f". The first decision after a tool return named the right bucket for {share:.0%}"

@@ -197,8 +197,8 @@ def reward(steps: Steps) -> list[page.Section]:
     names = {name for scalars in steps.values() for name in scalars if name.startswith("reward/")}
     # One slash, because the further numbers of a function have two.
     functions = {name for name in names - {"reward/mean", "reward/std"} if name.count("/") == 1}
+    # The environment's own reward alone is the curve above.
     if functions <= {"reward/environment"}:
-        # The environment's own reward alone is the curve above.
         return out
     lines, rows = [], []
     for index, name in enumerate(sorted(functions, key=lambda name: (name == "reward/environment", name))):

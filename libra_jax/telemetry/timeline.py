@@ -127,8 +127,8 @@ class TimelineFile:
         self._offset = self._end
         self._file = files.RecordFile(path, warn, guard)
         if resumed:
-            # i is an instant event; its scope g draws it over all tracks.
-            self._event({"name": "session resumed", "ph": "i", "s": "g", "ts": self._offset, "pid": 0, "tid": 0})
+            # The scope g draws it over all tracks.
+            self._event("session resumed", "i", 0, 0, s="g", ts=self._offset)
         else:
             self._file.write(b"[\n")
 
@@ -142,13 +142,10 @@ class TimelineFile:
         lane = row.lanes.place(begin, finish)
         if lane not in row.named:
             row.named.add(lane)
-            self._metadata("thread_name", row.pid, lane, {"name": f"{track} {lane}" if lane else track})
-        # X is a complete event with a duration. Pairs of B and E events would be torn apart by a kill.
-        event = {"name": name, "ph": "X", "ts": begin, "dur": finish - begin}
-        event.update(pid=row.pid, tid=lane)
-        if arguments:
-            event["args"] = arguments
-        self._event(event)
+            self._event("thread_name", "M", row.pid, lane, args={"name": f"{track} {lane}" if lane else track})
+        # One event with a duration, because a kill would tear a pair of B and E events apart.
+        optional = {"args": arguments} if arguments else {}
+        self._event(name, "X", row.pid, lane, ts=begin, dur=finish - begin, **optional)
         self._end = max(self._end, finish)
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
@@ -159,9 +156,7 @@ class TimelineFile:
         if not math.isfinite(now):
             return
         begin = self._microseconds(now)
-        # C is a counter event.
-        event = {"name": POOLS_TRACK, "ph": "C", "ts": begin, "pid": self._row(POOLS_TRACK).pid, "tid": 0}
-        self._event({**event, "args": devices})
+        self._event(POOLS_TRACK, "C", self._row(POOLS_TRACK).pid, 0, ts=begin, args=devices)
         self._end = max(self._end, begin)
 
     def seconds(self, moment: float) -> float:
@@ -188,15 +183,14 @@ class TimelineFile:
         row = self._rows.get(track)
         if row is None:
             row = self._rows[track] = _Row(pid=max((row.pid for row in self._rows.values()), default=0) + 1)
-            self._metadata("process_name", row.pid, 0, {"name": track})
+            self._event("process_name", "M", row.pid, 0, args={"name": track})
             # Rows of the same rank keep the order in which they began.
-            self._metadata("process_sort_index", row.pid, 0, {"sort_index": row_order(track) * 1000 + row.pid})
+            self._event("process_sort_index", "M", row.pid, 0, args={"sort_index": row_order(track) * 1000 + row.pid})
         return row
 
-    def _metadata(self, name: str, pid: int, tid: int, arguments: Mapping[str, Any]) -> None:
-        self._event({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": arguments})
-
-    def _event(self, event: Mapping[str, Any]) -> None:
+    def _event(self, name: str, kind: str, pid: int, tid: int, **fields: Any) -> None:
+        """Writes an event. Its kind (`ph`) is M for metadata, X for a span, C for a counter, i for an instant."""
+        event = {"name": name, "ph": kind, "pid": pid, "tid": tid, **fields}
         self._file.write(files.json_line(event)[:-1] + b",\n")
 
 

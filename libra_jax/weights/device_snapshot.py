@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -62,9 +63,10 @@ class DeviceSnapshot:
         self._stream.leaves = {source.path: snapshot.leaf(params, source) for source in self._sources}
         entries, offset = [], 0
         # The chunk lies in no memory: its entries tell receivers names and shapes, and offsets add up its bytes.
-        for name, dtype, shape in self._stream.metadata():
-            nbytes = shape.numel() * dtype.itemsize
-            entries.append(protocols.WeightEntry(name, str(dtype).removeprefix("torch."), tuple(shape), offset, nbytes))
+        for source in self._sources:
+            dtype = snapshot.wire_dtype(source, self._dtype)
+            nbytes = math.prod(source.shape) * getattr(torch, dtype).itemsize
+            entries.append(protocols.WeightEntry(source.hf_name, dtype, source.shape, offset, nbytes))
             offset += nbytes
         address = self._sender.begin(self._stream, destinations)
         self._version = version
@@ -106,16 +108,17 @@ class Stream:
         self._device = device
         self._block_bytes = snapshot.block_bytes(sources, dtype)
         self.layer_bytes = sum(
-            shape.numel() * kind.itemsize
-            for source, (_, kind, shape) in zip(sources, self.metadata(), strict=True)
+            math.prod(source.shape) * getattr(torch, kind).itemsize
+            for source, kind in zip(sources, self._dtypes, strict=True)
             if source.layer == 0
         )
 
     def metadata(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Returns name, wire dtype and shape of every tensor."""
         return [
-            (source.hf_name, getattr(torch, dtype), torch.Size(source.shape))
+            (name, getattr(torch, dtype), torch.Size(shape))
             for source, dtype in zip(self._sources, self._dtypes, strict=True)
+            for name, shape in source.tensors().items()
         ]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,5 +144,5 @@ class Stream:
                     if tensor.is_cuda:
                         # JAX reuses the block's memory as soon as nobody refers to it.
                         torch.cuda.current_stream(self._device).synchronize()
-                yield source.hf_name, tensor
+                yield from hf_names.split(source.hf_name, tensor)
                 del tensor, place

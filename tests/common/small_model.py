@@ -25,3 +25,15 @@ def shape() -> model_config.TransformerConfig:
         head_dim=4,
         tie_word_embeddings=False,
     )
+
+
+def sparse() -> model_config.TransformerConfig:
+    """The same with eight experts, of which each token takes two."""
+    return dataclasses.replace(
+        shape(),
+        architecture="qwen3_moe",
+        num_experts=8,
+        experts_per_token=2,
+        expert_intermediate_size=16,
+        normalize_expert_shares=True,
+    )

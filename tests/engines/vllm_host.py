@@ -35,9 +35,9 @@ ROLLOUT = config.RolloutConfig(
 class Host:
     """An engine, and the event loop that it lives on between tests."""
 
-    def __init__(self, tensor_parallel: int, **engine_arguments) -> None:
+    def __init__(self, tensor_parallel: int, shape: models_config.TransformerConfig | None = None, **engine_arguments):
         self.loop = asyncio.new_event_loop()
-        self.shape = SHAPES[tensor_parallel]
+        self.shape = shape or SHAPES[tensor_parallel]
         self.version = 0
         self.engine = vllm_engine.create(
             f"tp{tensor_parallel}",

@@ -29,7 +29,7 @@ SHAPES = {
 def _make(architecture, tied, size, **fields):
     """A model in eval mode whose every parameter matters: no zero bias, no unit norm, logits of a few units."""
     values = SHAPES[size] | {"tie_word_embeddings": tied} | fields
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "qwen3_moe"):
         values.setdefault("head_dim", 16)  # not hidden_size / heads
     config = transformers.AutoConfig.for_model(architecture, **values)
     torch.manual_seed(7)
@@ -39,7 +39,7 @@ def _make(architecture, tied, size, **fields):
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
             else:
-                parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     return model
 
 

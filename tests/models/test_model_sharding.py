@@ -105,13 +105,13 @@ def test_parameters_are_drawn_where_they_live(config, reference):
 def test_every_matrix_is_split_over_fsdp_and_tensor():
     config = model_config.untied(model_config.load_preset("Qwen3-1.7B"))
     mesh = jax.sharding.AbstractMesh((2, 2, 4, 1), AXES, axis_types=(AxisType.Auto,) * 4)
-    places = jax.tree.leaves(transformer.shardings(config, mesh))
+    shardings = jax.tree.leaves(transformer.shardings(config, mesh))
     shapes = jax.tree.leaves(transformer.abstract_params(config))
-    for shape, place in zip(shapes, places, strict=True):
-        assert len(place.spec) == len(shape.shape)
+    for shape, where in zip(shapes, shardings, strict=True):
+        assert len(where.spec) == len(shape.shape)
         if shape.size > 10_000_000:
-            assert {"fsdp", "tensor"} <= set(place.spec)
-    held = sum(np.prod(place.shard_shape(shape.shape)) for shape, place in zip(shapes, places, strict=True))
+            assert {"fsdp", "tensor"} <= set(where.spec)
+    held = sum(np.prod(where.shard_shape(shape.shape)) for shape, where in zip(shapes, shardings, strict=True))
     assert held < 1.01 * model_config.parameter_count(config) / 8
 
 

@@ -6,7 +6,7 @@ from libra_jax import protocols
 from libra_jax.planning import hardware
 
 
-@pytest.mark.parametrize("name", hardware.names())
+@pytest.mark.parametrize("name", hardware.NAMES)
 def test_a_sheet_is_found_by_name_and_its_rates_descend_away_from_the_arithmetic(name):
     sheet = hardware.sheet(name)
     assert sheet.name == name
@@ -25,7 +25,7 @@ def test_a_device_has_the_peak_of_its_own_sheet_or_none():
     assert hardware.peak_flops("TPU v5 lite") == 197e12
     assert hardware.peak_flops("NVIDIA H100 PCIe") is None  # 756e12: another board
     assert hardware.peak_flops("cpu") is None
-    assert set(hardware.DEVICE_KINDS.values()) == set(hardware.names())
+    assert set(hardware.DEVICE_KINDS.values()) == set(hardware.NAMES)
 
 
 def test_an_unknown_accelerator_is_answered_with_the_nearest_name():

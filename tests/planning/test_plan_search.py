@@ -38,7 +38,7 @@ def test_no_mesh_and_no_partition_over_the_other_devices_make_a_shorter_step(tok
         if served is not None:
             steps.append(join(mesh.seconds, served.seconds))
     assert found.step_seconds == pytest.approx(min(steps), rel=1e-7)
-    assert found.step_seconds == pytest.approx(join(found.train_seconds, found.rollout_seconds))
+    assert found.step_seconds == pytest.approx(join(found.train.seconds, found.rollout_seconds))
     assert found.devices <= devices
 
 

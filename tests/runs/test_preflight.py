@@ -244,10 +244,13 @@ def test_memory_of_accelerators_is_compared_with_their_sheets():
 def test_a_dry_run_tells_the_terms_of_the_reward():
     length = {"factory": "mine:length", "weight": -0.5}
     reward = config.RewardConfig(functions={"length": length, "exact": {"factory": "mine:exact"}})
-    assert dry_run._reward(config.RewardConfig()) == "the environment's own"
-    assert dry_run._reward(reward) == "the environment's own + -0.5 x length (mine:length) + exact (mine:exact)"
     alone = config.RewardConfig(functions={"exact": {"factory": "mine:exact"}}, environment_weight=0.0)
-    assert dry_run._reward(alone) == "exact (mine:exact)"
+    for terms, told in (
+        (config.RewardConfig(), "the environment's own"),
+        (reward, "the environment's own + -0.5 x length (mine:length) + exact (mine:exact)"),
+        (alone, "exact (mine:exact)"),
+    ):
+        assert f"reward      {told}" in dry_run.describe(config.RunConfig(reward=terms)).splitlines()
 
 
 def test_a_dry_run_tells_no_clip_where_none_can_bind():

@@ -157,7 +157,7 @@ def test_steps_that_repeat_are_recognised_and_last_as_long(tmp_path):
     made = twin.make(recording.read(tmp_path))
     assert (made.repeated, made.kinds) == (6, 3)
     assert made.spread == pytest.approx(0.0, abs=0.02)
-    assert made.threshold == twin.TARGET
+    assert twin.target(made.spread) == twin.TARGET
 
 
 def work(kind: int) -> recording.Work:
@@ -191,7 +191,7 @@ def hand_made(spread: float | None, predicted: float) -> twin.Twin:
 def test_the_target_is_a_tenth_or_the_spread_of_the_machine():
     assert hand_made(None, 10.9).met
     assert not hand_made(0.01, 11.1).met
-    assert hand_made(0.1, 11.1).threshold == pytest.approx(0.15)
+    assert twin.target(hand_made(0.1, 11.1).spread) == pytest.approx(0.15)
     assert hand_made(0.1, 11.1).met
     assert hand_made(0.1, 11.1).error() == pytest.approx(0.11)
     assert hand_made(0.1, 11.1).constant_error == pytest.approx(0.0)

@@ -12,6 +12,7 @@ import pytest
 import small_model
 
 from libra_jax import config as config_lib
+from libra_jax.models import config as model_config
 from libra_jax.models import hf
 from libra_jax.training import learner, packing, state, trainer
 
@@ -49,10 +50,8 @@ def _examples(count: int, seed: int = 0, longest: int = 24) -> list[packing.Exam
     return made
 
 
-@pytest.fixture(scope="session")
-def small():
-    """The small model: its shape, host parameters, and makers of configs, sequences and learners."""
-    shape = small_model.shape()
+def _model(shape: model_config.TransformerConfig) -> types.SimpleNamespace:
+    """The shape, its host parameters, and makers of configs, sequences and learners."""
     one_device = learner.Learner(_run_config(), shape, jax.devices())
     params = jax.device_get(state.random_params(shape, one_device.layout, 0))
 
@@ -70,6 +69,17 @@ def small():
         row_tokens=small_model.ROW_TOKENS,
         vocabulary=small_model.VOCABULARY,
     )
+
+
+@pytest.fixture(scope="session")
+def small():
+    return _model(small_model.shape())
+
+
+@pytest.fixture(scope="session")
+def sparse():
+    """The small model with experts."""
+    return _model(small_model.sparse())
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, state
 
 SPLITS = [split for split in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(split) <= 8]
+SPARSE_SPLITS = [(1, 1, 2), (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 2, 1)]
 STEPS = 60
 RATE = 3e-3
 # Every advantage negative and the clip far away: the loss is a smooth positive number that falls, fit for a curve.
@@ -63,6 +64,11 @@ def one_device(small):
     return _train(small, (1, 1, 1))[0]
 
 
+@pytest.fixture(scope="module")
+def sparse_on_one_device(sparse):
+    return _train(sparse, (1, 1, 1))[0]
+
+
 def _assert_close(tree, reference, bound):
     """Every entry within `bound` of the largest entry of its leaf in the reference."""
     for (path, leaf), wanted in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(reference), strict=True):
@@ -73,9 +79,19 @@ def _assert_close(tree, reference, bound):
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
 def test_gradients_sgd_step_and_loss_curve_agree_with_one_device(small, one_device, split):
+    _compare(_train(small, split), one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPARSE_SPLITS, ids=lambda split: "x".join(map(str, split)))
+def test_experts_split_over_devices_train_as_those_of_one_device(sparse, sparse_on_one_device, split):
+    _compare(_train(sparse, split), sparse_on_one_device)
+
+
+def _compare(results, one_device):
     gradients, after, curve = one_device
     assert curve[-1] < 0.8 * curve[0]
-    for got_gradients, got_after, got_curve in _train(small, split):
+    for got_gradients, got_after, got_curve in results:
         _assert_close(got_gradients, gradients, 1e-5)
         _assert_close(got_after, after, 1e-5)
         np.testing.assert_allclose(got_curve, curve, rtol=1e-3)

@@ -23,9 +23,8 @@ SIZES = [(8, 1, 1), (2, 2, 1), (1, 2, 1), (2, 2, 2), (1, 1, 1), (1, 4, 2)]
 PATIENCE = 120.0
 
 
-@pytest.fixture(scope="module")
-def begun(small):
-    """A learner on all eight devices that has taken a step, and the batch it was given."""
+def _beginning(small):
+    """A maker of learners that have taken a step, with the batch that they were given."""
 
     def make(sizes=(8, 1, 1), rows=8):
         data, fsdp, tensor = sizes
@@ -45,6 +44,18 @@ def begun(small):
     return make
 
 
+@pytest.fixture(scope="module")
+def begun(small):
+    """A learner on all eight devices that has taken a step, and the batch it was given."""
+    return _beginning(small)
+
+
+@pytest.fixture(scope="module", params=["small", "sparse"])
+def begun_of_each(request):
+    """The same, of a dense model and of one with experts."""
+    return _beginning(request.getfixturevalue(request.param))
+
+
 def resized(learner, sizes, **arguments):
     return resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices(), **arguments).take_over(PATIENCE)
 
@@ -53,8 +64,8 @@ def on_host(learner):
     return [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(learner.state))]
 
 
-def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun):
-    learner, step = begun()
+def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun_of_each):
+    learner, step = begun_of_each()
     for sizes in [(4, 1, 1), (1, 2, 1), (2, 2, 2), (1, 1, 8), (8, 1, 1)]:
         before = on_host(learner)
         following, phases = resized(learner, sizes)
@@ -85,10 +96,10 @@ def test_a_mesh_of_six_is_accepted_where_rows_divide_and_takes_the_same_steps(be
 
 
 @pytest.mark.slow
-def test_sixty_steps_with_four_resizes_lose_as_those_of_one_mesh(begun):
-    steady, step = begun()
+def test_sixty_steps_with_four_resizes_lose_as_those_of_one_mesh(begun_of_each):
+    steady, step = begun_of_each()
     wanted = [step(steady) for _ in range(60)]
-    learner, step = begun()
+    learner, step = begun_of_each()
     got = []
     for sizes in [(8, 1, 1), (2, 2, 1), (1, 2, 1), (1, 2, 4), (4, 1, 2)]:
         if len(got):

@@ -177,11 +177,18 @@ class OpenEnvEnvironment:
             raise RuntimeError("step before reset")
         loop = asyncio.get_running_loop()
         began = loop.time()
-        action, problem = self._action(output)
+        text, problem = episodes.move(output, self._settings.answer), ""
+        action: Any = {self._settings.field: text}
+        if self._settings.answer == "json":
+            try:
+                action = json.loads(text)
+                problem = "" if isinstance(action, dict) else "error: the action must be a JSON object"
+            except (ValueError, RecursionError) as error:
+                problem = f"error: the action is no JSON ({error})"
         data: Mapping[str, Any] = {}
         if not problem:
             try:
-                data = await self._session.ask({"type": "step", "data": action})
+                data = await self._session.ask({"type": "step", "data": {**self._settings.constants, **action}})
             except _Refused as error:
                 # Every other error is a failure of the server, not a mistake of the policy.
                 if error.code not in _OF_POLICY:
@@ -193,22 +200,6 @@ class OpenEnvEnvironment:
         # Servers send null as the reward of a step that has none.
         answer = protocols.ToolReturn(TOOL, "success", self._seen(data), seconds)
         return self._tally.result(answer, float(data.get("reward") or 0.0), over=bool(data.get("done")))
-
-    def _action(self, output: str) -> tuple[Mapping[str, Any], str]:
-        """Returns the action in an output, and why it is not a valid action.
-
-        The second is empty if the action is valid.
-        """
-        text = episodes.move(output, self._settings.answer)
-        if self._settings.answer != "json":
-            return {**self._settings.constants, self._settings.field: text}, ""
-        try:
-            action = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            return {}, f"error: the action is no JSON ({error})"
-        if not isinstance(action, dict):
-            return {}, "error: the action must be a JSON object"
-        return {**self._settings.constants, **action}, ""
 
     def _seen(self, data: Mapping[str, Any]) -> str:
         observation, wanted = data.get("observation"), self._settings.observe

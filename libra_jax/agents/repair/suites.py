@@ -315,7 +315,22 @@ class _Examination:
         self._suite, self._secret = suite, secrets.token_hex(16)
         self._controls: dict[str, bool] = {}
         self._modules: dict[str, str] = {}
-        tests = {path: self._controlled(path, file) for path, file in suite.tests.items()}
+        tests = dict(suite.tests)
+        for path, file in suite.tests.items():
+            name = path.rpartition("/")[2]
+            if not (name.startswith("test") and name.endswith(".py")):
+                continue
+            # Control tests at the file's end: their outcomes are known, so a report with other outcomes is forged.
+            lines, case = ["", "import unittest as _unittest", ""], f"Test{secrets.token_hex(8).title()}"
+            lines.append(f"class {case}(_unittest.TestCase):")
+            for place in range(_CONTROLS):
+                test, check = self._control(f"{path}::{case}", place)
+                lines += [f"    def {test}(self):", f"        {check}"]
+            if not suite.command or "pytest" in suite.command:  # other runners do not run plain functions
+                for place in range(2):
+                    test, check = self._control(path, place)
+                    lines += [f"def {test}():", f"    {check}"]
+            tests[path] = snapshots.File(file.content + "\n".join(lines).encode() + b"\n", file.executable)
         files = snapshots.for_tests(snapshot, workspace, tests)
         self.files = files.pack()
         known = {*snapshots.top_modules(snapshot.files), *snapshots.top_modules(tests)}
@@ -329,22 +344,6 @@ class _Examination:
             "startup": [name for name in snapshots.OWNED if not name.endswith((".pyc", ".pyo"))],
         }
         self.code = f"REQUEST, PROGRAMS = {(json.dumps(request), programs())!r}\n{_BOOT}"
-
-    def _controlled(self, path: str, file: snapshots.File) -> snapshots.File:
-        """Returns a test file with control tests added at its end."""
-        name = path.rpartition("/")[2]
-        if not (name.startswith("test") and name.endswith(".py")):
-            return file
-        lines, case = ["", "import unittest as _unittest", ""], f"Test{secrets.token_hex(8).title()}"
-        lines.append(f"class {case}(_unittest.TestCase):")
-        for place in range(_CONTROLS):
-            test, check = self._control(f"{path}::{case}", place)
-            lines += [f"    def {test}(self):", f"        {check}"]
-        if not self._suite.command or "pytest" in self._suite.command:  # other runners do not run plain functions
-            for place in range(2):
-                test, check = self._control(path, place)
-                lines += [f"def {test}():", f"    {check}"]
-        return snapshots.File(file.content + "\n".join(lines).encode() + b"\n", file.executable)
 
     def _control(self, where: str, place: int) -> tuple[str, str]:
         """Returns name and body of a control test. The first two at a place are one of each kind."""

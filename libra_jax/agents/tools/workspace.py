@@ -11,7 +11,7 @@ from libra_jax.agents.sandbox import backends, limits, pool
 
 
 def _schema(required: tuple[str, ...], **properties: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Without further properties, so that the policy is told of a misspelt argument.
+    # Without further properties: the policy gets an error for a misspelt argument.
     return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 

@@ -1,0 +1,173 @@
+"""Layers of experts against transformers, and on meshes against one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from libra_jax.models import config as model_config
+from libra_jax.models import experts, hf, transformer
+
+AXES = ("data", "fsdp", "tensor", "context")
+CASES = [(8, 1), (8, 2), (8, 8), (128, 1), (128, 2), (128, 8)]
+
+
+@pytest.fixture(scope="session")
+def make_sparse(make_reference):
+    """(experts, experts of a token, normalized) -> a Qwen3-MoE of transformers."""
+
+    def make(count, taken, normalized=True, tied=False):
+        return make_reference(
+            "qwen3_moe",
+            tied,
+            "small",
+            num_experts=count,
+            num_experts_per_tok=taken,
+            moe_intermediate_size=24,
+            norm_topk_prob=normalized,
+            vocab_size=96,
+        )
+
+    return make
+
+
+def _tokens(config, rows=2, length=59):
+    return np.random.default_rng(3).integers(0, config.vocab_size, (rows, length)).astype(np.int32)
+
+
+def _logits(params, config, tokens):
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+
+    @jax.jit
+    def run(params, tokens, positions):
+        options = transformer.ComputeOptions()
+        hidden = transformer.forward(params, config, options, tokens, positions, jnp.ones_like(tokens))
+        return hidden @ transformer.unembedding(params, config)
+
+    return np.asarray(run(params, tokens, positions))
+
+
+def _torch_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("count", "taken"), CASES)
+def test_logits_equal_transformers_both_ways(make_sparse, tmp_path, count, taken, normalized):
+    reference = make_sparse(count, taken, normalized, tied=taken == 2)
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
+    config = model_config.read_directory(tmp_path / "theirs")
+    assert (config.num_experts, config.experts_per_token) == (count, taken)
+    tokens = _tokens(config)
+    expected = _torch_logits(reference, tokens)
+    assert np.abs(expected).max() > 1
+    params = hf.load(tmp_path / "theirs", config)
+    np.testing.assert_allclose(_logits(params, config, tokens), expected, atol=1e-4, rtol=0)
+
+    hf.save(params, config, tmp_path / "ours", max_shard_bytes=60_000)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    np.testing.assert_array_equal(_torch_logits(again.eval(), tokens), expected)
+    reloaded = hf.load(tmp_path / "ours", model_config.read_directory(tmp_path / "ours"))
+    jax.tree.map(np.testing.assert_array_equal, reloaded, params)
+
+
+def _batch(rows=8, length=24):
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 4, (rows, length)), axis=1)[:, ::-1]
+    tokens, positions = rng.integers(0, 96, (rows, length)), np.broadcast_to(np.arange(length), segments.shape)
+    return [np.ascontiguousarray(array, np.int32) for array in (tokens, positions, segments)]
+
+
+def _step(config, params, tokens, positions, segments):
+    def loss(params):
+        options = transformer.ComputeOptions(attention_chunk=8)
+        hidden = transformer.forward(params, config, options, tokens, positions, segments)
+        logits = hidden @ transformer.unembedding(params, config)
+        return (jax.nn.logsumexp(logits, axis=-1) * (segments != 0)).sum()
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.fixture(scope="module")
+def sparse(make_sparse, tmp_path_factory):
+    """Shape, parameters, loss and gradient of one device."""
+    path = tmp_path_factory.mktemp("sparse")
+    make_sparse(8, 2).save_pretrained(path)
+    config = model_config.read_directory(path)
+    params = hf.load(path, config)
+    return config, params, jax.jit(_step, static_argnums=0)(config, params, *_batch())
+
+
+def test_gradients_equal_those_of_transformers(sparse, make_sparse):
+    config, _, (loss, gradient) = sparse
+    tokens, _, segments = _batch()
+    model, total = make_sparse(8, 2), 0.0
+    model.zero_grad()
+    for row in range(len(tokens)):
+        for segment in np.unique(segments[row]):
+            at = np.flatnonzero(segments[row] == segment)
+            if segment:
+                logits = model(
+                    torch.tensor(tokens[row, at], dtype=torch.long)[None],
+                    position_ids=torch.tensor(at, dtype=torch.long)[None],
+                    attention_mask=torch.ones((1, len(at))),
+                ).logits
+                total = total + logits.logsumexp(-1).sum()
+    total.backward()
+    np.testing.assert_allclose(loss, float(total.detach()), rtol=1e-5)
+    theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    for layer in range(config.num_layers):
+        ours = jax.tree.map(lambda leaf, layer=layer: np.asarray(leaf[layer]), gradient["layers"]["mlp"])
+        prefix = f"model.layers.{layer}.mlp"
+        both = theirs[f"{prefix}.experts.gate_up_proj"]
+        pairs = [
+            (ours["gate"]["weight"], theirs[f"{prefix}.gate.weight"]),
+            (ours["experts"]["gate_proj"]["weight"], both[:, : config.expert_intermediate_size]),
+            (ours["experts"]["up_proj"]["weight"], both[:, config.expert_intermediate_size :]),
+            (ours["experts"]["down_proj"]["weight"], theirs[f"{prefix}.experts.down_proj"]),
+        ]
+        for got, wanted in pairs:
+            np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
+
+
+MESHES = [
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (1, 4, 1, 1),
+    (1, 2, 2, 1),
+    (1, 8, 1, 1),
+    (2, 2, 2, 1),
+    (1, 4, 2, 1),
+]
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_loss_and_gradient_on_a_mesh_equal_those_of_one_device(sparse, shape):
+    config, params, (loss, gradient) = sparse
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+    with jax.set_mesh(mesh):
+        step = jax.jit(_step, static_argnums=0, out_shardings=(None, transformer.shardings(config, mesh)))
+        placed = jax.device_put(params, transformer.shardings(config, mesh))
+        got_loss, got = step(config, placed, *(jax.device_put(array, rows) for array in _batch()))
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 4, 1, 1)])
+def test_a_batch_whose_tokens_all_take_one_expert_loses_none(shape):
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (4, 6, 16))
+    weights = experts.Weights(*(jax.random.normal(key, (8, 16, 16)) for key in keys[1:]))
+    chosen, share = jnp.full((4, 6, 1), 5, jnp.int32), jnp.full((4, 6, 1), 0.5)
+    with jax.set_mesh(mesh):
+        got = jax.jit(experts.mix)(x, share, chosen, weights)
+    gate, up, down = (leaf[5] for leaf in weights)
+    np.testing.assert_allclose(got, 0.5 * (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-4, atol=1e-4)
