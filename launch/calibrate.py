@@ -254,12 +254,7 @@ def _mean_error(stage: str, runs: Sequence[Run], predicted: dict[str, list[profi
     return statistics.fmean(twin.relative_error(*pair) for pair in _held_out(stage, runs, predicted))
 
 
-def _print(
-    runs: Sequence[Run],
-    predicted: dict[str, list[profiles.Stages]],
-    profile: profiles.Profile,
-    verdicts: dict[str, Verdict],
-) -> None:
+def _print(runs: Sequence[Run], predicted: dict[str, list[profiles.Stages]], profile: profiles.Profile) -> None:
     made = table.Table("run", "mesh", "degree", "fitted", "predicted", "rollout s", "error")
     for name in ("train s", "error", "step s", "error"):
         made.add_column(name)

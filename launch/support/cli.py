@@ -382,15 +382,6 @@ _NO_VALUE = re.compile(
 """absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
 
 
-def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:
-    """Full names of all settings."""
-    for name, kind in get_type_hints(config_type).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _fields(cast("type[Any]", kind), f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
 def _config_file(argv: Sequence[str]) -> str:
     """What the last --config says, its variant included."""
     found = ""

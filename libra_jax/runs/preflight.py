@@ -105,12 +105,12 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
             f"{', '.join(map(str, CPU_HEAD_SIZES))}"
         )
     # If the config names no platform, compilation finds out whether a kernel takes the rows.
-    kind = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
-    if kind is not None:
+    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
+    if platform is not None:
         for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
             feasibility.choose_attention(
                 config.model.attention,
-                feasibility.Target(kind),
+                feasibility.Target(platform),
                 tokens,
                 shape.head_dim,
                 config.model.compute_dtype,

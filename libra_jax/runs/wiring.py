@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
