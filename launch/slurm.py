@@ -68,7 +68,14 @@ def main() -> None:
     workdirs.check_place(workdir)
     job = slurm_job.make(config, _settings(), arguments=run.arguments, folder=folder, workdir=workdir, known=os.environ)
     run.validate()
-    _check_partitions(job)
+    # Compared only if Slurm can be asked: a dry run may be on any machine, and sbatch decides in any case.
+    if shutil.which("sinfo"):
+        try:
+            shown = _run("sinfo", "--noheader", "--format=%P|%D|%G")
+        except protocols.LibraError as error:
+            print(f"Partitions were not checked: {error}", file=sys.stderr)
+        else:
+            slurm_job.check_partitions(job.parts, slurm_job.parse_partitions(shown))
     script = slurm_job.render(job)
     if job_flags.DRY_RUN.value:
         print(script, end="")
@@ -130,19 +137,6 @@ def _settings() -> slurm_job.Settings:
         setup=_SETUP.value,
         python=_PYTHON.value or ("python3" if _IMAGE.value else sys.executable),
     )
-
-
-def _check_partitions(job: slurm_job.Job) -> None:
-    """Compares the job with Slurm's partitions, if Slurm can be asked. A dry run may be on any machine; sbatch
-    decides."""
-    if not shutil.which("sinfo"):
-        return
-    try:
-        shown = _run("sinfo", "--noheader", "--format=%P|%D|%G")
-    except protocols.LibraError as error:
-        print(f"Partitions were not checked: {error}", file=sys.stderr)
-        return
-    slurm_job.check_partitions(job.parts, slurm_job.parse_partitions(shown))
 
 
 def _run(*command: str) -> str:

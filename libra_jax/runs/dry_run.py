@@ -38,10 +38,18 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
       scored: what the reward functions made of `example`.
     """
     shape = wiring.known_shape(config)
-    parts = placement.partition(config)
+    parts, size = placement.partition(config), machine.bytes_text
     trainer, reward = config.trainer, config.reward
     terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
     terms += [(function.weight, f"{name} ({function.factory})") for name, function in reward.parsed().items()]
+    of_trainer = ""
+    if shape is not None:
+        state = costs.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
+        state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
+        of_trainer = (
+            f": {size(state / (trainer.fsdp * trainer.tensor))} of parameters and optimizer a device, about "
+            f"{size(memory.trainer_bytes(config, shape))} with gradients, activations and logits"
+        )
     lines = [
         f"policy      {_policy(config, shape)}",
         *(f"  {note}" for note in notes),
@@ -51,9 +59,8 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
         *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
         f"partition   {parts.total} devices",
-        f"  trainer   {_ordinals(parts.trainer)}{_trainer_memory(config, shape)}",
+        f"  trainer   {_ordinals(parts.trainer)}{of_trainer}",
     ]
-    size = machine.bytes_text
     lines += [
         f"  rollout-{index} {_ordinals(devices)}: tensor parallel {len(devices)}, {slots} slots"
         + (f", {size(memory.weight_bytes(config, shape, len(devices)))} of weights a device" if shape else "")
@@ -70,19 +77,6 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
         f"{batch} trajectories, staleness at most {config.coordinator.max_staleness}"
     )
     return "\n".join(lines)
-
-
-def _trainer_memory(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:
-    """Describes the memory of one of the trainer's devices; empty if the shape is not known."""
-    if shape is None:
-        return ""
-    state = costs.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
-    state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
-    per_device = machine.bytes_text(state / (config.trainer.fsdp * config.trainer.tensor))
-    training = machine.bytes_text(memory.trainer_bytes(config, shape))
-    return (
-        f": {per_device} of parameters and optimizer a device, about {training} with gradients, activations and logits"
-    )
 
 
 def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:

@@ -411,19 +411,22 @@ def _with_slots(
 
 def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: Case) -> None:
     """Draws both stages' times against the number of training devices; a single split gets a bar for each stage."""
-    stages = [("training", "#54a24b", "train_seconds"), ("rollout", "#4c78a8", "rollout_seconds")]
+    stages = [
+        ("training", "#54a24b", best.train.seconds, [item.train.seconds for item in splits]),
+        ("rollout", "#4c78a8", best.rollout_seconds, [item.rollout_seconds for item in splits]),
+    ]
     sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"
     degrees = ", ".join(f"{bucket.count} of degree {bucket.tensor_parallel}" for bucket in best.rollout)
     title = [sentence, f"{case.subject()}; instances {degrees}", f"{case.work.source}: {case.lengths}"]
     with report.drawn(path, 2.6 if len(splits) > 1 else 1.6, title) as axes:
         if len(splits) == 1:  # a line needs two points
-            times = [getattr(best, field) for _, _, field in stages]
-            report.bars(axes, [name for name, _, _ in stages], times, [0.0, 0.0], "{:.0f}")
+            times = [seconds for _, _, seconds, _ in stages]
+            report.bars(axes, [name for name, *_ in stages], times, [0.0, 0.0], "{:.0f}")
             axes.set_xlabel("seconds a step; no other split fits")
             return
         devices = [item.train.devices for item in splits]
-        for name, colour, field in stages:
-            axes.plot(devices, [getattr(item, field) for item in splits], "o-", color=colour, markersize=4, label=name)
+        for name, colour, _, times in stages:
+            axes.plot(devices, times, "o-", color=colour, markersize=4, label=name)
         axes.axvline(best.train.devices, color="#c44e52", linewidth=1.2, label="the plan")
         axes.set_ylim(bottom=0.0)
         axes.xaxis.get_major_locator().set_params(integer=True)
