@@ -223,7 +223,7 @@ class Evidence:
         if path:
             mark, before = marks[-1], path[-2] if len(path) > 1 else None
             since = generated_tokens - mark
-            node = tree.peek(_suffix(path[-1], track.failures, track.largest, mark, before))
+            node, _ = tree.find(_suffix(path[-1], track.failures, track.largest, mark, before))
         else:
             since, node = generated_tokens, tree.root
         if since:
@@ -377,6 +377,7 @@ class PathStatistics:
         # In the prompt's tree the first edge is the prompt itself, which says nothing of the path.
         for tree, path, least in ((self.by_prompt, (track.prompt_id, *track.path), 2), (self.shared, track.path, 1)):
             node, depth = tree.find(path)
+            tree.use(node)
             while node.parent is not None and len(node.samples) < KNOWN_SAMPLES:
                 node, depth = node.parent, depth - 1
             if depth >= least:

@@ -182,24 +182,13 @@ class PrefixTree:
         self._shrink()
 
     def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
-        """Returns the deepest known node on the path and its depth; depth 0 is the root. The node counts as used."""
+        """Returns the deepest known node on the path and its depth; depth 0 is the root. It does not count as used."""
         node, depth = self.root, 0
-        for edge in path:
-            child = node.children.get(edge) if node.children else None
-            if child is None:
-                break
-            node, depth = child, depth + 1
-        self.use(node)
-        return node, depth
-
-    def peek(self, path: Sequence[Hashable]) -> Node:
-        """Returns the deepest known node on the path, which does not count as used."""
-        node = self.root
         for edge in path:
             if not (children := node.children) or (child := children.get(edge)) is None:
                 break
-            node = child
-        return node
+            node, depth = child, depth + 1
+        return node, depth
 
     def below(self, edge: Hashable, path: Sequence[Hashable]) -> Node | None:
         """Returns the node at the end of an edge and a path after it, None if unknown; it does not count as used."""
