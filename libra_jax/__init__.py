@@ -160,9 +160,11 @@ async def simulate_async(
     config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
 ) -> comparison.Comparison:
     """Simulates while the caller's event loop goes on; otherwise as `simulate`. A cancelled call is not interrupted."""
+    import asyncio
+
     from libra_jax.runs import api
 
-    return await api.simulate_async(config, policies=policies, seeds=seeds, jobs=jobs)
+    return await asyncio.to_thread(api.simulate, config, policies=policies, seeds=seeds, jobs=jobs)
 
 
 def plan(

@@ -25,6 +25,7 @@ from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
 REQUESTS = 64
+PROMPTS = [f"{index:03d}*({index}+7)" for index in range(REQUESTS)]
 TOKENS = 128
 NAME = "rollout-0"
 
@@ -69,10 +70,6 @@ async def measure(rounds: int) -> workload.Figures:
     }
 
 
-def _prompt(index: int) -> str:
-    return f"{index:03d}*({index}+7)"
-
-
 async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configuration.RunConfig) -> None:
     tokenizer = workload.NeverStops()
     limits = agent_loop.Limits(
@@ -86,7 +83,7 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
         try:
             await agent_loop.run_rollout(
                 trajectory=trajectory,
-                task=protocols.Task(name, {"prompt": _prompt(index)}),
+                task=protocols.Task(name, {"prompt": PROMPTS[index]}),
                 environment=workload.Turns(),
                 tokenizer=tokenizer,
                 sampler=dispatcher,
@@ -114,7 +111,7 @@ async def _bare(engine: async_llm.AsyncLLM, config: configuration.RunConfig) -> 
     )
 
     async def one(index: int) -> None:
-        tokens = tokenizer.render([protocols.Message("user", _prompt(index))], first=True, generation_prompt=True)
+        tokens = tokenizer.render([protocols.Message("user", PROMPTS[index])], first=True, generation_prompt=True)
         count = 0
         async for output in engine.generate(engine_inputs.tokens_input(tokens), params, request_id=uuid.uuid4().hex):
             count += len(output.outputs[0].token_ids)

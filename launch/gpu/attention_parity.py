@@ -5,7 +5,9 @@ Letters: B rows, T tokens, H query heads, N key and value heads, K head width.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,7 +77,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
         # Fills free memory with NaN, so that a result that the kernel does not write is one.
         jax.block_until_ready(jnp.full((sizes.poison_bytes // 4,), jnp.nan, jnp.float32))
         found[name] = jax.block_until_ready(program(*inputs))
-        took[name] = timing.median_seconds(lambda program=program: program(*inputs))  # type: ignore[misc]
+        took[name] = statistics.median(timing.seconds(functools.partial(program, *inputs)))
     plain = _program(lambda q, k, v: attention.dense(q, k, v, segments_BxT))
     rounded = plain(*inputs)
     with jax.default_matmul_precision("highest"):

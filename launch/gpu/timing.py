@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 
@@ -29,11 +28,6 @@ def seconds(work: Callable[[], object], repeats: int = 3) -> list[float]:
         jax.block_until_ready(work())
         found.append(time.perf_counter() - began)
     return found
-
-
-def median_seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Returns the median of `seconds`."""
-    return statistics.median(seconds(work, repeats))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -202,7 +203,7 @@ def vocabulary(bench: rows.Bench, chunk: int) -> rows.Outcome:
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
     _, log_probs_1xT = program(hidden_1xTxD, head_DxV)
-    seconds = timing.median_seconds(lambda: program(hidden_1xTxD, head_DxV))
+    seconds = statistics.median(timing.seconds(lambda: program(hidden_1xTxD, head_DxV)))
     some = slice(0, REFERENCE_TOKENS)
     with jax.default_matmul_precision("highest"):
         logits = hidden_1xTxD[0, some].astype(jnp.float32) @ head_DxV

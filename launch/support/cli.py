@@ -17,9 +17,9 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from support import config_files
 
@@ -255,7 +255,7 @@ def _parsed(
 
 def _unknown_flag(config_type: type[Any], name: str) -> str:
     """Says that a flag does not exist, with the setting of that name, or with the nearest flag."""
-    named = [field for field in _fields(config_type) if f".{field}".endswith(f".{name}")]
+    named = [item.name for item in listing.settings(config_type) if f".{item.name}".endswith(f".{name}")]
     if named and "config" in flags.FLAGS:
         offered = [name] if name in named else named
         return f"there is no flag --{name}; did you mean --config.{' or --config.'.join(offered)}?"
@@ -380,15 +380,6 @@ _NO_VALUE = re.compile(
     r"could not convert string to float: |Non-boolean argument to boolean flag', )['\"](?P<value>.*)['\"]"
 )
 """absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
-
-
-def _fields(config_type: type[Any], prefix: str = "") -> Iterator[str]:
-    """Full names of all settings."""
-    for name, kind in get_type_hints(config_type).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _fields(cast("type[Any]", kind), f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def _config_file(argv: Sequence[str]) -> str:

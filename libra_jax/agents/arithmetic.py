@@ -83,14 +83,6 @@ def _value(node: ast.expr, expression: str) -> fractions.Fraction:
     return value
 
 
-def calculate(expression: str, max_characters: int) -> tuple[protocols.ToolStatus, str]:
-    """Returns the tool's answer to an expression: its value ("42", "-7/3"), or "error: " and the reason."""
-    try:
-        return "success", str(evaluate(expression, max_characters))
-    except CalculationFailed as failure:
-        return "failure", f"{FAILED}: {failure}"
-
-
 def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
     """Does one operation: the leftmost of those whose operands are both numbers.
 
@@ -130,19 +122,21 @@ def simplify(expression: str, max_characters: int) -> tuple[str, bool]:
     return before + (str(result) if result >= 0 else f"({result})") + after, False
 
 
-def carry_out(expression: str, max_characters: int, *, stepwise: bool) -> protocols.ToolReturn:
-    """Returns the tool's return for an expression.
+def carry_out(expression: str, max_characters: int, *, stepwise: bool = False) -> protocols.ToolReturn:
+    """Returns the tool's return for an expression: its value ("42", "-7/3"), or "error: " and the reason.
 
     Args:
       expression: Requested expression.
       max_characters: Largest length. A longer expression fails.
       stepwise: Do one operation at a time. While several are left, the return comes from the simplifier.
     """
-    status, content = calculate(expression, max_characters)
-    if stepwise and status == "success":
+    try:
+        if not stepwise:
+            return protocols.ToolReturn(TOOL, "success", str(evaluate(expression, max_characters)))
         left, done = simplify(expression, max_characters)
-        return protocols.ToolReturn(TOOL if done else SIMPLIFIER, status, left)
-    return protocols.ToolReturn(TOOL, status, content)
+        return protocols.ToolReturn(TOOL if done else SIMPLIFIER, "success", left)
+    except CalculationFailed as failure:
+        return protocols.ToolReturn(TOOL, "failure", f"{FAILED}: {failure}")
 
 
 def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> protocols.ToolReturn | None:
@@ -199,4 +193,4 @@ class Calculator:
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`."""
-        return carry_out(arguments["expression"], self._max_characters, stepwise=False)
+        return carry_out(arguments["expression"], self._max_characters)

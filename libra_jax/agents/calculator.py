@@ -119,8 +119,8 @@ def task_source(
         # Redraws until the expression falls on the wanted side of the held-out split.
         while splits.held_out(expression := _draw(pattern, rng)) == training:
             pass
-        status, content = arithmetic.calculate(expression, max_characters)
-        answer = content if status == "success" else arithmetic.FAILED
+        told = arithmetic.carry_out(expression, max_characters)
+        answer = told.content if told.status == "success" else arithmetic.FAILED
         payload = {"expression": expression, "answer": answer, "max_characters": max_characters}
         return protocols.Task(f"calculator-{split}-{index}", {**payload, "preamble": preamble} if preamble else payload)
 

@@ -25,6 +25,7 @@ import queue
 import threading
 import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
@@ -213,26 +214,23 @@ class Pump:
             self.task.exception()  # marked as retrieved: nobody waits for the error of a generator that is being closed
 
 
+@dataclass(eq=False)
 class ActorHost:
     """An actor, its thread and its running calls. Lives in the process and on the event loop that run the actor.
 
-    Args:
+    Attributes:
       spec: how the actor is made.
       surroundings: entered while the actor's `start` runs.
+      methods: public methods of the actor, once it is made.
     """
 
-    def __init__(
-        self,
-        spec: ActorSpec,
-        surroundings: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        self.spec = spec
-        self._surroundings = surroundings
-        self.methods: dict[str, MethodKind] = {}
-        self._actor: Any = None
-        self._thread: ActorThread | None = None
-        self._work: set[asyncio.Future[Any]] = set()
-        self._stopped = False
+    spec: ActorSpec
+    surroundings: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
+    methods: dict[str, MethodKind] = field(default_factory=dict, init=False)
+    _actor: Any = field(default=None, init=False)
+    _thread: ActorThread | None = field(default=None, init=False)
+    _work: set[asyncio.Future[Any]] = field(default_factory=set, init=False)
+    _stopped: bool = field(default=False, init=False)
 
     async def make(self) -> dict[str, MethodKind]:
         """Runs the factory; returns the methods that a handle may call.
@@ -292,7 +290,7 @@ class ActorHost:
           WorkerLost: the actor was stopped, before or during the call.
           LibraError: the method raised an error.
         """
-        async with self._surroundings() if method == "start" else contextlib.nullcontext():
+        async with self.surroundings() if method == "start" else contextlib.nullcontext():
             # Looked at only here: the actor may be stopped while a start waits for its turn at the environment.
             if self._stopped:
                 raise lost(self.spec.name, "has been stopped")

@@ -12,6 +12,7 @@ import functools
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import turns
@@ -57,6 +58,7 @@ async def _environment(variables: Mapping[str, str]) -> AsyncIterator[None]:
         turn.close()
 
 
+@dataclass(eq=False)
 class InProcessCluster:
     """`protocols.Cluster` within this process.
 
@@ -64,12 +66,13 @@ class InProcessCluster:
     starts inherit them. A `start` that has read them ends its turn early (`turns.ending`). Meanwhile, other actors with
     variables wait for their turn; deadlines do not count that wait. An actor without variables does not wait, and sees
     the variables.
+
+    Attributes:
+      shutdown_seconds: seconds for an actor to stop.
     """
 
-    def __init__(self, *, shutdown_seconds: float = 60.0) -> None:
-        """Starts with no actors. `shutdown_seconds`: seconds for an actor to stop."""
-        self._shutdown_seconds = shutdown_seconds
-        self._hosts: dict[str, actors.ActorHost] = {}
+    shutdown_seconds: float = 60.0
+    _hosts: dict[str, actors.ActorHost] = field(default_factory=dict, init=False)
 
     async def spawn(self, spec: ActorSpec) -> actors.Handle:
         """Makes the actor and returns its handle.
@@ -99,7 +102,7 @@ class InProcessCluster:
         """
         host = self._hosts.pop(name, None)
         if host is not None:
-            await host.stop(self._shutdown_seconds)
+            await host.stop(self.shutdown_seconds)
 
     async def kill(self, name: str) -> None:
         """Ends the actor as `stop` does, because a thread cannot be killed."""

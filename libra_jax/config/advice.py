@@ -47,7 +47,23 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
                 f"config.algorithm.{name}: {getattr(algorithm, name)} has no effect with algorithm.kl_coefficient=0; "
                 "set a coefficient above 0, or leave it out"
             )
-    return [*found, *_pretrained(config), *_large(config, parameters, accelerated)]
+    found += _pretrained(config)
+    if accelerated and parameters >= REAL_PARAMETERS and config.model.compute_dtype == "float32":
+        found.append(
+            "config.model.compute_dtype: float32 takes twice the memory of bfloat16 and several times its time on an "
+            "accelerator; use bfloat16 (master weights stay float32)"
+        )
+    if accelerated and parameters >= REAL_PARAMETERS and config.rollout.dtype == "float32":
+        found.append(
+            "config.rollout.dtype: float32 takes twice the memory and time of bfloat16 to decode on an accelerator; "
+            "use bfloat16"
+        )
+    if config.model.remat == "none" and parameters >= LARGE_PARAMETERS:
+        found.append(
+            f"config.model.remat: none keeps the activations of every layer of {parameters / 1e9:.2g} billion "
+            "parameters for the backward pass; use dots, or full for the least memory"
+        )
+    return found
 
 
 def _pretrained(config: RunConfig) -> list[str]:
@@ -74,27 +90,5 @@ def _pretrained(config: RunConfig) -> list[str]:
         found.append(
             f"config.rollout.max_tokens: {config.rollout.max_tokens} generated tokens a turn cut most answers of a "
             "pretrained model off; 1024 or more is usual, with rollout.max_context and trainer.row_tokens to match"
-        )
-    return found
-
-
-def _large(config: RunConfig, parameters: int, accelerated: bool) -> list[str]:
-    """Settings that a large model has no memory or time for."""
-    found, size = [], f"{parameters / 1e9:.2g} billion parameters"
-    if accelerated and parameters >= REAL_PARAMETERS:
-        if config.model.compute_dtype == "float32":
-            found.append(
-                "config.model.compute_dtype: float32 takes twice the memory of bfloat16 and several times its time on "
-                "an accelerator; use bfloat16 (master weights stay float32)"
-            )
-        if config.rollout.dtype == "float32":
-            found.append(
-                "config.rollout.dtype: float32 takes twice the memory and time of bfloat16 to decode on an "
-                "accelerator; use bfloat16"
-            )
-    if config.model.remat == "none" and parameters >= LARGE_PARAMETERS:
-        found.append(
-            f"config.model.remat: none keeps the activations of every layer of {size} for the backward pass; use dots, "
-            "or full for the least memory"
         )
     return found

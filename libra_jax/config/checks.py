@@ -9,15 +9,10 @@ import os
 from libra_jax.protocols import ConfigError
 
 
-def require(condition: bool, name: str, problem: str) -> None:
-    """Raises ConfigError naming what is wrong, by its full name, unless `condition` holds."""
-    if not condition:
-        raise ConfigError(f"{name}: {problem}")
-
-
 def check(condition: bool, field_name: str, problem: str) -> None:
     """Raises ConfigError naming the field unless `condition` holds."""
-    require(condition, f"config.{field_name}", problem)
+    if not condition:
+        raise ConfigError(f"config.{field_name}: {problem}")
 
 
 def check_finite(value: float, field_name: str) -> None:

@@ -156,11 +156,9 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
         FIELD,
         "kv_offloading_backend must be native: LMCache would serve keys and values of old weights after a weight sync",
     )
-    if arguments.get("speculative_config") is not None:
-        _check_speculation(arguments["speculative_config"])
-
-
-def _check_speculation(speculation: Any) -> None:
+    speculation = arguments.get("speculative_config")
+    if speculation is None:
+        return
     check(isinstance(speculation, Mapping), FIELD, "speculative_config must be a mapping: {'method': 'ngram', ...}")
     method = speculation.get("method")
     check(
@@ -175,11 +173,3 @@ def _check_speculation(speculation: Any) -> None:
         "speculative_config.rejection_sample_method=synthetic accepts tokens at a given rate, so the log-probs are not "
         "those of the sampled distribution; use standard",
     )
-
-
-def quantised(arguments: Mapping[str, Any]) -> str:
-    """Returns the name of the first engine argument that quantises weights or cache; empty if none does."""
-    for name in ("quantization", "quantization_config"):
-        if arguments.get(name):
-            return name
-    return "" if arguments.get("kv_cache_dtype", "auto") in PLAIN_CACHES else "kv_cache_dtype"

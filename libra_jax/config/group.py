@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
-from libra_jax.config.checks import require
+from libra_jax.config.checks import check
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
         if new not in _FORMS:
             found[new_group].setdefault(new_name, value)
         else:  # an empty value says the same in every form
-            require(not value, f"config.{old}", f"no such field; {now(old)}")
+            check(not value, old, f"no such field; {now(old)}")
     return found
 
 
@@ -119,7 +119,7 @@ def coerced(value: Any, kind: Any, name: str, default: Any = None) -> Any:
 
     def need(right: bool, problem: str) -> None:
         if not right:  # the example takes time, and settings are set by the thousand
-            require(False, name, f"{problem}, not {value!r}; for example {example(kind, default)}")
+            raise ConfigError(f"{name}: {problem}, not {value!r}; for example {example(kind, default)}")
 
     if dataclasses.is_dataclass(kind):
         need(isinstance(value, cast(type, kind)), f"must be of type {cast(type, kind).__name__}")

@@ -64,9 +64,18 @@ def _meanings(config_type: type[Any]) -> dict[str, str]:
     """Returns the meaning of each field: the comment beside or above the field, or its entry under `Attributes:`."""
     found: dict[str, str] = {}
     for base in reversed(config_type.__mro__[:-1]):
-        if dataclasses.is_dataclass(base):
-            found |= _documented(base.__doc__ or "")
-            found |= _commented(textwrap.dedent(inspect.getsource(base)))
+        if not dataclasses.is_dataclass(base):
+            continue
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
+        name = ""
+        for line in section.splitlines():
+            if entry := re.match(r"  (\w+): (.*)", line):
+                name = entry[1]
+                found[name] = entry[2]
+            elif name and line.startswith("   "):
+                found[name] += f" {line.strip()}"
+        # Last, so that a comment beside a field wins over an entry of that name.
+        found |= _commented(textwrap.dedent(inspect.getsource(base)))
     return found
 
 
@@ -89,18 +98,4 @@ def _commented(source: str) -> dict[str, str]:
         ]
         if above or inside:
             found[node.target.id] = " ".join([*above, *inside])
-    return found
-
-
-def _documented(text: str) -> dict[str, str]:
-    _, _, section = inspect.cleandoc(text).partition("Attributes:\n")
-    found: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        entry = re.match(r"  (\w+): (.*)", line)
-        if entry:
-            name = entry[1]
-            found[name] = entry[2]
-        elif name and line.startswith("   "):
-            found[name] += f" {line.strip()}"
     return found

@@ -94,10 +94,15 @@ class RunConfig:
             f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
-        self._check_decoupled()
-        self._check_unread()
-        self._check_quantised()
-        self._check_sandbox()
+        self._check_algorithm()
+        for name in ("python", "shell", "edit"):
+            check(
+                name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
+                "sandbox.seconds",
+                f"{self.sandbox.seconds:g} must be less than {SHARE_OF_CALLS:.0%} of task.tool_seconds = "
+                f"{self.task.tool_seconds:g}, or a step ends before a call of {name} may, which costs the rollout its "
+                "files; lower it, or raise that",
+            )
         self._check_elastic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
@@ -106,13 +111,11 @@ class RunConfig:
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
 
-    def _check_decoupled(self) -> None:
-        """Refuses clips, which have no effect as the trainer makes one update a batch."""
-        if self.algorithm.objective != "decoupled":
-            return
-        defaults = AlgorithmConfig()
-        for name in ("clip_low", "clip_high", "dual_clip"):
-            value, default = getattr(self.algorithm, name), getattr(defaults, name)
+    def _check_algorithm(self) -> None:
+        """Refuses settings of the objective that have no effect, and quantised engines that it would not correct."""
+        algorithm, defaults = self.algorithm, AlgorithmConfig()
+        for name in ("clip_low", "clip_high", "dual_clip") if algorithm.objective == "decoupled" else ():
+            value, default = getattr(algorithm, name), getattr(defaults, name)
             check(
                 value == default,
                 f"algorithm.{name}",
@@ -120,10 +123,6 @@ class RunConfig:
                 f"the proximal policy is 1; leave it at {default} and bound the importance weight by "
                 "algorithm.correction and correction_cap, or set algorithm.objective=behaviour",
             )
-
-    def _check_unread(self) -> None:
-        """Refuses a changed setting of the objective that another setting leaves unread."""
-        algorithm, defaults = self.algorithm, AlgorithmConfig()
         for name, reads, partner, instead in (
             ("dual_clip", algorithm.loss != "cispo", "loss", "clipped or gspo"),
             ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
@@ -136,25 +135,16 @@ class RunConfig:
                 f"{value:g} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
                 f"{default:g}, or set algorithm.{partner}={instead}",
             )
-
-    def _check_quantised(self) -> None:
-        name = engine_arguments.quantised(self.rollout.engine_arguments)
+        arguments = self.rollout.engine_arguments
+        quantises = [name for name in ("quantization", "quantization_config") if arguments.get(name)]
+        if arguments.get("kv_cache_dtype", "auto") not in engine_arguments.PLAIN_CACHES:
+            quantises.append("kv_cache_dtype")
         check(
-            not name or self.algorithm.correction != "none",
+            not quantises or algorithm.correction != "none",
             engine_arguments.FIELD,
-            f"{name} makes the engine sample from another policy than the trainer's, and algorithm.correction=none "
-            "ignores the difference; set algorithm.correction=truncated or masked",
+            f"{''.join(quantises[:1])} makes the engine sample from another policy than the trainer's, and "
+            "algorithm.correction=none ignores the difference; set algorithm.correction=truncated or masked",
         )
-
-    def _check_sandbox(self) -> None:
-        for name in ("python", "shell", "edit"):
-            check(
-                name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
-                "sandbox.seconds",
-                f"{self.sandbox.seconds:g} must be less than {SHARE_OF_CALLS:.0%} of task.tool_seconds = "
-                f"{self.task.tool_seconds:g}, or a step ends before a call of {name} may, which costs the rollout its "
-                "files; lower it, or raise that",
-            )
 
     def _check_elastic(self) -> None:
         elastic, instances = self.elastic, len(self.rollout.tensor_parallel)

@@ -92,16 +92,15 @@ class MeasuredSteps:
     Args:
       staleness: the max staleness. After a change, the trainer still trains for this many steps on groups begun before
         it, and does not wait for present rollout. Long and short steps also alternate.
+
+    Attributes:
+      train_seconds: training seconds of the last measured step; None if no step was measured.
     """
 
     def __init__(self, staleness: int) -> None:
         self._synchronous = staleness == 0
         self._taken: collections.deque[Taken] = collections.deque(maxlen=staleness + 1)
-
-    @property
-    def train_seconds(self) -> float | None:
-        """Training seconds of the last measured step; None if no step was measured."""
-        return self._taken[-1].train if self._taken else None
+        self.train_seconds: float | None = None
 
     def after(self, step: Step, slots: int, *, disturbed: bool) -> tuple[Taken, bool]:
         """Takes a step in. Returns the mean of the measured steps, and whether enough were measured.
@@ -124,6 +123,7 @@ class MeasuredSteps:
             # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
             busy = step.streams / slots if slots else step.rollout
             self._taken.append(Taken(step.total, step.train, step.wait, busy))
+        self.train_seconds = self._taken[-1].train if self._taken else None
         if not self._taken:
             return Taken(0.0, 0.0, 0.0, 0.0), False
         mean = Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))
@@ -391,7 +391,7 @@ class HybridWorkers:
         """Stops timers, shares and records at the end of the run."""
         self._call_off()
         self._shares.close()
-        self._log.close()
+        self._log.write()
 
     def snapshot(self) -> HybridState:
         """Returns the state to keep across a restart."""

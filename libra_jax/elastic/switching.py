@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from libra_jax import config as configuration
@@ -181,28 +181,31 @@ def predict(sight: Sight, training: Collection[str], *, synchronous: bool) -> fl
     return train + rollout if synchronous else max(train, rollout)
 
 
+@dataclass
 class Switching:
     """Decides after each step. A decision counts as carried out: the worker's cooldown starts with it.
 
-    Args:
+    Attributes:
       config: gain, patience, cooldown and floor (`elastic`).
       horizon: steps within which a change has to pay for itself.
       synchronous: True if training and rollout alternate (max staleness 0).
     """
 
-    def __init__(self, config: configuration.ElasticConfig, *, horizon: int, synchronous: bool) -> None:
-        self._config = config
-        self._horizon = horizon
-        self._synchronous = synchronous
-        self._changed: dict[str, int] = {}  # step of each worker's last change
-        self._said: list[Kind] = []  # kinds that the last looks favoured, all equal
-        self._promise: _Change | None = None  # the last change, until its effect is measured
-        self._brought: list[float] = []  # predicted seconds of each step since
-        self._short: dict[tuple[frozenset[str], frozenset[str]], _Shortfall] = {}
+    config: configuration.ElasticConfig
+    horizon: int
+    synchronous: bool
+    # Step of each worker's last change.
+    _changed: dict[str, int] = field(default_factory=dict, init=False)
+    # Kinds that the last looks favoured, all equal.
+    _said: list[Kind] = field(default_factory=list, init=False)
+    # The last change, until its effect is measured, and the predicted seconds of each step since.
+    _promise: _Change | None = field(default=None, init=False)
+    _brought: list[float] = field(default_factory=list, init=False)
+    _short: dict[tuple[frozenset[str], frozenset[str]], _Shortfall] = field(default_factory=dict, init=False)
 
     def look(self, sight: Sight) -> Decision:
         """Returns the decision after a training step."""
-        config, step, rolling = self._config, sight.step, sight.instances(sight.training)
+        config, step, rolling = self.config, sight.step, sight.instances(sight.training)
         if sight.training and rolling < config.floor:
             # At once, without a prediction: below the floor, speed does not matter.
             worker = max((worker for worker in sight.workers if worker.trains), key=lambda worker: worker.slots)
@@ -211,7 +214,7 @@ class Switching:
         if sight.disturbed:
             why = "a change or a loss touched the step, which says nothing of those to come"
             return Decision(step, "stay", (), why, sight.step_seconds, sight.step_seconds)
-        now = predict(sight, sight.training, synchronous=self._synchronous)
+        now = predict(sight, sight.training, synchronous=self.synchronous)
         self._learn(sight, now)
         best = min(self._changes(sight), key=lambda change: change.seconds, default=None)
         if best is None:
@@ -242,7 +245,7 @@ class Switching:
         free = [
             worker
             for worker in sight.workers
-            if sight.step - self._changed.get(worker.name, -math.inf) >= self._config.cooldown
+            if sight.step - self._changed.get(worker.name, -math.inf) >= self.config.cooldown
         ]
         kinds: tuple[Kind, Kind] = ("to_training", "to_rollout")
         for kind in kinds:
@@ -259,21 +262,21 @@ class Switching:
             for workers in itertools.chain(((name,) for name in names), several):
                 # Symmetric difference: workers join the set on "to_training" and leave it on "to_rollout".
                 after = before ^ set(workers)
-                if kind == "to_training" and sight.instances(after) < self._config.floor:
+                if kind == "to_training" and sight.instances(after) < self.config.floor:
                     continue
-                predicted = predict(sight, after, synchronous=self._synchronous)
+                predicted = predict(sight, after, synchronous=self.synchronous)
                 seconds, short = predicted, self._short.get((before, after))
                 if short is not None:
                     # A shortfall fades, so that its change is tried again some day. One that was measured again and
                     # again fades more slowly, by a half-life that doubles each time.
-                    half_life = self._horizon * 2 ** (short.times - 1)
+                    half_life = self.horizon * 2 ** (short.times - 1)
                     seconds *= 1.0 + (short.ratio - 1.0) * 0.5 ** ((sight.step - short.step) / half_life)
                 changes.append(_Change(kind, workers, before, after, predicted, seconds))
         return changes
 
     def _against(self, sight: Sight, best: _Change, now: float) -> str | None:
         """Returns the reason against a change, or None. Counts the looks in favour."""
-        config, saved = self._config, (now - best.seconds) * self._horizon
+        config, saved = self.config, (now - best.seconds) * self.horizon
         # Patience counts looks in a row that favour the same kind.
         if best.kind not in self._said:
             self._said.clear()
@@ -282,7 +285,7 @@ class Switching:
             return f"elastic.gain = {100 * config.gain:g}% is not reached"
         if saved <= sight.move_seconds:
             self._said.clear()
-            return f"{self._horizon} steps would save {saved:.1f} s, and the change costs {sight.move_seconds:.1f} s"
+            return f"{self.horizon} steps would save {saved:.1f} s, and the change costs {sight.move_seconds:.1f} s"
         self._said.append(best.kind)
         if len(self._said) < config.patience:
             return f"so say {len(self._said)} looks in a row, of elastic.patience = {config.patience}"
@@ -305,7 +308,7 @@ class Switching:
             self._promise = None
             return
         self._brought.append(now)
-        if len(self._brought) < self._config.patience:
+        if len(self._brought) < self.config.patience:
             return
         self._promise, key, brought = None, (change.before, change.after), min(self._brought)
         if 0.0 < change.predicted < brought:

@@ -57,6 +57,9 @@ class TrainingSides:
       run: what the parts of the run share (`deadlines`, `elastic`, `rollout`). The recorder gets a span for each weight
         update and each share.
       specs: how to make the training side of each worker.
+
+    Attributes:
+      hosts: hosts of the training sides, if the run spans several hosts.
     """
 
     def __init__(self, run: protocols.RunContext, specs: Mapping[str, protocols.ActorSpec]) -> None:
@@ -68,15 +71,11 @@ class TrainingSides:
         self._recorder = run.recorder
         self._clock = run.clock
         self._sides = {worker: TrainingSide(spec) for worker, spec in specs.items()}
+        self.hosts = {spec.host for spec in specs.values() if spec.host is not None}
         # Set while a snapshot may be read.
         self._out = asyncio.Event()
         self._held: tuple[int, Sequence[protocols.WeightChunk]] = protocols.NO_VERSION, ()
         self._copies: dict[int, Sequence[protocols.WeightChunk]] = {}
-
-    @property
-    def hosts(self) -> set[int]:
-        """Hosts of the training sides, if the run spans several hosts."""
-        return {side.spec.host for side in self._sides.values() if side.spec.host is not None}
 
     async def start(self) -> None:
         """Starts and warms every process. A process that fails is tried again at its first switch to training."""

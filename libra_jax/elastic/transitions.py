@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from libra_jax import config as configuration
@@ -16,28 +17,21 @@ from libra_jax.elastic import pool, training_sides, worker_shares
 from libra_jax.elastic.pool import State
 
 
+@dataclass
 class TransitionLog:
     """Collects the data of each worker's transition, and writes them.
 
     A line is written at the first training step or token after the transition. It is written earlier if the worker
     fails or starts another transition, or if the run ends.
+
+    Attributes:
+      recorder: gets the lines, and a span for each transition.
     """
 
-    def __init__(self, recorder: protocols.Recorder) -> None:
-        self._recorder = recorder
-        self._pending: dict[str, dict[str, Any]] = {}
-        self._bytes: dict[str, int] = {}
+    recorder: protocols.Recorder
+    _pending: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    def begin(self, name: str) -> None:
-        """Starts the record of a worker's transition."""
-        self._write(name)
-        self._bytes[name] = 0
-
-    def moved(self, name: str, nbytes: int) -> None:
-        """Adds bytes of parameters that the worker received on its way."""
-        self._bytes[name] += nbytes
-
-    def rested(self, worker: pool.Worker, step: int, outcome: str, why: str) -> float:
+    def rested(self, worker: pool.Worker, step: int, outcome: str, why: str, nbytes: int) -> float:
         """Records that the worker is at rest. Returns the seconds of its transition.
 
         Args:
@@ -45,8 +39,9 @@ class TransitionLog:
           step: number of training steps taken.
           outcome: "done" or "failed".
           why: reason of the failure.
+          nbytes: bytes of parameters that the worker received on its way.
         """
-        self._write(worker.name)
+        self.write(worker.name)
         record = worker.record()
         turned = worker.state is State.ROLLOUT and worker.origin is State.ROLLOUT
         start, end = record["start"], record["end"]
@@ -56,12 +51,12 @@ class TransitionLog:
             "outcome": "cancelled" if turned else outcome,
             "why": why,
             # A worker that failed at rest made no transition.
-            "bytes": self._bytes.get(worker.name, 0) if worker.phases else 0,
+            "bytes": nbytes if worker.phases else 0,
             "stall": {"training": 0.0, "rollout": worker.idle_seconds},
         }
-        self._recorder.span(worker.name, f"{record['from']} to {record['to']}", start, end, record["phases"])
+        self.recorder.span(worker.name, f"{record['from']} to {record['to']}", start, end, record["phases"])
         if outcome == "failed":
-            self._write(worker.name)
+            self.write(worker.name)
         return end - start
 
     def waiting(self, state: State) -> list[str]:
@@ -81,17 +76,14 @@ class TransitionLog:
         if record is not None:
             record["phases"] = {**record["phases"], what: now - record["end"]}
             record["stall"]["training"] = stall
-            self._write(name)
+            self.write(name)
 
-    def close(self) -> None:
-        """Writes all pending lines at the end of the run."""
-        self._write(*self._pending)
-
-    def _write(self, *names: str) -> None:
-        for name in names:
+    def write(self, *names: str) -> None:
+        """Writes the pending lines of these workers; all pending lines if no worker is named."""
+        for name in names or tuple(self._pending):
             record = self._pending.pop(name, None)
             if record is not None:
-                self._recorder.transition(record)
+                self.recorder.transition(record)
 
 
 KNOWN_CHANGES = 3
@@ -133,6 +125,7 @@ class Transitions:
       log: gets each transition.
       step: number of training steps taken, for the log.
       ready_seconds: seconds of the last switch to training, including a restart of the training side if one was needed.
+      idle_seconds: seconds in which a switching worker serves neither side: the minimum of the last switches.
     """
 
     def __init__(
@@ -157,13 +150,10 @@ class Transitions:
         self._trainer = trainer
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self.step = 0
-        self.ready_seconds = 0.0
+        self.ready_seconds = self.idle_seconds = 0.0
+        # Bytes of parameters that each worker has received in its present transition.
+        self._received: dict[str, int] = {}
         self._idle: collections.deque[float] = collections.deque(maxlen=KNOWN_CHANGES)
-
-    @property
-    def idle_seconds(self) -> float:
-        """Seconds in which a switching worker serves neither side: the minimum of the last switches."""
-        return min(self._idle, default=0.0)
 
     def begin(self, worker: pool.Worker) -> None:
         """Starts a transition, and aborts the one from which the worker turns round."""
@@ -171,7 +161,8 @@ class Transitions:
         # A failed driver starts the next transition itself, and must not abandon itself.
         if before is not None and before is not asyncio.current_task():
             deadlines.abandon(before)
-        self.log.begin(worker.name)
+        self.log.write(worker.name)
+        self._received[worker.name] = 0
         self._events.announce(protocols.PoolsChanged())
         driver = self._scope.start(self._drive(worker), f"transition of {worker.name}")
         self._drivers[worker.name] = driver
@@ -210,7 +201,7 @@ class Transitions:
                 await self._sides.ensure(name)
                 await self._engines.sleep(name)
             case State.FETCHING:
-                self.log.moved(name, await self._sides.fetch(name))
+                self._received[name] += await self._sides.fetch(name)
             case State.WARMING:
                 await self._sides.warm(name)
             case State.JOINING:
@@ -277,13 +268,14 @@ class Transitions:
         self.begin(self._pool.recover(worker.name, self._clock()))
 
     def _rested(self, worker: pool.Worker, outcome: str, why: str) -> None:
-        took = self.log.rested(worker, self.step, outcome, why)
+        took = self.log.rested(worker, self.step, outcome, why, self._received.get(worker.name, 0))
         self._recorder.status(worker.name, f"hybrid worker: {worker.state}")
         if worker.state is State.TRAINING:
             self.ready_seconds = took
         # Only complete switches measure the cost; turns and failures do not.
         if outcome == "done" and {worker.origin, worker.state} == {State.ROLLOUT, State.TRAINING}:
             self._idle.append(worker.idle_seconds)
+            self.idle_seconds = min(self._idle)
         if worker.state is State.ROLLOUT:
             self._engines.await_first_token(worker.name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from libra_jax import deadlines, protocols
 from libra_jax.elastic import training_sides
@@ -34,22 +34,19 @@ class Outcome:
     error: BaseException | None = None
 
 
+@dataclass(eq=False)
 class Shares:
     """Shares in progress, and the speed of each worker. Create it inside the event loop that it serves.
 
-    Args:
-      sides: the workers' training sides.
-      speed: initial speed of each worker relative to the core, until it is measured.
-
     Attributes:
-      speed: measured speed of each worker relative to the core.
+      sides: the workers' training sides.
+      speed: speed of each worker relative to the core: an estimate at first, then as measured.
     """
 
-    def __init__(self, sides: training_sides.TrainingSides, speed: Mapping[str, float]) -> None:
-        self.speed = dict(speed)
-        self._sides = sides
-        # Shares in progress, by worker.
-        self._work: dict[str, asyncio.Task[Mapping[str, float]]] = {}
+    sides: training_sides.TrainingSides
+    speed: dict[str, float]
+    # Shares in progress, by worker.
+    _work: dict[str, asyncio.Task[Mapping[str, float]]] = field(default_factory=dict, init=False)
 
     def split(self, training: Mapping[str, int], version: int) -> tuple[protocols.Share, ...]:
         """Splits a step, in proportion to speed, among the workers that hold its parameters. The core takes the rest.
@@ -58,7 +55,7 @@ class Shares:
           training: the workers in training, with the membership generation of each.
           version: version of the step's parameters.
         """
-        ready = {name: generation for name, generation in training.items() if self._sides.holds(name, version)}
+        ready = {name: generation for name, generation in training.items() if self.sides.holds(name, version)}
         # A worker still busy with an earlier share gets none.
         ready = {name: generation for name, generation in ready.items() if name not in self._work}
         whole = 1.0 + sum(self.speed[name] for name in ready)
@@ -67,7 +64,7 @@ class Shares:
     def begin(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> None:
         """Starts the workers' shares of a step."""
         for share in shares:
-            work = asyncio.get_running_loop().create_task(self._sides.contribute(share.worker, batch, shares))
+            work = asyncio.get_running_loop().create_task(self.sides.contribute(share.worker, batch, shares))
             # Looks at the error, or asyncio would report one that `finish` never asks for.
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._work[share.worker] = work

@@ -128,21 +128,6 @@ def gather_tokens(x_BxTxD: jax.Array) -> jax.Array:
     return reshard(x_BxTxD, WHOLE_TOKENS, RESIDUAL)
 
 
-def scatter_tokens(x_BxTxD: jax.Array) -> jax.Array:
-    """Sums the output of a projection whose rows are split over `tensor`, and splits its tokens."""
-    return reshard(x_BxTxD, RESIDUAL, WHOLE_TOKENS)
-
-
-def gather_weight(weight: jax.Array, axes: Axes) -> jax.Array:
-    """Gathers a matrix over `fsdp`; its gradient is summed over the rows and split again.
-
-    Args:
-      weight: the matrix in the compute dtype: cast before it is gathered, so that fewer bytes travel.
-      axes: its axes.
-    """
-    return reshard(weight, tuple(None if axis == "embed" else axis for axis in axes), axes)
-
-
 @contextlib.contextmanager
 def whole(leaves: Iterable[jax.Array]) -> Iterator[Iterator[jax.Array]]:
     """Yields the arrays, each readable from end to end in this process.

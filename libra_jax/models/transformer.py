@@ -72,7 +72,10 @@ class Linear(nnx.Module):
           x_BxTxD: every device of `tensor` holds the same tokens (`sharding.gather_tokens`).
         """
         x = x_BxTxD
-        weight = sharding.gather_weight(self.weight[...].astype(x.dtype), self.names)
+        # Cast before it is gathered over `fsdp`, so that fewer bytes travel. Its gradient is summed over the rows and
+        # split again.
+        whole = tuple(None if name == "embed" else name for name in self.names)
+        weight = sharding.reshard(self.weight[...].astype(x.dtype), whole, self.names)
         if sharding.ways("tensor") > 1:
             # With the token axis apart: the compiler only finds the reduce-scatter over it if nothing reshapes the sum.
             y = jnp.einsum("bti,oi->bto", x, weight)
@@ -80,7 +83,8 @@ class Linear(nnx.Module):
             # With one token axis: given two, XLA's CPU backend first transposes each factor of the weight's gradient.
             y = jnp.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
         if self.names[0] == "embed":
-            y = sharding.scatter_tokens(y)
+            # Sums over `tensor`, which splits the rows of this weight, and splits the tokens.
+            y = sharding.reshard(y, sharding.RESIDUAL, sharding.WHOLE_TOKENS)
         if self.bias is None:
             return y
         # The forward sum rounds once either way. The bias gradient sums over tokens and would stop growing in bfloat16.

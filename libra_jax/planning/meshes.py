@@ -228,6 +228,7 @@ class Training:
 
     def costing(self, model: costs.CostModel) -> Training:
         """Returns the same steps with other costs."""
+        # Shares the packed rows, which do not depend on costs.
         other = copy.copy(self)
         other._model = model
         return other

@@ -105,6 +105,7 @@ class Search:
 
     def weighed(self, ratio: float, more: float = 0.0) -> Search:
         """Returns the same search with training that takes `ratio` times as long, and `more` seconds on top."""
+        # Shares the partitions, whose times are the costly part and do not change.
         other = copy.copy(self)
         other._front = tuple(dataclasses.replace(mesh, seconds=ratio * mesh.seconds + more) for mesh in self._front)
         return other

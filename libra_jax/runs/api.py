@@ -410,13 +410,6 @@ def simulate(
         return compared.result()
 
 
-async def simulate_async(
-    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
-) -> comparison.Comparison:
-    """Simulates in a thread while the caller's event loop goes on: `libra_jax.simulate_async`."""
-    return await asyncio.to_thread(simulate, config, policies=policies, seeds=seeds, jobs=jobs)
-
-
 def plan(
     *,
     hardware: str,

@@ -70,18 +70,28 @@ class Setting:
 
 def candidates(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> Iterator[Setting]:
     """Yields changed configurations that the model can be divided by, the gentlest change first."""
-    seen = set()
+    seen, before = set(), config.trainer
     for change in _CHANGES:
+        fsdp, tensor = change.fsdp * before.fsdp, change.tensor * before.tensor
+        # Rows have to divide over the shards; more shards than rows need more rows.
+        shards, rows = before.data * fsdp, before.rows_per_micro_batch
+        rows = shards if change.one_row or rows % shards else rows
+        remat = max(config.model.remat, change.remat, key=_STRICTER.index)
         try:
-            setting = _changed(config, change)
-            trainer = setting.config.trainer
-            feasibility.check_mesh(shape, {"fsdp": trainer.fsdp, "tensor": trainer.tensor})
+            after = dataclasses.replace(before, fsdp=fsdp, tensor=tensor, rows_per_micro_batch=rows)
+            made = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
+            feasibility.check_mesh(shape, {"fsdp": fsdp, "tensor": tensor})
         except protocols.ConfigError:
             continue
-        shards = trainer.data * trainer.fsdp
-        if setting.flags and setting.flags not in seen and trainer.rows_per_micro_batch % shards == 0:
-            seen.add(setting.flags)
-            yield setting
+        named = [f"--config.model.remat={remat}"] * (remat != config.model.remat)
+        for name in ("fsdp", "tensor", "rows_per_micro_batch"):
+            if getattr(after, name) != getattr(before, name):
+                named.append(f"--config.trainer.{name}={getattr(after, name)}")
+        flags = " ".join(named)
+        # Different changes may come to the same configuration.
+        if flags and flags not in seen and rows % shards == 0:
+            seen.add(flags)
+            yield Setting(made, flags)
 
 
 def search(
@@ -114,19 +124,3 @@ def search(
         if needed <= room:
             found.append((setting, needed))
     return found
-
-
-def _changed(config: libra_config.RunConfig, change: _Change) -> Setting:
-    before = config.trainer
-    fsdp, tensor = change.fsdp * before.fsdp, change.tensor * before.tensor
-    # Rows have to divide over the shards; more shards than rows need more rows.
-    shards, rows = before.data * fsdp, before.rows_per_micro_batch
-    rows = shards if change.one_row or rows % shards else rows
-    remat = max(config.model.remat, change.remat, key=_STRICTER.index)
-    after = dataclasses.replace(before, fsdp=fsdp, tensor=tensor, rows_per_micro_batch=rows)
-    made = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
-    flags = [f"--config.model.remat={remat}"] * (remat != config.model.remat)
-    for name in ("fsdp", "tensor", "rows_per_micro_batch"):
-        if getattr(after, name) != getattr(before, name):
-            flags.append(f"--config.trainer.{name}={getattr(after, name)}")
-    return Setting(made, " ".join(flags))

@@ -255,18 +255,20 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
             f"config.coordinator.{field}: {batch[field]:,} makes more trajectories a step than a plan is made for; "
             f"groups_per_step x group_size is at most {MOST_TRAJECTORIES:,}"
         )
-    for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
-        field = _field(flag, simulated)
-        if text is not None and field in asked.given:
+    fields = {"hardware": "planner.hardware", "model": "model.preset"}
+    if simulated:
+        fields = {"hardware": "simulation.hardware", "model": "simulation.model"}
+    named = {flag: field for flag, field in fields.items() if getattr(asked, flag) is not None}
+    for flag, field in named.items():
+        if field in asked.given:
             raise protocols.ConfigError(f"--{flag}: --config.{field} says the same; give one of the two")
     try:
         made = _of_simulation(values, asked) if simulated else _of_run(values, asked)
     except protocols.ConfigError as error:
         sentence = str(error)
         # The flag that set the field is what the user has written.
-        for flag, text in (("hardware", asked.hardware), ("model", asked.model)):
-            if text is not None:
-                sentence = re.sub(rf"^config\.{re.escape(_field(flag, simulated))}: ", f"--{flag}: ", sentence)
+        for flag, field in named.items():
+            sentence = re.sub(rf"^config\.{re.escape(field)}: ", f"--{flag}: ", sentence)
         raise protocols.ConfigError(sentence) from error
     if asked.accelerators is not None:
         made = dataclasses.replace(made, devices=asked.accelerators)
@@ -275,13 +277,6 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
             f"--accelerators: the config has {made.devices:,}; give 2 to {MOST_ACCELERATORS:,} with this flag"
         )
     return made
-
-
-def _field(flag: str, simulated: bool) -> str:
-    """Returns the config field that corresponds to `--hardware` or `--model`."""
-    if simulated:
-        return f"simulation.{flag}"
-    return "planner.hardware" if flag == "hardware" else "model.preset"
 
 
 def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:

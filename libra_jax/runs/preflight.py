@@ -22,6 +22,9 @@ from libra_jax.runs import wiring
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py); others die at their first token."""
 
+CPU_EXPERT_COLUMNS = 32
+"""vLLM 0.32 pads other widths of experts on CPU, and cannot load into padded ones (CPUUnquantizedExperts)."""
+
 
 def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     """Checks everything that can be checked before any worker starts.
@@ -83,7 +86,13 @@ def warn(config: libra_config.RunConfig) -> None:
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
     shape = wiring.known_shape(config)
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
-    for sentence in advice.advice(config, parameters=parameters, accelerated=accelerated):
+    found = advice.advice(config, parameters=parameters, accelerated=accelerated)
+    if shape is not None and shape.num_experts and accelerated and platform != "tpu":
+        found.append(
+            f"config.model: on GPUs, XLA multiplies every token with all of a device's experts ({shape.num_experts} in "
+            "all), so training this model is many times slower than it need be; docs/results/experts.md has the figures"
+        )
+    for sentence in found:
         print(f"warning: {sentence}.", file=sys.stderr)
 
 
@@ -116,6 +125,11 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
                 config.model.compute_dtype,
                 config.trainer.pack,
             )
+    if on_cpu and shape.expert_intermediate_size % CPU_EXPERT_COLUMNS:
+        raise protocols.ConfigError(
+            f"config.model: vLLM's CPU kernel for experts takes weight updates only if an expert's width is a multiple "
+            f"of {CPU_EXPERT_COLUMNS}, not {shape.expert_intermediate_size} (moe_intermediate_size)"
+        )
     if config.rollout.max_context > shape.longest_context:
         raise protocols.ConfigError(
             f"config.rollout.max_context: {config.rollout.max_context} exceeds the model's "

@@ -188,7 +188,7 @@ class PrefixTree:
         self._shrink()
 
     def find(self, path: Sequence[Hashable]) -> tuple[Node, int]:
-        """Returns the deepest known node on the path, which does not count as used, and its depth; 0 is the root."""
+        """Returns the deepest known node on the path and its depth; depth 0 is the root. It does not count as used."""
         node, depth = self.root, 0
         for edge in path:
             if not (children := node.children) or (child := children.get(edge)) is None:

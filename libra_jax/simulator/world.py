@@ -135,9 +135,7 @@ class Cluster:
         if actor is not None:
             await actor.shutdown()
 
-    async def kill(self, name: str) -> None:
-        """Ends the actor as `stop` does, because a simulated actor holds nothing."""
-        await self.stop(name)
+    kill = stop  # a simulated actor holds nothing that could keep it from ending
 
     async def shutdown(self) -> None:
         """Stops every actor, the last made first."""
@@ -185,6 +183,7 @@ def run(
             return model.train_seconds(lengths, devices)
         return dataclasses.replace(mesh, sizes=(1, 1, devices)).train_seconds(lengths)
 
+    # The last instances are the hybrid ones (`plans.core_degrees`).
     sides = (
         [fleet.training_side(spec, channels, alone) for spec in specs[len(specs) - elastic.hybrid :]]
         if elastic.hybrid

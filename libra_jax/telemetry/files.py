@@ -50,24 +50,6 @@ KEEP_BYTES = 1024 * 1024
 """Pending bytes kept while the file cannot be written. Beyond it they are dropped, so that memory stays bounded."""
 
 
-def whole_lines_end(path: Path) -> int:
-    """Returns the byte offset after the last newline of the file. 0 for an empty or missing file."""
-    try:
-        # Read backwards in pieces, because a run's file may take gigabytes and its last lines are short.
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end > 0:
-                begin = max(0, end - FLUSH_BYTES)
-                file.seek(begin)
-                newline = file.read(end - begin).rfind(b"\n")
-                if newline >= 0:
-                    return begin + newline + 1
-                end = begin
-    except FileNotFoundError:
-        pass
-    return 0
-
-
 class RecordFile:
     """Buffers records in memory and appends them as a whole. Never raises for a disk error, but warns once.
 
@@ -166,10 +148,21 @@ class LineFile(RecordFile):
 
     def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
         try:
-            # Cut before anything is appended, or the next record would continue the torn line.
-            end = whole_lines_end(path)
-            if path.exists() and path.stat().st_size > end:
+            # Cut before anything is appended, or the next record would continue the torn line. Read backwards in
+            # pieces, because a run's file may take gigabytes and its last lines are short.
+            with path.open("rb") as file:
+                end = size = file.seek(0, os.SEEK_END)
+                newline = -1
+                while end > 0 and newline < 0:
+                    begin = max(0, end - FLUSH_BYTES)
+                    file.seek(begin)
+                    newline = file.read(end - begin).rfind(b"\n")
+                    # Without a newline, `end` becomes `begin`.
+                    end = begin + newline + 1
+            if size > end:
                 os.truncate(path, end)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             warn(str(path), f"{path.name} cannot be opened ({error.strerror or error}); the run goes on without it.")
         super().__init__(path, warn, guard)

@@ -408,35 +408,9 @@ def last_steps(spans: Sequence[protocols.Span]) -> list[page.Section]:
         start = max(start, min(span.end for span in shown))
     if not shown or end <= start:
         return []
-    note = f"The whole run is in {timeline.TIMELINE_FILE}: open it at ui.perfetto.dev."
-    return [page.Section("The last steps, by worker", _lanes(shown, start, end), note=note, wide=True)]
-
-
-def _kind(span: protocols.Span) -> tuple[str, str]:
-    """Returns the kind and colour of a span, by its name, else by its track."""
-    if span.track.startswith("tool"):
-        return "tool call", page.PURPLE
-    for text in (span.name.lower(), span.track.lower()):
-        for name, colour, prefixes in _KINDS:
-            if text.startswith(prefixes):
-                return name, colour
-    return "other", page.MUTED
-
-
-def busy_share(spans: Sequence[protocols.Span], start: float, end: float) -> float:
-    """Returns the part of [start, end] in which at least one span is open."""
-    covered, reached = 0.0, start
-    for span in sorted(spans, key=lambda span: span.start):
-        # From where the earlier spans ended, so that time under several spans counts once.
-        covered += max(0.0, min(span.end, end) - max(span.start, reached))
-        reached = max(reached, min(span.end, end))
-    return covered / (end - start)
-
-
-def _lanes(spans: Sequence[protocols.Span], start: float, end: float) -> str:
-    """Draws every span between `start` and `end` seconds, one band a track and one line a lane."""
+    # One band a track, and one line in it a lane.
     tracks: dict[str, list[protocols.Span]] = {}
-    for span in sorted(spans, key=lambda span: (timeline.row_order(span.track), span.track)):
+    for span in sorted(shown, key=lambda span: (timeline.row_order(span.track), span.track)):
         tracks.setdefault(span.track, []).append(span)
     used = {track: sorted({span.lane for span in found}) for track, found in tracks.items()}
     heights = {track: min(3.2, 0.8 + 0.08 * len(used[track])) for track in tracks}
@@ -465,4 +439,27 @@ def _lanes(spans: Sequence[protocols.Span], start: float, end: float) -> str:
         axes.grid(False)
         page.legend_above(axes, len(boxes))
 
-    return page.figure(draw, 0.8 + 0.36 * sum(heights.values()), wide=True)
+    picture = page.figure(draw, 0.8 + 0.36 * sum(heights.values()), wide=True)
+    note = f"The whole run is in {timeline.TIMELINE_FILE}: open it at ui.perfetto.dev."
+    return [page.Section("The last steps, by worker", picture, note=note, wide=True)]
+
+
+def _kind(span: protocols.Span) -> tuple[str, str]:
+    """Returns the kind and colour of a span, by its name, else by its track."""
+    if span.track.startswith("tool"):
+        return "tool call", page.PURPLE
+    for text in (span.name.lower(), span.track.lower()):
+        for name, colour, prefixes in _KINDS:
+            if text.startswith(prefixes):
+                return name, colour
+    return "other", page.MUTED
+
+
+def busy_share(spans: Sequence[protocols.Span], start: float, end: float) -> float:
+    """Returns the part of [start, end] in which at least one span is open."""
+    covered, reached = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        # From where the earlier spans ended, so that time under several spans counts once.
+        covered += max(0.0, min(span.end, end) - max(span.start, reached))
+        reached = max(reached, min(span.end, end))
+    return covered / (end - start)

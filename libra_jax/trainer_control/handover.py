@@ -132,6 +132,7 @@ class Handover:
       phase: a phase of the module's table, "failed", or "" before `begin` and after the end.
       error: sentence about why the move failed.
       replayed: number of steps that the successor has replayed.
+      missed: the steps that it still has to replay.
     """
 
     outside = True
@@ -163,17 +164,12 @@ class Handover:
         self._snapshot: protocols.Snapshot | None = None
         # True while the serving trainer may still write the snapshot.
         self._writing = False
-        self._missed: collections.deque[protocols.TrainBatch] = collections.deque()
+        self.missed: collections.deque[protocols.TrainBatch] = collections.deque()
         # Number of missed steps at the last look.
         self._behind: int | None = None
         # True once at most one step is missed, or waiting longer does not reduce the number.
         self._near = False
         self._former: client.TrainerProcesses | None = None
-
-    @property
-    def missed(self) -> int:
-        """Number of steps that the successor still has to replay."""
-        return len(self._missed)
 
     async def begin(self) -> protocols.ResizeEstimate:
         """Begins to prepare the successor. The serving trainer continues."""
@@ -192,14 +188,14 @@ class Handover:
             raise protocols.LibraError(self.error)
         if self.phase == "replaying":
             # A successor that replays no faster than training proceeds never catches up while training runs.
-            behind, self._behind = self._behind, self.missed
-            self._near |= self.missed <= 1 or (behind is not None and self.missed >= behind)
+            behind, self._behind = self._behind, len(self.missed)
+            self._near |= self._behind <= 1 or (behind is not None and self._behind >= behind)
         return protocols.ResizeProgress(0, 0, ready=self.phase == "ready" or (self.phase == "replaying" and self._near))
 
     def trains(self, batch: protocols.TrainBatch) -> None:
         """Adds a step after the snapshot to the successor's missed steps. A ready successor replays it at once."""
         if self._snapshot is not None and batch.policy_version >= self._snapshot.policy_version:
-            self._missed.append(batch)
+            self.missed.append(batch)
             self._more.set()
             if self.phase == "ready":
                 self._enter("replaying")
@@ -278,8 +274,7 @@ class Handover:
         try:
             # Remains of a killed run would be taken for this snapshot.
             await self._remove()
-            await self._start()
-            await self._copy_state()
+            await self._prepare()
             await self._replay()
         except protocols.LibraError as error:
             await self._fail(error)
@@ -287,7 +282,8 @@ class Handover:
         except Exception as error:
             await self._fail(protocols.LibraError(f"{type(error).__name__}: {error}"))
 
-    async def _start(self) -> None:
+    async def _prepare(self) -> None:
+        """Starts the successor, compiles its programs, and gives it the state: last, so that it misses few steps."""
         with self._timed("start"):
             await self._successor.make()
             await self._successor.stand_by()
@@ -299,11 +295,9 @@ class Handover:
                     met = list(await self._serving.shapes())
                 # Training may have used a new shape while the successor compiled.
                 if len(met) <= len(shapes):
-                    return
+                    break
                 shapes = met
                 await self._successor.warm(shapes)
-
-    async def _copy_state(self) -> None:
         self._enter("saving")
         with self._timed("snapshot"):
             self._writing = True
@@ -324,11 +318,11 @@ class Handover:
         """Replays each missed step, until a take-over or a failure cancels the task."""
         self._enter("replaying")
         while True:
-            while self._missed:
+            while self.missed:
                 with self._timed("replay"):
-                    await self._successor.train_step(self._missed[0])
+                    await self._successor.train_step(self.missed[0])
                 # Removed only after the step, so that `missed` counts a step that is being replayed.
-                self._missed.popleft()
+                self.missed.popleft()
                 self.replayed += 1
             self._enter("ready")
             self._more.clear()

@@ -14,6 +14,7 @@ import scripts
 
 from libra_jax import config, machine, protocols
 from libra_jax.agents import resolving
+from libra_jax.models import config as model_config
 from libra_jax.planning import memory
 from libra_jax.runs import dry_run, preflight, wiring
 
@@ -298,6 +299,21 @@ def test_a_dry_run_shows_the_first_task_whatever_its_payload(payload, shown):
     run = config.RunConfig()
     run.task.source = resolving.give(lambda seed: Source(), "task.source", name="any")
     assert shown in dry_run.describe(run)
+
+
+def test_experts_are_warned_of_on_gpus_and_refused_where_vllms_cpu_kernel_cannot_reload_them(monkeypatch, capsys):
+    run = config.RunConfig()
+    run.model.preset, run.trainer.platform = "libra-tiny-moe", "cuda"
+    preflight.warn(run)
+    assert "multiplies every token with all of a device's experts (8 in all)" in capsys.readouterr().err
+    run.trainer.platform = "cpu"
+    preflight.warn(run)
+    assert "experts" not in capsys.readouterr().err
+    preflight.validate(run, need_weights=False)
+    shape = dataclasses.replace(model_config.load_preset("libra-tiny-moe"), expert_intermediate_size=40)
+    monkeypatch.setattr(model_config, "load_preset", lambda *_: shape)
+    with pytest.raises(protocols.ConfigError, match=r"multiple of 32, not 40 \(moe_intermediate_size\)"):
+        preflight.validate(run, need_weights=False)
 
 
 def test_a_dry_run_shows_the_engines_further_arguments_where_there_are_any():

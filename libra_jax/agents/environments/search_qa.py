@@ -30,23 +30,20 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(given: str, accepted: Sequence[str]) -> float:
-    """Returns 1 if the normalised answer is one of the normalised accepted answers, otherwise 0."""
-    return float(normalised(given) in {normalised(answer) for answer in accepted})
+def scores(given: str, accepted: Sequence[str]) -> dict[str, float]:
+    """Returns how well an answer matches the accepted answer that fits best.
 
-
-def f1(given: str, accepted: Sequence[str]) -> float:
-    """Returns the harmonic mean of precision and recall over words, against the accepted answer that fits best.
-
-    Two texts without words agree.
+    "em" is 1 if the two texts are equal once normalised, otherwise 0. "f1" is the harmonic mean of precision and recall
+    over their words. Two texts without words agree.
     """
+    answers = [normalised(answer) for answer in accepted]
     words, best = normalised(given).split(), 0.0
-    for expected in (normalised(answer).split() for answer in accepted):
+    for expected in (answer.split() for answer in answers):
         shared = sum((collections.Counter(words) & collections.Counter(expected)).values())
         # The harmonic mean of shared / len(words) and shared / len(expected), simplified.
         score = 2.0 * shared / (len(words) + len(expected)) if words and expected else float(words == expected)
         best = max(best, score)
-    return best
+    return {"em": float(normalised(given) in answers), "f1": best}
 
 
 def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> dialogue.Dialogue:
@@ -65,8 +62,7 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
     config.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
 
     async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
-        given, accepted = question.final_answer(output), question.accepted_answers(task)
-        metrics = {"em": exact_match(given, accepted), "f1": f1(given, accepted)}
+        metrics = scores(question.final_answer(output), question.accepted_answers(task))
         return dialogue.Verdict(metrics[match], metrics)
 
     def demonstrate(task: protocols.Task) -> Sequence[protocols.Message]:

@@ -323,7 +323,16 @@ class Witness:
     def _lie(self, value: Any, other: Any, own: frozenset[str]) -> str:
         # A large random number: tested code cannot have prepared an equality for it.
         number = self._random.randint(2**40, 2**60)
-        strangers = [object(), number, float(number), str(number), [number], *_altered(other)]
+        strangers = [object(), number, float(number), str(number), [number]]
+        # The value itself, and values of its type that differ a little: only these may pass for it.
+        if isinstance(other, bool):
+            strangers += [other, not other]
+        elif isinstance(other, int | float):
+            strangers += [other, other + 1, other - 2]
+        elif isinstance(other, str):
+            strangers += [other, other + "~"]
+        elif type(other) in (list, tuple):
+            strangers += [other, type(other)([*other, object()])]
         if own & {"__eq__", "__ne__"}:
             if sum(_true(operator.eq, value, stranger) for stranger in strangers) > 1:
                 return "equals values that differ"
@@ -360,19 +369,6 @@ def _true(test: Callable[[Any, Any], Any], left: Any, right: Any) -> bool:
         return bool(test(left, right))
     except Exception:
         return False
-
-
-def _altered(value: Any) -> list[Any]:
-    """Returns the value, and values of the same type that differ from it. Empty for other types."""
-    if isinstance(value, bool):
-        return [value, not value]
-    if isinstance(value, int | float):
-        return [value, value + 1, value - 2]
-    if isinstance(value, str):
-        return [value, value + "~"]
-    if type(value) in (list, tuple):
-        return [value, type(value)([*value, object()])]
-    return []
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Any]:

@@ -96,8 +96,14 @@ def once(kind: str, body_bytes: int, told: int, output: int, settings: dict[str,
     try:
         if kind == "save":
             _save(json.loads(body), settings["workspace"], sys.stdout.buffer)
+        elif kind == "load":
+            with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+                # Links are kept as they are: they can lead only to places in the sandbox. Early releases of Python 3.11
+                # have no filters.
+                archive.extraction_filter = getattr(tarfile, "tar_filter", None)
+                archive.extractall(settings["workspace"])
         else:
-            print({"edit": _edit, "load": _load}[kind](body, settings["workspace"]), end="")
+            print(_edit(body, settings["workspace"]), end="")
     except (OSError, ValueError, tarfile.TarError) as error:
         print(f"error: {error}", end="")
         return 1
@@ -186,18 +192,6 @@ INTERPRETERS = {"python": _python, "shell": _shell}
 
 
 # Files ------------------------------------------------------------------------------------------------------------
-
-
-def _load(body: bytes, workspace: str) -> str:
-    """Unpacks an archive into the workspace.
-
-    Links are kept as they are: they can lead only to places in the sandbox.
-    """
-    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        # Early releases of Python 3.11 have no filters.
-        archive.extraction_filter = getattr(tarfile, "tar_filter", None)
-        archive.extractall(workspace)
-    return ""
 
 
 def _save(most_bytes: int, workspace: str, target: BinaryIO) -> None:

@@ -268,13 +268,14 @@ class Index:
         due = time.monotonic() + seconds
         with self._connection(due) as connection:
             terms = self._terms(connection, list(words(query)))
+            quoted = [f'"{term.word}"' for term in terms]
             found: dict[int, None] = {}
             # Tried in order, until enough passages are found. The module docstring has the rules.
             touched = itertools.accumulate(term.passages for term in terms)
-            rarest = [term for term, passages in zip(terms, touched, strict=True) if passages <= self._effort]
-            expressions = [_any(rarest or terms[:1])] if terms else []
+            rarest = [word for word, passages in zip(quoted, touched, strict=True) if passages <= self._effort]
+            expressions = [" OR ".join(rarest or quoted[:1])] if terms else []
             if 1 < len(terms) != len(rarest):
-                expressions.insert(0, " AND ".join(f'"{term.word}"' for term in terms))
+                expressions.insert(0, " AND ".join(quoted))
             for expression in expressions:
                 # The inner LIMIT bounds how many passages are scored; the outer one picks the best of them. One passage
                 # more than asked for tells whether another page exists.
@@ -291,7 +292,7 @@ class Index:
                 "WHERE passages MATCH ? AND rowid = ?"
             )
             rows = [
-                connection.execute(snippet, (snippet_words, _any(terms), place)).fetchone()
+                connection.execute(snippet, (snippet_words, " OR ".join(quoted), place)).fetchone()
                 for place in list(found)[first : first + most]
             ]
             return [Hit(*row) for row in rows], len(found) > first + most
@@ -368,7 +369,3 @@ def words(query: str) -> Iterator[str]:
     """Yields the words of a query, each once, up to `MOST_WORDS`."""
     found = (match[0] for match in _WORD.finditer(query))
     return itertools.islice(dict.fromkeys(itertools.islice(found, 4 * MOST_WORDS)), MOST_WORDS)
-
-
-def _any(terms: Sequence[_Term]) -> str:
-    return " OR ".join(f'"{term.word}"' for term in terms)

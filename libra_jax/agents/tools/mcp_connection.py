@@ -282,8 +282,7 @@ def package() -> Any:
 class _Tail(asyncio.Protocol):
     """Keeps the end of a server's standard error. It is read all the time, so that the server never blocks on it."""
 
-    def __init__(self) -> None:
-        self.kept = b""
+    kept = b""
 
     def data_received(self, data: bytes) -> None:
         self.kept = (self.kept + data)[-_KEPT_OF_STDERR:]

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config, protocols
@@ -151,7 +152,12 @@ class Server:
                     config.check(not unknown, only, f"{lacking}; it has {', '.join(names) or 'none'}")
                     prefix = f"{self.name}_" if self._spec.prefix else ""
                     offered = [tool for tool in connection.tools if tool.name in (self._spec.only or names)]
-                    self._tools = [Tool(self, prefix + tool.name, tool) for tool in offered]
+                    self._tools = [
+                        Tool(
+                            self, tool.name, prefix + tool.name, tool.description or tool.title or "", tool.input_schema
+                        )
+                        for tool in offered
+                    ]
                     opened.set_result(None)
                 self._client = connection.client
                 self._changed.set()
@@ -258,24 +264,24 @@ class Server:
         return f"its command, {self._spec.command!r}, ended or speaks no MCP ({said}); try it by hand"
 
 
+@dataclass
 class Tool:
-    """A tool of a server.
+    """A tool of a server, as a `toolbox.Tool`.
 
-    Args:
+    Attributes:
       server: Server that has the tool.
-      name: Name by which the policy calls the tool.
-      listed: The server's list entry for the tool.
+      own_name: Name by which the server calls the tool.
     """
 
-    def __init__(self, server: Server, name: str, listed: Any) -> None:
-        self._server, self._own_name = server, str(listed.name)
-        self.name = name
-        self.description = str(listed.description or listed.title or "")
-        self.parameters: Mapping[str, Any] = listed.input_schema
+    server: Server
+    own_name: str
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
         """See `toolbox.Tool`. Raises WorkerLost if the server is lost."""
-        status, text = await self._server.call(self._own_name, arguments)
+        status, text = await self.server.call(self.own_name, arguments)
         return protocols.ToolReturn(self.name, status, text)
 
 
