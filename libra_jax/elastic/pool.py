@@ -322,12 +322,14 @@ class Pool:
         # A worker draws its generation before it trains. The start and the end of training both change the set.
         if state is State.JOINING or State.TRAINING in (before, state):
             self.generation += 1
+        # Kept from joining to the end of training: the channel was opened under it.
         kept = worker.generation if state is State.TRAINING else NO_GENERATION
         entered = dataclasses.replace(
             worker,
             state=state,
             since=now,
             limit=self._limits.get(state, math.inf),
+            # With the serial, every ticket of a former state or life is an old one.
             serial=worker.serial + 1,
             generation=self.generation if state is State.JOINING else kept,
             lost=state is State.FAILED and worker.restarts >= self._restarts,
