@@ -237,13 +237,12 @@ class Pool:
         return self._enter(self._found(name, "switch to training", State.ROLLOUT), State.DRAINING, reason, now)
 
     def switch_to_rollout(self, name: str, reason: str, now: float) -> Worker:
-        """Switches a worker from training to rollout."""
-        return self._enter(self._found(name, "switch to rollout", State.TRAINING), State.LEAVING, reason, now)
-
-    def cancel(self, name: str, reason: str, now: float) -> Worker:
-        """Turns a worker on its way to training back to rollout."""
-        worker = self._found(name, "turn back before it trains", *TO_TRAINING)
-        return self._enter(worker, State.LEAVING, f"{worker.reason}; aborted: {reason}", now)
+        """Switches a worker to rollout: from training, or on its way there, which aborts that switch."""
+        worker = self._found(name, "switch to rollout", *TO_TRAINING, State.TRAINING)
+        if worker.state is not State.TRAINING:
+            # The same transition goes on, so its record tells both reasons.
+            reason = f"{worker.reason}; aborted: {reason}"
+        return self._enter(worker, State.LEAVING, reason, now)
 
     def recover(self, name: str, now: float) -> Worker:
         """Restarts a failed worker into rollout."""
