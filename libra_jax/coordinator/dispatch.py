@@ -275,9 +275,25 @@ class Dispatcher:
             async for delta in deltas:
                 if stream.closed:
                     return
-                self._take(request, stream, delta)
-                if stream.finish is not None:
+                now = stream.last_delta = self._clock()
+                if not stream.answered:
+                    stream.answered = True
+                    # A life with a token clears the fault, so that another restart makes sense.
+                    stream.engine.answered_life, stream.engine.fault = stream.life, ""
+                    stream.engine.answered = stream.engine.answered or now
+                    self.routing.answered(request.route, now - stream.begin)
+                request.trajectory.append_sampled(delta)
+                request.generated += len(delta.token_ids)
+                if request.heard is not None:
+                    request.heard()
+                if request.group_id != protocols.EVALUATION_GROUP:
+                    self.counts.tokens += len(delta.token_ids)
+                if delta.finish_reason == "abort":
+                    raise protocols.LibraError(f"engine {stream.engine.name} aborted {request.name}")
+                if delta.finish_reason is not None:
+                    stream.finish = delta.finish_reason
                     return
+                self._apply(self._scheduler.on_progress(request.name, request.generated, now), now)
         raise protocols.WorkerLost(f"the stream of {request.name} from {stream.engine.name} ended without a finish")
 
     async def _kv_source(
@@ -301,28 +317,6 @@ class Dispatcher:
             return None
         self.routing.counts.transferred += 1
         return kept
-
-    def _take(self, request: routing.Request, stream: routing.Stream, delta: protocols.TokenDelta) -> None:
-        now = self._clock()
-        stream.last_delta = now
-        if not stream.answered:
-            stream.answered = True
-            # A life with a token clears the fault, so that another restart makes sense.
-            stream.engine.answered_life, stream.engine.fault = stream.life, ""
-            stream.engine.answered = stream.engine.answered or now
-            self.routing.answered(request.route, now - stream.begin)
-        request.trajectory.append_sampled(delta)
-        request.generated += len(delta.token_ids)
-        if request.heard is not None:
-            request.heard()
-        if request.group_id != protocols.EVALUATION_GROUP:
-            self.counts.tokens += len(delta.token_ids)
-        if delta.finish_reason == "abort":
-            raise protocols.LibraError(f"engine {stream.engine.name} aborted {request.name}")
-        if delta.finish_reason is not None:
-            stream.finish = delta.finish_reason
-        else:
-            self._apply(self._scheduler.on_progress(request.name, request.generated, now), now)
 
     async def _watch(self) -> None:
         """Watches for streams without tokens, and for requests passed over, beyond their deadlines."""

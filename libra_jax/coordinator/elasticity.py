@@ -166,19 +166,16 @@ class PlanFollower:
             self._recorder.note(f"Plan, {decision.line()}{unsure}.")
         if moving:
             return metrics
-        replaces = decision is not None and self._engines.dead and not self._shadow
-        if self._planner.plan != self._followed or replaces:
-            self._follow(self._planner.plan)
+        plan, before, dead = self._planner.plan, self._followed, self._engines.dead
+        if plan != before or (decision is not None and dead and not self._shadow):
+            self._followed = plan
+            # A plan that only has other buckets applies at once, all others in the background.
+            if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not dead:
+                self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
+            else:
+                self.disturbed = True
+                self._move = self._scope.start(self._carry_out(before, plan), "moving to a new plan")
         return metrics
-
-    def _follow(self, plan: protocols.Plan) -> None:
-        """Begins to move to a plan in the background. A plan that only has other buckets applies at once."""
-        before, self._followed = self._followed, plan
-        if _counts(plan) == _counts(before) and _mesh(plan) == _mesh(before) and not self._engines.dead:
-            self._dispatcher.replan(self._engines.with_hybrid(plan.rollout))
-            return
-        self.disturbed = True
-        self._move = self._scope.start(self._carry_out(before, plan), "moving to a new plan")
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
         """Moves from one plan to another. Devices are freed before they are taken.

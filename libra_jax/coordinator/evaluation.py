@@ -150,7 +150,7 @@ async def evaluate(
     if not scored:
         raise crashes[0]
     metrics = {
-        "evaluation/accuracy": statistics.fmean(reports.rewards_of(scored)),
+        "evaluation/accuracy": statistics.fmean(item.reward for item in scored if item.reward is not None),
         "evaluation/unscored": len(crashes),
         **{f"evaluation/{name}": value for name, value in reports.mean_metrics(scored).items()},
     }

@@ -32,7 +32,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from libra_jax import checksums, protocols
@@ -74,42 +74,38 @@ class Holder:
     taken: float
 
 
+@dataclass(eq=False)
 class Token:
     """The fencing token of a run.
 
     Attributes:
+      workdir: the run's folder.
       number: number of the token, from 1.
     """
 
-    def __init__(self, workdir: Path, number: int) -> None:
-        self._workdir = workdir
-        self.number = number
-        self._superseded = False
-
-    def superseded(self) -> bool:
-        """Returns True if a later token has been taken.
-
-        Raises:
-          OSError: the workdir cannot be reached.
-        """
-        # Tokens are never removed, so one look that finds a later token is enough.
-        self._superseded = self._superseded or max(_numbers(self._workdir), default=0) > self.number
-        return self._superseded
+    workdir: Path
+    number: int
+    _superseded: bool = field(default=False, init=False)
 
     def may_write(self) -> bool:
         """Returns True if no later token is known. If the workdir cannot be reached, the write itself fails later."""
         try:
-            return not self.superseded()
+            self.check()
+        except Superseded:
+            return False
         except OSError:
             return True
+        return True
 
     def check(self) -> None:
         """Raises Superseded if a later token has been taken, and OSError if the workdir cannot be reached."""
-        if self.superseded():
-            holder = newest(self._workdir)
+        # Tokens are never removed, so one look that finds a later token is enough.
+        self._superseded = self._superseded or max(_numbers(self.workdir), default=0) > self.number
+        if self._superseded:
+            holder = newest(self.workdir)
             who = f"the run of process {holder.pid} on {holder.host}" if holder is not None else "a later run"
             raise Superseded(
-                f"{self._workdir} has been taken over by {who} (fencing token {max(_numbers(self._workdir))}; this "
+                f"{self.workdir} has been taken over by {who} (fencing token {max(_numbers(self.workdir))}; this "
                 f"run's is {self.number}): this one stops and writes nothing more; nothing is lost, the other goes on."
             )
 

@@ -56,14 +56,8 @@ class Groups:
         self.trained = 0
         self.scored = 0
 
-    def dispatch(self, group_id: int, task: protocols.Task, version: int) -> None:
-        """Starts the rollouts of a new group."""
-        size = self._config.coordinator.group_size
-        trajectories = [self._runner.begin(f"{task.prompt_id}/{index}", task) for index in range(size)]
-        self.resume(protocols.Group(group_id, task, version, trajectories))
-
-    def resume(self, group: protocols.Group) -> None:
-        """Runs a group's rollouts from their present positions."""
+    def start(self, group: protocols.Group) -> None:
+        """Runs a group's rollouts from their present positions: the start, or the tokens in a checkpoint."""
         if not self.running:
             self._busy_since = self._clock()
         self.running[group.group_id] = group
@@ -107,7 +101,7 @@ class Groups:
         finished = map(checkpoints.decode_group, state["finished"])
         self.finished.update((group.group_id, group) for group in finished)
         for record in state["running"]:
-            self.resume(checkpoints.decode_group(record))
+            self.start(checkpoints.decode_group(record))
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which any group ran, since the last call."""
@@ -135,7 +129,19 @@ class Groups:
         except protocols.EnvironmentCrashed as error:
             crash = error
         finally:
-            await _cancel(tasks)
+            for task in tasks:
+                # A second cancel would interrupt the closing of its environment.
+                if not task.cancelling():
+                    task.cancel()
+            # Environments are closed before this group is left, even if the group itself is cancelled meanwhile.
+            try:
+                # Unlike gather, wait leaves the tasks alone if it is cancelled itself.
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                await asyncio.wait(tasks)
+                raise
+            finally:
+                await asyncio.gather(*tasks, return_exceptions=True)
         self._leave(group)
         self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
         if crash is not None:
@@ -224,22 +230,6 @@ def _sum(counts: Mapping[str, int]) -> str:
     return f"{total} group{'s were' if total != 1 else ' was'} replaced ({reasons})"
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels the running rollouts and waits until their environments are closed, even if itself cancelled."""
-    for task in tasks:
-        # A second cancel would interrupt the closing of its environment.
-        if not task.cancelling():
-            task.cancel()
-    try:
-        # Unlike gather, wait leaves the tasks alone if it is cancelled itself.
-        await asyncio.wait(tasks)
-    except asyncio.CancelledError:
-        await asyncio.wait(tasks)
-        raise
-    finally:
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class Batches:
     """Dispatches groups and forms batches of them. Create it inside the event loop that it serves.
 
@@ -247,6 +237,7 @@ class Batches:
       run: what the parts of the run share (`coordinator`, `steps`). Each GroupSettled may complete a batch.
       tasks: source of the tasks, by position.
       groups: runs the groups.
+      runner: begins the rollouts of new groups.
       weight_sync: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.
       recovery: restarts the trainer if it dies during that commit.
@@ -262,6 +253,7 @@ class Batches:
         *,
         tasks: protocols.TaskSource,
         groups: Groups,
+        runner: rollouts.Rollouts,
         weight_sync: sync.WeightSync,
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,
@@ -273,6 +265,8 @@ class Batches:
         self._replaces = limits.stale == "replace"
         self._tasks = tasks
         self._groups = groups
+        self._runner = runner
+        self._group_size = limits.group_size
         self._weight_sync = weight_sync
         self._saver = saver
         self._recovery = recovery
@@ -299,7 +293,9 @@ class Batches:
         for _ in range(count):
             with resolving.named(self._source, "task.source", f"task({self.data_position})"):
                 task = self._tasks.task(self.data_position)
-            self._groups.dispatch(self.data_position, task, version)
+            names = [f"{task.prompt_id}/{sample}" for sample in range(self._group_size)]
+            trajectories = [self._runner.begin(name, task) for name in names]
+            self._groups.start(protocols.Group(self.data_position, task, version, trajectories))
             self.data_position += 1
 
     async def next(self) -> tuple[protocols.Group, ...]:

@@ -130,7 +130,8 @@ class Instances:
 
     async def start(self) -> None:
         """Starts all engines concurrently. An engine that dies while starting is restarted in the background."""
-        await deadlines.together(*(self._start(engine) for engine in self.engines.values()))
+        # Without weights: the run's first weight sync loads all engines together.
+        await deadlines.together(*(self._start(engine, load=False) for engine in self.engines.values()))
         self._scope.start(self._watch(), "engine health")
 
     def serving(self) -> list[protocols.Instance]:
@@ -301,7 +302,7 @@ class Instances:
         await deadlines.together(*(self._stop(engine) for engine in retired))
         added = [Engine(spec) for spec in specs]
         self.engines.update({engine.name: engine for engine in added})
-        await deadlines.together(*(self._start_and_load(engine) for engine in added))
+        await deadlines.together(*(self._start(engine) for engine in added))
 
     def await_first_token(self, name: str) -> None:
         """Resets `Engine.answered`, which then records the engine's next token."""
@@ -331,12 +332,8 @@ class Instances:
         engine.life += 1
         engine.client, engine.paused, engine.policy_version = None, False, protocols.NO_VERSION
 
-    async def _start_and_load(self, engine: Engine) -> None:
-        await self._start(engine)
-        if engine.state == "loaded":
-            await self._events.deliver(protocols.EngineLoaded(engine.name))
-
-    async def _start(self, engine: Engine) -> None:
+    async def _start(self, engine: Engine, *, load: bool = True) -> None:
+        """Starts an engine's process, and gets it the current weights if `load`. A failed start is a lost engine."""
         engine.state = "starting"
         self._recorder.status(engine.name, "starting its process")
         life = engine.life
@@ -352,6 +349,8 @@ class Instances:
             return
         engine.client, engine.state = client, "loaded"
         self._recorder.status(engine.name, "started, waits for its first weights")
+        if load:
+            await self._events.deliver(protocols.EngineLoaded(engine.name))
 
     async def _restart(self, engine: Engine, error: BaseException) -> None:
         await self._stop(engine)
@@ -367,7 +366,7 @@ class Instances:
                 )
             return
         engine.restarts += 1
-        await self._start_and_load(engine)
+        await self._start(engine)
 
     async def _stop(self, engine: Engine) -> None:
         try:

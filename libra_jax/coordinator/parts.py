@@ -249,7 +249,7 @@ def wire(
     runner = rollouts.Rollouts(run, agent, dispatcher)
     groups = groups_lib.Groups(run, runner)
     batches = groups_lib.Batches(
-        run, tasks=agent.tasks, groups=groups, weight_sync=weight_sync, saver=saver, recovery=recovery
+        run, tasks=agent.tasks, groups=groups, runner=runner, weight_sync=weight_sync, saver=saver, recovery=recovery
     )
     elastic = elasticity.Elasticity(
         run, workers, dispatcher=dispatcher, resizing=resizing, weight_sync=weight_sync, planner=planner

@@ -76,7 +76,7 @@ class StepReport:
     def metrics(self) -> dict[str, float]:
         """Returns the step's scalars. `policy_version` is the version that the step produced."""
         trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
-        rewards = rewards_of(trajectories)
+        rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.generated_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
@@ -147,11 +147,6 @@ def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: flo
     if peak_flops is not None:
         speed["train/mfu"] = trainer["train/flops"] / (seconds * trainer["train/devices"] * peak_flops)
     return speed
-
-
-def rewards_of(trajectories: Iterable[protocols.Trajectory]) -> list[float]:
-    """Returns the rewards of finished rollouts."""
-    return [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
 
 
 def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
@@ -233,22 +228,22 @@ PATIENCE = 3
 """Steps in a row without anything to learn from, before the note."""
 
 
+@dataclass(eq=False)
 class Watch:
     """Looks at the metrics of each training step.
 
     A step has nothing to learn from in three cases: no group has a gradient, the gradient norm is 0, or every rollout
     had the same reward. Only steps of real trainers count, because simulated ones report no gradient norm.
 
-    Args:
+    Attributes:
       config: the run's configuration (`algorithm`, `coordinator`).
       note: takes the note for the person watching.
     """
 
-    def __init__(self, config: configuration.RunConfig, note: Callable[[str], None]) -> None:
-        self._config = config
-        self._note = note
-        self._in_a_row = 0
-        self._told = ""
+    config: configuration.RunConfig
+    note: Callable[[str], None]
+    _in_a_row: int = field(default=0, init=False)
+    _told: str = field(default="", init=False)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Checks a step's metrics. After `PATIENCE` useless steps in a row, notes the reason, once for each reason."""
@@ -267,11 +262,11 @@ class Watch:
             self._told = reason
             # A KL or entropy term moves the weights even if all rewards are equal.
             had = "learned from KL and entropy terms alone" if metrics["grad_norm"] else "had nothing to learn from"
-            self._note(f"Steps {step - PATIENCE + 1} to {step} {had}: {sentence}")
+            self.note(f"Steps {step - PATIENCE + 1} to {step} {had}: {sentence}")
 
     def _reason(self, metrics: Mapping[str, float]) -> tuple[str, str]:
         """Returns a short name of the last step's reason, and its sentence."""
-        advantage, size = self._config.algorithm.advantage, self._config.coordinator.group_size
+        advantage, size = self.config.algorithm.advantage, self.config.coordinator.group_size
         if metrics["rollout/masked"] == 1:
             return "masked", (
                 "every rollout was cut off at a limit and masked (task.cut_off). Raise task.max_seconds or "

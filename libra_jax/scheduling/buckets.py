@@ -19,7 +19,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from libra_jax import protocols
@@ -258,18 +258,22 @@ ORDERS: dict[str, Order] = {
 """Orders by the name that `scheduler.ordering` gives them."""
 
 
+@dataclass(eq=False)
 class Queue:
     """Requests that wait for one bucket or one instance.
 
     A request that leaves is only counted out; its heap entry is skipped later. An entry is stale if its request waits
     elsewhere or has drawn another ticket since.
+
+    Attributes:
+      order: decides which request goes next.
+      size: number of requests that wait here.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._heap: list[Entry] = []
-        self._versions: dict[int, int] = {}  # dispatch version -> waiting requests
-        self.size = 0
+    order: Order
+    size: int = field(default=0, init=False)
+    _heap: list[Entry] = field(default_factory=list, init=False)
+    _versions: dict[int, int] = field(default_factory=dict, init=False)  # dispatch version -> waiting requests
 
     def push(self, request: Request) -> None:
         """Adds a request that has drawn its ticket."""
@@ -277,7 +281,7 @@ class Queue:
         self.size += 1
         versions, version = self._versions, request.dispatch_version
         versions[version] = versions.get(version, 0) + 1
-        heapq.heappush(self._heap, (*self._order(request), request.ticket, request))
+        heapq.heappush(self._heap, (*self.order(request), request.ticket, request))
         # A sweep at a multiple of the live entries costs each push a constant time in the mean.
         if len(self._heap) > 4 * self.size + HEAP_SLACK:
             self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
@@ -296,7 +300,7 @@ class Queue:
 
     def ahead(self, request: Request) -> float:
         """Returns about how many requests would go before one that began to wait here now."""
-        if self._order is not ORDERS["group_completion"]:
+        if self.order is not ORDERS["group_completion"]:
             return float(self.size)
         mine, ahead = request.dispatch_version, 0.0
         # Within its own version it stands in the middle, because the rest of the order is not known before it waits.
@@ -323,26 +327,29 @@ def share_in_use(server: Server) -> float:
     return server.load / server.slots
 
 
+@dataclass(eq=False)
 class Bucket:
     """One level: its instances by how busy they are, and the requests that wait for any of them.
 
     A heap holds the instances with a free slot and is corrected lazily. Invariant: each such instance has an entry
     whose value is at most its present one. So the first entry with a true value is the least busy instance.
 
-    Args:
+    Attributes:
       level: its place among the buckets.
       queue: requests that wait for the bucket.
       busy: maps an instance to how busy it is.
+      servers: its instances.
+      slots: slots of all its instances.
+      free: slots of all its instances that are free.
     """
 
-    def __init__(self, level: int, queue: Queue, busy: Callable[[Server], float] = share_in_use) -> None:
-        self.level = level
-        self.queue = queue
-        self.servers: list[Server] = []
-        self.slots = 0
-        self.free = 0
-        self._busy = busy
-        self._heap: list[tuple[float, int, int, Server]] = []
+    level: int
+    queue: Queue
+    busy: Callable[[Server], float] = share_in_use
+    servers: list[Server] = field(default_factory=list, init=False)
+    slots: int = field(default=0, init=False)
+    free: int = field(default=0, init=False)
+    _heap: list[tuple[float, int, int, Server]] = field(default_factory=list, init=False)
 
     def add(self, server: Server) -> None:
         """Adds an instance with the load that it has."""
@@ -365,7 +372,7 @@ class Bucket:
                 server.noted = math.inf
                 heapq.heappop(heap)
                 continue
-            busy = self._busy(server)
+            busy = self.busy(server)
             if busy == value:  # every other entry is at most its instance's true value, and no less than this one
                 return server
             server.noted = busy
@@ -386,7 +393,7 @@ class Bucket:
         """Notes that the instance may be less busy than before. Call after each such change: the invariant needs it."""
         if server.load >= server.slots:
             return
-        busy = self._busy(server)
+        busy = self.busy(server)
         # An entry below the present value is corrected when it surfaces (`least`); one above it would never be found.
         if busy < server.noted:
             server.noted = busy

@@ -73,19 +73,20 @@ class LinearCosts:
         return min(prefill, context_tokens / known.transfer_tokens_per_second) if self.transfers else prefill
 
 
+@dataclass(eq=False)
 class Rates:
     """Seconds a token and seconds a move, asked of the costs once for each degree, number decoding and context.
 
     Contexts are rounded (`rounded`), so that the tables stay small.
 
     Attributes:
+      costs: costs that are asked.
       known: (degree, number decoding, rounded context) to seconds a token.
     """
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        self.known: dict[tuple[int, int, int], float] = {}
-        self._move: dict[tuple[int, int], float] = {}
+    costs: Costs
+    known: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+    _move: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
 
     def clear(self) -> None:
         """Forgets the tables, so that recalibrated costs are asked again."""
@@ -98,7 +99,7 @@ class Rates:
         rate = self.known.get(key)
         if rate is None:
             # Over many tokens, since the context grows meanwhile and one token's time would leave that out.
-            seconds = self._costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
+            seconds = self.costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
             rate = self.known[key] = seconds / RATE_TOKENS
         return rate
 
@@ -109,7 +110,7 @@ class Rates:
         key = target.tensor_parallel, context  # where it comes from does not change the price
         seconds = self._move.get(key)
         if seconds is None:
-            seconds = self._move[key] = self._costs.move_seconds(source, target, context)
+            seconds = self._move[key] = self.costs.move_seconds(source, target, context)
         return seconds
 
 

@@ -87,15 +87,10 @@ Key = tuple[str, int, str]
 """(tool, payload-size class, status): a causal state as an edge of a prefix tree."""
 
 
-def size_class(payload_tokens: int) -> int:
-    """Returns the octave of a payload size in tokens, from 0 to `LARGEST_CLASS`."""
-    octave = payload_tokens.bit_length() - SMALLEST_BITS
-    return 0 if octave < 0 else LARGEST_CLASS if octave > LARGEST_CLASS else octave
-
-
 def causal_key(state: protocols.CausalState) -> Key:
-    """Returns the state's key in a prefix tree."""
-    return state.tool, size_class(state.payload_tokens), state.status
+    """Returns the state's key in a prefix tree. The size class is the payload's octave, at most `LARGEST_CLASS`."""
+    octave = state.payload_tokens.bit_length() - SMALLEST_BITS
+    return state.tool, min(max(octave, 0), LARGEST_CLASS), state.status
 
 
 @dataclass(slots=True, eq=False)
@@ -313,7 +308,7 @@ class Evidence:
     def _renew(self, tree: prefix_tree.PrefixTree, node: prefix_tree.Node) -> None:
         """Renews the node's blend: its own sketch, shrunk towards the blend of the node behind it."""
         parent, clock = node.parent, tree.clock
-        node.blend = node.sketch() if node.samples else ()
+        node.blend = node.sketch()
         if parent is not None and tree.weight(node) < DROWNING * self._prior:
             if clock >= parent.due:
                 self._renew(tree, parent)
@@ -331,13 +326,10 @@ class Evidence:
         """Shrinks each node's own sketch, of samples that lasted `since` tokens, towards what is behind it."""
         for node in chain:
             weight = tree.weight(node)
+            # Only samples that lasted as long are evidence.
             if since:
-                mine = node.sketch_after(since)
-                # Only samples that lasted as long are evidence.
                 weight *= node.above(since)
-            else:
-                mine = node.sketch() if node.samples else ()
-            sketch = _shrunk(mine, sketch, weight, self._prior)
+            sketch = _shrunk(node.sketch(since), sketch, weight, self._prior)
         return sketch
 
 

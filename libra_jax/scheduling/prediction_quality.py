@@ -53,7 +53,7 @@ class State:
 
     Attributes:
       tool: name of the tool that returned.
-      size_class: size class of its payload (`evidence.size_class`).
+      size_class: size class of its payload (`evidence.causal_key`).
       status: outcome of the call.
       count: number of returns.
       mean: mean tokens left.

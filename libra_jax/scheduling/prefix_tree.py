@@ -13,6 +13,7 @@ import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 LEVELS: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.875, 0.975)
@@ -116,18 +117,17 @@ class Node:
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
 
-    def sketch(self) -> Sketch:
-        """Returns quantiles at `LEVELS`; they may lag behind by 1 / 8 of the window, which spares a sort a sample."""
-        if not self._sketch or self._changes * 8 > len(self.samples):
+    def sketch(self, after: int = 0) -> Sketch:
+        """Returns quantiles at `LEVELS` of what is left `after` tokens later; empty if no sample lasted that long."""
+        if after:
+            ordered = self.ordered()
+            longer = ordered[bisect.bisect_right(ordered, after) :]
+            return tuple(value - after for value in sketch_of(longer)) if longer else ()
+        # At the start they may lag behind by 1 / 8 of the window, which spares a sort a sample.
+        if self.samples and (not self._sketch or self._changes * 8 > len(self.samples)):
             self._changes = 0
             self._sketch = sketch_of(self.ordered())
         return self._sketch
-
-    def sketch_after(self, tokens: float) -> Sketch:
-        """Returns quantiles of what is left `tokens` later; empty if no sample lasted that long."""
-        ordered = self.ordered()
-        longer = ordered[bisect.bisect_right(ordered, tokens) :]
-        return tuple(value - tokens for value in sketch_of(longer)) if longer else ()
 
 
 def sketch_of(ordered: Sequence[int]) -> Sketch:
@@ -136,21 +136,27 @@ def sketch_of(ordered: Sequence[int]) -> Sketch:
     return tuple(float(ordered[max(0, math.ceil(level * count) - 1)]) for level in LEVELS)
 
 
+@dataclass(eq=False)
 class PrefixTree:
     """A tree of `Node`s with a cap on their number.
 
-    Args:
+    Attributes:
       window: samples that a node keeps.
       nodes: most nodes, the root included.
       depth: most edges of a path; deeper states are evidence of their ancestors only.
       half_life: trajectories after which evidence that was not renewed weighs half.
+      root: the node of the empty path.
+      clock: number of trajectories added.
     """
 
-    def __init__(self, window: int = 200, nodes: int = 50_000, depth: int = 16, half_life: float = 4096.0) -> None:
-        self.window, self.nodes, self.depth, self.half_life = window, nodes, depth, half_life
-        self.root = Node()
-        self.clock = 0
-        self._used: OrderedDict[Node, None] = OrderedDict()  # least recently used first; the root is never evicted
+    window: int = 200
+    nodes: int = 50_000
+    depth: int = 16
+    half_life: float = 4096.0
+    root: Node = field(default_factory=Node, init=False)
+    clock: int = field(default=0, init=False)
+    # The least recently used first; the root is never evicted.
+    _used: OrderedDict[Node, None] = field(default_factory=OrderedDict, init=False)
 
     def __len__(self) -> int:
         return len(self._used) + 1

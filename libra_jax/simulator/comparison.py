@@ -177,7 +177,7 @@ def sensitivity(
       The comparison with nothing moved, and each move.
     """
     base = compare(run, policies, seeds, jobs=jobs, progress=progress)
-    reference, moves = report.order(base.entries), []
+    reference, moves = list(report.mean_step_seconds(base.entries)), []
     # One at a time: all combinations would take a run for each of 2^n.
     for name, value in costs.moved(run.simulation.coefficients, MOVE):
         coefficients = dataclasses.replace(run.simulation.coefficients, **{name: value})  # type: ignore[arg-type]
@@ -189,9 +189,8 @@ def sensitivity(
         except protocols.ConfigError as error:
             progress(f"{name} = {value:g}: left out ({error})")
             continue
-        order = report.order(entries)
-        means = {policy: report.mean_step_seconds(entries, policy) for policy in order}
-        moves.append(Moved(name, value, order, means, swapped(reference, order)))
+        means = report.mean_step_seconds(entries)
+        moves.append(Moved(name, value, list(means), means, swapped(reference, list(means))))
         progress(moved_line(moves[-1]))
     return base, moves
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import operator
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,9 +143,10 @@ def step_seconds(entries: Sequence[Entry], policy: str) -> list[float]:
     return [entry["step_seconds"]["mean"] for entry in entries if entry["policy"] == policy]
 
 
-def mean_step_seconds(entries: Sequence[Entry], policy: str) -> float:
-    """Returns a policy's mean step time, mean over seeds."""
-    return statistics.fmean(step_seconds(entries, policy))
+def mean_step_seconds(entries: Sequence[Entry]) -> dict[str, float]:
+    """Returns each policy's mean step time, mean over seeds: the shortest first."""
+    means = {policy: statistics.fmean(step_seconds(entries, policy)) for policy in policies(entries)}
+    return dict(sorted(means.items(), key=operator.itemgetter(1)))
 
 
 def spread(values: Sequence[float]) -> float:
@@ -175,23 +177,46 @@ def table(entries: Sequence[Entry], bound_seconds: float) -> str:
         "policy", "step s", "+-", "p50", "p90", "p99", "x bound", "tokens/s", "train", "rollout", "moved", "one-shot",
         "again", "stale", "lost", "twice",
     )  # fmt: skip
-    rows = [header, *(_row(entries, policy, bound_seconds) for policy in policies(entries))]
     legend = (
         "moved: tokens of contexts that changed instance, over tokens generated; one-shot: requests whose first bucket "
         "after a tool return is that of their true length;\nagain: tokens prefilled a second time, over tokens "
         "prefilled; stale: versions behind, at most; twice: trained twice"
     )
     bound = f"bound: no policy takes less than {bound_seconds:.1f} s a step (mean over seeds)"
+    rows: list[tuple[str, ...]] = [header]
     replaced = []
     for policy in policies(entries):
         mine = [entry for entry in entries if entry["policy"] == policy]
+
+        def mean(name: str, inner: str = "", mine: Sequence[Entry] = mine) -> float:
+            return statistics.fmean(float(entry[name][inner] if inner else entry[name]) for entry in mine)
+
+        seconds = step_seconds(entries, policy)
+        # None: no tool was ever called.
+        accuracies = [value for entry in mine if (value := entry["one_shot_routing_accuracy"]) is not None]
+        rows.append(
+            (
+                policy,
+                f"{statistics.fmean(seconds):.1f}",
+                f"{spread(seconds):.1f}" if len(seconds) > 1 else "-",
+                *(f"{mean('step_seconds', name):.1f}" for name in ("p50", "p90", "p99")),
+                f"{statistics.fmean(seconds) / bound_seconds:.2f}",
+                f"{mean('tokens_per_second'):.0f}",
+                *(f"{mean('utilisation', name):.0%}" for name in ("train", "rollout")),
+                f"{mean('migrated_token_fraction'):.1%}",
+                f"{statistics.fmean(accuracies):.1%}" if accuracies else "-",
+                f"{mean('kv_recompute_token_fraction'):.1%}",
+                str(max(entry["staleness_max"] for entry in mine)),
+                str(sum(entry["lost_trajectories"] for entry in mine)),
+                str(sum(entry["duplicated_trajectories"] for entry in mine)),
+            )
+        )
         lost, trained = (sum(entry[f"{kind}_trajectories"] for entry in mine) for kind in ("replaced", "trained"))
-        mean = statistics.fmean(entry["trained_tokens_mean"] for entry in mine)
         # Replacing drops the long rollouts first, so such a policy's step time is of easier work: the reader must know.
         if lost:
             replaced.append(
                 f"{policy}: {lost:,} rollouts replaced ({lost / (lost + trained):.1%} of those begun); those trained "
-                f"on generate {mean:,.0f} tokens in the mean"
+                f"on generate {mean('trained_tokens_mean'):,.0f} tokens in the mean"
             )
     if replaced:
         bound += "; it holds where nothing is replaced"
@@ -207,38 +232,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
-def _row(entries: Sequence[Entry], policy: str, bound_seconds: float) -> tuple[str, ...]:
-    """Returns a policy's line of the table."""
-    mine = [entry for entry in entries if entry["policy"] == policy]
-
-    def mean(name: str, inner: str = "") -> float:
-        return statistics.fmean(float(entry[name][inner] if inner else entry[name]) for entry in mine)
-
-    seconds = step_seconds(entries, policy)
-    # None: no tool was ever called.
-    accuracies = [value for entry in mine if (value := entry["one_shot_routing_accuracy"]) is not None]
-    return (
-        policy,
-        f"{statistics.fmean(seconds):.1f}",
-        f"{spread(seconds):.1f}" if len(seconds) > 1 else "-",
-        *(f"{mean('step_seconds', name):.1f}" for name in ("p50", "p90", "p99")),
-        f"{statistics.fmean(seconds) / bound_seconds:.2f}",
-        f"{mean('tokens_per_second'):.0f}",
-        *(f"{mean('utilisation', name):.0%}" for name in ("train", "rollout")),
-        f"{mean('migrated_token_fraction'):.1%}",
-        f"{statistics.fmean(accuracies):.1%}" if accuracies else "-",
-        f"{mean('kv_recompute_token_fraction'):.1%}",
-        str(max(entry["staleness_max"] for entry in mine)),
-        str(sum(entry["lost_trajectories"] for entry in mine)),
-        str(sum(entry["duplicated_trajectories"] for entry in mine)),
-    )
-
-
-def order(entries: Sequence[Entry]) -> list[str]:
-    """Returns the policies from the shortest mean step time to the longest."""
-    return sorted(policies(entries), key=lambda policy: mean_step_seconds(entries, policy))
-
-
 def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, title: Sequence[str]) -> None:
     """Draws each policy's mean step time with its spread over seeds, and the bound as a line.
 
@@ -251,7 +244,7 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
     names = policies(entries)
     seeds = len({entry["seed"] for entry in entries})
     with drawn(path, 0.2 + bars_height(names), title) as axes:
-        means = [mean_step_seconds(entries, name) for name in names]
+        means = [statistics.fmean(step_seconds(entries, name)) for name in names]
         bars(axes, names, means, [spread(step_seconds(entries, name)) for name in names], "{:.0f}")
         label = f"bound: no policy takes less than {bound_seconds:.0f} s"
         axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=label)

@@ -54,45 +54,35 @@ class OnMesh:
         return meshes.Training(self.model, lengths, self.trainer).seconds(*self.sizes)
 
 
+@dataclass(eq=False)
 class Trainer:
     """A `protocols.Trainer` on virtual time.
 
-    Args:
+    Attributes:
       model: costs of training and weight syncs.
       devices: accelerators that train.
       log: log of what it is given.
       mesh: mesh of the devices; None splits the work evenly.
-      channels: gradient channels to hybrid workers; None if there are none.
+      channels: gradient channels to hybrid workers.
       late: as `elastic.late_factor`.
       late_seconds: as `elastic.late_min_seconds`.
       masks: tells which rollouts are not trained; None trains all.
     """
 
-    def __init__(
-        self,
-        model: costs.Costs,
-        devices: int,
-        log: TrainingLog,
-        mesh: OnMesh | None = None,
-        channels: training_side.Channels | None = None,
-        late: float = 2.0,
-        late_seconds: float = 1.0,
-        masks: training_side.Masks | None = None,
-    ) -> None:
-        self._masks = masks
-        self._channels = channels or training_side.Channels()
-        self._late = late
-        self._late_seconds = late_seconds
-        self._model = model
-        self._devices = devices
-        self._log = log
-        self._mesh = mesh
-        self._wanted: protocols.MeshSizes | None = None
-        self._version = 0
+    model: costs.Costs
+    devices: int
+    log: TrainingLog
+    mesh: OnMesh | None = None
+    channels: training_side.Channels = field(default_factory=training_side.Channels)
+    late: float = 2.0
+    late_seconds: float = 1.0
+    masks: training_side.Masks | None = None
+    _wanted: protocols.MeshSizes | None = field(default=None, init=False)
+    _version: int = field(default=0, init=False)
 
     async def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
         """Compiles beside training, which costs nothing here."""
-        if self._mesh is None:
+        if self.mesh is None:
             raise protocols.ConfigError("config.simulation.train_mesh: a trainer without a mesh cannot change it")
         self._wanted = sizes
         return protocols.ResizeEstimate(0, 0, 0)
@@ -103,12 +93,12 @@ class Trainer:
 
     async def finish_resize(self, seconds: float) -> protocols.ResizePhases:
         """Continues on the other mesh, once the state has moved."""
-        assert self._mesh is not None
+        assert self.mesh is not None
         assert self._wanted is not None
-        took, wanted = self._mesh.resize_seconds, self._wanted
+        took, wanted = self.mesh.resize_seconds, self._wanted
         await asyncio.sleep(took)
-        self._mesh = dataclasses.replace(self._mesh, sizes=(wanted.data, wanted.fsdp, wanted.tensor))
-        self._devices, self._wanted = wanted.devices, None
+        self.mesh = dataclasses.replace(self.mesh, sizes=(wanted.data, wanted.fsdp, wanted.tensor))
+        self.devices, self._wanted = wanted.devices, None
         return protocols.ResizePhases(0.0, 0.0, took, 0)
 
     async def cancel_resize(self) -> None:
@@ -117,15 +107,15 @@ class Trainer:
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts at version 0; forgets what a lost trainer was given, because no state contains it any more."""
-        log = self._log
+        log = self.log
         log.trained.clear()
         log.parts.clear()
         log.staleness.clear()
         log.generated = 0
         # `busy_seconds` stays, because the lost trainer has spent them.
-        sizes = (self._devices, 1, 1) if self._mesh is None else self._mesh.sizes
+        sizes = (self.devices, 1, 1) if self.mesh is None else self.mesh.sizes
         mesh = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
-        return protocols.TrainerInfo(0, self._model.parameters, mesh, "simulated")
+        return protocols.TrainerInfo(0, self.model.parameters, mesh, "simulated")
 
     async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
         """Takes one step's time on given sequences."""
@@ -136,7 +126,7 @@ class Trainer:
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         """Takes one step's time and logs the batch. Computes late shares itself."""
-        trajectories = training_side.trained(batch, self._masks)
+        trajectories = training_side.trained(batch, self.masks)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         core, parts = training_side.split(lengths, shares)
         computed = {"": list(core)}
@@ -162,11 +152,11 @@ class Trainer:
             computed[""] += parts[share.worker]
         names = [trajectory.trajectory_id for trajectory in trajectories]
         # Every step's rollouts by who computed them, so that tests can tell a gradient lost or taken twice.
-        self._log.parts.append({who: [names[index] for index in part] for who, part in computed.items()})
-        for name in itertools.chain.from_iterable(self._log.parts[-1].values()):
-            self._log.trained[name] = self._log.trained.get(name, 0) + 1
-        self._log.generated += sum(trajectory.generated_tokens for trajectory in trajectories)
-        self._log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
+        self.log.parts.append({who: [names[index] for index in part] for who, part in computed.items()})
+        for name in itertools.chain.from_iterable(self.log.parts[-1].values()):
+            self.log.trained[name] = self.log.trained.get(name, 0) + 1
+        self.log.generated += sum(trajectory.generated_tokens for trajectory in trajectories)
+        self.log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
         return {"loss": 0.0, **(counts if shares else {})}
 
@@ -175,17 +165,17 @@ class Trainer:
     ) -> dict[str, Sequence[int]]:
         """Collects all shares that come in time, as `training.shares` does; returns the sequences of each."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + max(self._late_seconds, self._late * own_seconds)
+        deadline = loop.time() + max(self.late_seconds, self.late * own_seconds)
         taken: dict[str, Sequence[int]] = {}
         late = False
         for share in shares:
             now = loop.time()
             # A late share takes no time from the shares after it.
-            limit = max(deadline, now + self._late_seconds) if late else deadline
-            part = await self._channels.receive(share, version, limit - now)
+            limit = max(deadline, now + self.late_seconds) if late else deadline
+            part = await self.channels.receive(share, version, limit - now)
             if part is None:
                 # As in a real step: a late worker gets no further share until it has joined again.
-                self._channels.close(share.worker)
+                self.channels.close(share.worker)
                 late = True
             else:
                 taken[share.worker] = part
@@ -195,12 +185,12 @@ class Trainer:
         # A step of masked rollouts only, or of shares only, has no work of its own and no fixed time either.
         if not lengths:
             return
-        if self._mesh is None:
-            seconds = self._model.train_seconds(lengths, self._devices)
+        if self.mesh is None:
+            seconds = self.model.train_seconds(lengths, self.devices)
         else:
-            seconds = self._mesh.train_seconds(lengths)
+            seconds = self.mesh.train_seconds(lengths)
         await asyncio.sleep(seconds)
-        self._log.busy_seconds += seconds
+        self.log.busy_seconds += seconds
 
     async def policy_version(self) -> int:
         """Returns the held version."""
@@ -217,8 +207,8 @@ class Trainer:
         """Opens a channel."""
         await self._called("listen")
         # Ends the connection under a former generation; that worker has to join again.
-        self._channels.close(worker)
-        self._channels.listening[worker] = generation
+        self.channels.close(worker)
+        self.channels.listening[worker] = generation
         return {"generation": generation}
 
     async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
@@ -228,7 +218,7 @@ class Trainer:
     async def dismiss(self, worker: str) -> None:
         """Closes a channel."""
         await self._called("dismiss")
-        self._channels.close(worker)
+        self.channels.close(worker)
 
     async def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
         """Returns 1: a snapshot is one chunk."""
@@ -237,8 +227,8 @@ class Trainer:
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         """Gathers the snapshot."""
         await self._called("stage_weights")
-        await asyncio.sleep(self._model.gather_seconds(self._devices))
-        return protocols.WeightChunk(policy_version, index, 1, (), self._model.weight_bytes, {"kind": "simulated"})
+        await asyncio.sleep(self.model.gather_seconds(self.devices))
+        return protocols.WeightChunk(policy_version, index, 1, (), self.model.weight_bytes, {"kind": "simulated"})
 
     async def close_weights(self, policy_version: int) -> None:
         """Does nothing: a snapshot holds no memory here."""

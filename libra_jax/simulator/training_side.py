@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from libra_jax import protocols
@@ -111,10 +111,11 @@ def counted(part: Sequence[int], lengths: Sequence[int]) -> float:
     return len(lengths) * sum(lengths[index] for index in part) / max(1, sum(lengths))
 
 
+@dataclass(eq=False)
 class TrainingSide(protocols.TrainingSide):
     """The training side of a hybrid worker on virtual time.
 
-    Args:
+    Attributes:
       worker: name of the hybrid worker.
       devices: number of the worker's devices.
       model: costs of training and loading.
@@ -123,43 +124,28 @@ class TrainingSide(protocols.TrainingSide):
       start_seconds: seconds until its process is up.
       warm_seconds: seconds of its first compilation.
       masks: tells which rollouts are not trained; None trains all.
-
-    Attributes:
       slowdown: factor on the time of its shares.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        *,
-        devices: int,
-        model: costs.Costs,
-        channels: Channels,
-        train_seconds: Callable[[Sequence[int]], float],
-        start_seconds: float = 0.0,
-        warm_seconds: float = 0.0,
-        masks: Masks | None = None,
-    ) -> None:
-        self.worker = worker
-        self.slowdown = 1.0
-        self._masks = masks
-        self._train_seconds = train_seconds
-        # Gradient sums have twice the bytes of a synced snapshot: float32 against two bytes a value.
-        self._send_seconds = 2.0 * model.load_seconds(devices)
-        self._devices = devices
-        self._model = model
-        self._channels = channels
-        self._start_seconds = start_seconds
-        self._warm_seconds = warm_seconds
-        self._warmed = False
-        self._alive = True
-        self._version = protocols.NO_VERSION
-        self._generation = 0
+    worker: str
+    _: KW_ONLY
+    devices: int
+    model: costs.Costs
+    channels: Channels
+    train_seconds: Callable[[Sequence[int]], float]
+    start_seconds: float = 0.0
+    warm_seconds: float = 0.0
+    masks: Masks | None = None
+    slowdown: float = field(default=1.0, init=False)
+    _warmed: bool = field(default=False, init=False)
+    _alive: bool = field(default=True, init=False)
+    _version: int = field(default=protocols.NO_VERSION, init=False)
+    _generation: int = field(default=0, init=False)
 
     def kill(self) -> None:
         """Dies as a process would: every running and later call raises `WorkerLost`."""
         self._alive = False
-        self._channels.close(self.worker)
+        self.channels.close(self.worker)
 
     def _check_alive(self) -> None:
         if not self._alive:
@@ -176,8 +162,8 @@ class TrainingSide(protocols.TrainingSide):
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts after `start_seconds`."""
-        await self._take(self._start_seconds)
-        return protocols.TrainerInfo(0, self._model.parameters, {"data": self._devices}, "simulated")
+        await self._take(self.start_seconds)
+        return protocols.TrainerInfo(0, self.model.parameters, {"data": self.devices}, "simulated")
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
         """Does nothing: the first weight verb."""
@@ -191,7 +177,7 @@ class TrainingSide(protocols.TrainingSide):
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         """Takes as long as the chunk's share of the snapshot: the third weight verb."""
-        await self._take(self._model.load_seconds(self._devices) / chunk.count)
+        await self._take(self.model.load_seconds(self.devices) / chunk.count)
 
     async def finish_weight_update(self, policy_version: int) -> None:
         """Holds the new version: the fourth weight verb."""
@@ -201,16 +187,16 @@ class TrainingSide(protocols.TrainingSide):
     async def warm(self) -> None:
         """Compiles, at the first call only."""
         await self._called("warm")
-        await self._take(0.0 if self._warmed else self._warm_seconds)
+        await self._take(0.0 if self._warmed else self.warm_seconds)
         self._warmed = True
 
     async def join(self, generation: int, address: Mapping[str, Any]) -> None:
         """Connects, if the trainer still listens under this membership generation."""
         await self._called("join")
         await self._take(0.0)
-        if self._channels.listening.get(self.worker) != generation:
+        if self.channels.listening.get(self.worker) != generation:
             raise protocols.LibraError(f"the trainer does not listen for {self.worker} under generation {generation}")
-        self._channels.connected[self.worker] = self._generation = generation
+        self.channels.connected[self.worker] = self._generation = generation
 
     async def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> Mapping[str, float]:
         """Computes its share, if the share is not empty, and sends it; does not wait for the core trainer."""
@@ -218,16 +204,18 @@ class TrainingSide(protocols.TrainingSide):
         began = asyncio.get_running_loop().time()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the training side of {self.worker} holds version {self._version}")
-        lengths = [len(trajectory.token_ids) for trajectory in trained(batch, self._masks)]
+        lengths = [len(trajectory.token_ids) for trajectory in trained(batch, self.masks)]
         # Trainer and workers split by the same rule, so no list of sequences has to be sent.
         mine = split(lengths, shares)[1][self.worker]
         if not mine:
             return {"seconds": 0.0, "micro_batches": 0.0, "bytes": 0.0}
-        training = self._train_seconds([lengths[index] for index in mine])
-        await self._take(self.slowdown * (training + self._send_seconds))
-        self._channels.send(self.worker, self._generation, batch.policy_version, mine)
+        training = self.train_seconds([lengths[index] for index in mine])
+        # Gradient sums have twice the bytes of a synced snapshot: float32 against two bytes a value.
+        sending = 2.0 * self.model.load_seconds(self.devices)
+        await self._take(self.slowdown * (training + sending))
+        self.channels.send(self.worker, self._generation, batch.policy_version, mine)
         seconds = asyncio.get_running_loop().time() - began
-        return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self._model.weight_bytes}
+        return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self.model.weight_bytes}
 
     async def leave(self) -> None:
         """Drops the version and the membership generation."""

@@ -245,23 +245,29 @@ class Trajectory(protocols.Trajectory):
         return values
 
 
+@dataclass(eq=False)
 class Book:
     """Makes a run's trajectories from its workload and finds them by name while they live.
 
     Trajectory ids are `<prompt_id>/<sample>`; a simulated prompt id is the task's index.
+
+    Attributes:
+      workload: script of each trajectory.
+      made: number of trajectories made.
     """
 
-    def __init__(self, workload: scripts.Workload) -> None:
-        self._workload = workload
-        # Weak: the simulator must not keep 100,000 finished trajectories alive.
-        self._alive: weakref.WeakValueDictionary[str, Trajectory] = weakref.WeakValueDictionary()
-        self._prompt_tokens: dict[str, int] = {}
-        self.made = 0
+    workload: scripts.Workload
+    made: int = field(default=0, init=False)
+    # Weak: the simulator must not keep 100,000 finished trajectories alive.
+    _alive: weakref.WeakValueDictionary[str, Trajectory] = field(
+        default_factory=weakref.WeakValueDictionary, init=False
+    )
+    _prompt_tokens: dict[str, int] = field(default_factory=dict, init=False)
 
     def make(self, trajectory_id: str, prompt_id: str, start_seconds: float) -> Trajectory:
         """Returns a trajectory that has not begun."""
         task, _, sample = trajectory_id.rpartition("/")
-        script = self._workload.script(int(task), int(sample))
+        script = self.workload.script(int(task), int(sample))
         made = Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds, script=script)
         self._alive[trajectory_id] = made
         self.made += 1
@@ -272,7 +278,7 @@ class Book:
         # Kept, because a workload draws the whole script again at each call, and all siblings ask.
         known = self._prompt_tokens.get(prompt_id)
         if known is None:
-            known = self._prompt_tokens[prompt_id] = self._workload.script(int(prompt_id), 0).prompt_tokens
+            known = self._prompt_tokens[prompt_id] = self.workload.script(int(prompt_id), 0).prompt_tokens
         return known
 
     def script(self, trajectory_id: str) -> scripts.Script:

@@ -86,6 +86,7 @@ def target(spread: float | None) -> float:
 
 def relative_error(measured: float, predicted: float) -> float:
     """Returns |predicted - measured| / measured."""
+    # A part that took no time cannot be divided by: any predicted time for it counts as wholly wrong.
     return abs(predicted - measured) / measured if measured else float(predicted != measured)
 
 

@@ -103,31 +103,31 @@ class Parts:
     handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 
 
+@dataclass(eq=False)
 class Cluster:
     """A `protocols.Cluster` whose actors are plain objects on the one event loop."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._makers = {
-            "libra_jax.simulator.engine:Engine": parts.engine,
-            "libra_jax.simulator.trainer:Trainer": parts.trainer,
-            "libra_jax.simulator.training_side:TrainingSide": parts.make_training_side,
-        }
-        self._actors: dict[str, Any] = {}
-        self._lives: dict[str, int] = {}
+    parts: Parts
+    _actors: dict[str, Any] = field(default_factory=dict, init=False)
+    _lives: dict[str, int] = field(default_factory=dict, init=False)
 
     async def spawn(self, spec: protocols.ActorSpec) -> protocols.ActorHandle:
         """Makes the actor in place. Factories other than the simulated machines' are called as they are."""
         # A restarted actor begins another life, with faults of its own.
         life = self._lives[spec.name] = self._lives.get(spec.name, -1) + 1
         # By the factory's name, as a real cluster gets it, so the coordinator cannot tell the difference.
-        if spec.factory in self._makers:
-            made = self._makers[spec.factory](life, **spec.arguments)
+        makers = {
+            "libra_jax.simulator.engine:Engine": self.parts.engine,
+            "libra_jax.simulator.trainer:Trainer": self.parts.trainer,
+            "libra_jax.simulator.training_side:TrainingSide": self.parts.make_training_side,
+        }
+        if spec.factory in makers:
+            made = makers[spec.factory](life, **spec.arguments)
         else:
             module, _, name = spec.factory.partition(":")
             made = getattr(importlib.import_module(module), name)(**spec.arguments)
         self._actors[spec.name] = made
-        return self._parts.handle(spec.name, made)
+        return self.parts.handle(spec.name, made)
 
     async def stop(self, name: str) -> None:
         """Ends the actor; does nothing if the actor has been stopped before."""

@@ -12,43 +12,36 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from libra_jax.training import step
 
 
+@dataclass(eq=False)
 class Compilation:
     """Compiles programs for shapes, one after the other, until the first error.
 
-    Args:
+    Attributes:
       programs: programs to compile. Another thread that needs one of them meanwhile waits for it.
       shapes: returns the shapes in the order of compilation. They may grow at their end.
       name: name of the thread.
       tell: called on the thread with the error that ends the compilation.
-
-    Attributes:
       done: number of shapes compiled.
       seconds: seconds that the thread has run, counted when it ends.
       error: the error that ended the compilation; None without one.
       cancelled: True after `cancel`.
     """
 
-    def __init__(
-        self,
-        programs: step.Programs,
-        shapes: Callable[[], Sequence[step.Shape]],
-        name: str,
-        tell: Callable[[Exception], None] | None = None,
-    ) -> None:
-        self.done = 0
-        self.seconds = 0.0
-        self.error: Exception | None = None
-        self._programs = programs
-        self._shapes = shapes
-        self._name = name
-        self._tell = tell
-        # The thread reads it without a lock, because it only ever becomes True.
-        self.cancelled = False
-        self._thread: threading.Thread | None = None
+    programs: step.Programs
+    shapes: Callable[[], Sequence[step.Shape]]
+    name: str
+    tell: Callable[[Exception], None] | None = None
+    done: int = field(default=0, init=False)
+    seconds: float = field(default=0.0, init=False)
+    error: Exception | None = field(default=None, init=False)
+    # The thread reads it without a lock, because it only ever becomes True.
+    cancelled: bool = field(default=False, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     @property
     def running(self) -> bool:
@@ -60,10 +53,10 @@ class Compilation:
 
         The thread inherits the CPU cores of the caller.
         """
-        if self.running or self.error is not None or self.cancelled or self.done == len(self._shapes()):
+        if self.running or self.error is not None or self.cancelled or self.done == len(self.shapes()):
             return
         # A daemon, because XLA cannot be interrupted: a process that does not wait for it can still end.
-        self._thread = threading.Thread(target=self._compile, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._compile, name=self.name, daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
@@ -80,12 +73,12 @@ class Compilation:
     def _compile(self) -> None:
         began = time.monotonic()
         try:
-            while not self.cancelled and self.done < len(shapes := self._shapes()):
-                self._programs.compile(*shapes[self.done])
+            while not self.cancelled and self.done < len(shapes := self.shapes()):
+                self.programs.compile(*shapes[self.done])
                 self.done += 1
         except Exception as error:  # a step that needs the program compiles it and raises the error then
             self.error = error
-            if self._tell is not None:
-                self._tell(error)
+            if self.tell is not None:
+                self.tell(error)
         finally:
             self.seconds += time.monotonic() - began

@@ -32,7 +32,10 @@ PER_TOKEN: sharding.Axes = ("batch", "tokens")
 
 
 Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-"""What the backward pass needs: hidden states, output projection, targets, entropies and normalizers."""
+"""What the backward pass needs: hidden states, output projection, targets, entropies and normalizers.
+
+A token's normalizer is the logarithm of the sum of its exponentiated logits.
+"""
 
 
 class Settings(NamedTuple):
@@ -41,20 +44,6 @@ class Settings(NamedTuple):
     temperature: float
     chunk: int
     entropy_gradient: bool
-
-
-class Scores(NamedTuple):
-    """Values of each token, float32 [B, T].
-
-    Attributes:
-      log_probs: log p(target).
-      entropy: entropy of p.
-      normalizer: log of the sum of the exponentiated logits.
-    """
-
-    log_probs: jax.Array
-    entropy: jax.Array
-    normalizer: jax.Array
 
 
 def token_log_probs(
@@ -85,16 +74,17 @@ def token_log_probs(
 def _log_probs(
     settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    scores = _scores(settings, hidden_BxTxD, head_DxV, targets_BxT)
-    return scores.log_probs, scores.entropy
+    return _forward(settings, hidden_BxTxD, head_DxV, targets_BxT)[0]
 
 
 def _forward(
     settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Saved]:
-    scores = _scores(settings, hidden_BxTxD, head_DxV, targets_BxT)
-    saved = (hidden_BxTxD, head_DxV, targets_BxT, scores.entropy, scores.normalizer)
-    return (scores.log_probs, scores.entropy), saved
+    local = collectives.per_device(
+        functools.partial(_local_scores, settings), (sharding.RESIDUAL, HEAD, PER_TOKEN), [PER_TOKEN] * 3
+    )
+    log_probs_BxT, entropy_BxT, normalizer_BxT = local(hidden_BxTxD, head_DxV, targets_BxT)
+    return (log_probs_BxT, entropy_BxT), (hidden_BxTxD, head_DxV, targets_BxT, entropy_BxT, normalizer_BxT)
 
 
 def _backward(
@@ -110,13 +100,6 @@ def _backward(
 
 
 _log_probs.defvjp(_forward, _backward)
-
-
-def _scores(settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array) -> Scores:
-    local = collectives.per_device(
-        functools.partial(_local_scores, settings), (sharding.RESIDUAL, HEAD, PER_TOKEN), [PER_TOKEN] * 3
-    )
-    return Scores(*local(hidden_BxTxD, head_DxV, targets_BxT))
 
 
 # --------------------------------------------------------------------------------------------------------------------

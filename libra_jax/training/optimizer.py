@@ -19,6 +19,7 @@ def schedule(config: config_lib.OptimizerConfig, steps: int) -> optax.Schedule:
       steps: training steps of the whole run.
     """
     peak = config.learning_rate
+    # At least 1: optax refuses a decay over no steps, which a run that only warms up would ask for.
     rest = max(1, steps - config.warmup_steps)
     after = {
         "constant": optax.constant_schedule(peak),

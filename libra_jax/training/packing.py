@@ -143,16 +143,7 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
                 f"config.trainer.row_buckets: {example.sequence_id} needs a row of {count} tokens and the longest row "
                 f"has {lengths[-1]}; add a longer row or lower rollout.max_context"
             )
-    return _lay_out(examples, columns, rows.fit(columns, lengths, config.pack), config)
-
-
-def _lay_out(
-    examples: Sequence[Example],
-    columns: np.ndarray,
-    fit: rows.Fit,
-    config: config_lib.TrainerConfig,
-) -> Packed:
-    each = config.rows_per_micro_batch
+    fit, each = rows.fit(columns, lengths, config.pack), config.rows_per_micro_batch
     micro_batches: list[MicroBatch] = []
     slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
     # A micro-batch has one shape, so all of its rows have one length.

@@ -81,28 +81,17 @@ class Resize:
         self._next = present.on(trainer, devices)
         self._free_bytes = free_bytes or _free_bytes
         self.estimate = self._checked()
-        self._compilation = background.Compilation(
+        self.compilation = background.Compilation(
             self._next.programs, lambda: present.programs.shapes, name="compile for a resize"
         )
-        self._compilation.begin()
+        self.compilation.begin()
 
     @property
     def progress(self) -> protocols.ResizeProgress:
         """Number of programs compiled, and number that the present learner has. Training may add more."""
-        self._compilation.begin()  # the thread may have ended before training met another shape
+        self.compilation.begin()  # the thread may have ended before training met another shape
         met = len(self._present.programs.shapes)
-        return protocols.ResizeProgress(self._compilation.done, met, ready=not self._compilation.running)
-
-    def cancel(self, seconds: float) -> bool:
-        """Cancels the resize; the learner that trains is not affected.
-
-        Args:
-          seconds: seconds to wait for the current compilation, because XLA cannot be interrupted.
-
-        Returns:
-          True if the compilation has ended.
-        """
-        return self._compilation.cancel(seconds)
+        return protocols.ResizeProgress(self.compilation.done, met, ready=not self.compilation.running)
 
     def take_over(self, seconds: float) -> tuple[learner_lib.Learner, protocols.ResizePhases]:
         """Moves the state to the new mesh and returns its learner; empties the present learner. Call between two steps.
@@ -115,7 +104,7 @@ class Resize:
           LibraError: the new programs do not compile, a device lacks memory, or the state could not be moved. The
             present learner continues, or the message says that the state is lost.
         """
-        began, compilation = time.monotonic(), self._compilation
+        began, compilation = time.monotonic(), self.compilation
         in_time = compilation.wait(seconds)
         waited = time.monotonic() - began
         if not in_time:

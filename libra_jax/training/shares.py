@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -69,27 +70,27 @@ def split(work: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[range
     return tuple(range(first, last) for first, last in zip(firsts, [*ends, len(work)], strict=True))
 
 
+@dataclass(eq=False)
 class Channels:
     """The gradient channels of the core, one for each hybrid worker.
 
-    Args:
+    Attributes:
       config: limits after which a share counts as late.
       connect_seconds: seconds in which a hybrid worker has to connect.
       host: address of this host to listen at, as the hybrid workers reach it.
     """
 
-    def __init__(self, config: config_lib.ElasticConfig, connect_seconds: float, host: str = machine.LOOPBACK) -> None:
-        self.config = config
-        self._connect_seconds = connect_seconds
-        self._host = host
-        self._listeners: dict[str, gradient_channel.Listener] = {}
-        self._channels: dict[str, gradient_channel.Channel] = {}
+    config: config_lib.ElasticConfig
+    connect_seconds: float
+    host: str = machine.LOOPBACK
+    _listeners: dict[str, gradient_channel.Listener] = field(default_factory=dict, init=False)
+    _channels: dict[str, gradient_channel.Channel] = field(default_factory=dict, init=False)
 
     def listen(self, worker: str, generation: int) -> dict[str, Any]:
         """Opens a listener in the core's first process; closes the listener of an earlier membership generation."""
         self.dismiss(worker)
         # One end for each process of the core, and one for the hybrid worker.
-        listener = gradient_channel.Listener(worker, generation, jax.process_count() + 1, self._host)
+        listener = gradient_channel.Listener(worker, generation, jax.process_count() + 1, self.host)
         self._listeners[worker] = listener
         return listener.address
 
@@ -114,7 +115,7 @@ class Channels:
             listener = None
         self.dismiss(worker)
         rank = jax.process_index()
-        self._channels[worker] = gradient_channel.Channel(address, rank, self._connect_seconds, listener)
+        self._channels[worker] = gradient_channel.Channel(address, rank, self.connect_seconds, listener)
 
     def get(self, worker: str) -> gradient_channel.Channel:
         """Returns the channel of a hybrid worker.

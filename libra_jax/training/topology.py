@@ -116,6 +116,7 @@ def devices(name: str, count: int, grid: tuple[int, int] | None = None) -> Seque
             TPU_ACCELERATOR_TYPE=f"{name}-{math.prod(grid)}",
         )
         return list(topologies.get_topology_desc(f"{name}:{grid[0]}x{grid[1]}", platform="tpu").devices)
+    # XLA reads a GPU topology as partitions x hosts of a partition x devices of a host.
     found = topologies.get_topology_desc(
         platform=target.platform, target_config=_description(target), topology=f"1x{grid[0]}x{grid[1]}"
     )

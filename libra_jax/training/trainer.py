@@ -330,7 +330,7 @@ class TrainerActor:
     def cancel_resize(self) -> None:
         """Cancels a running resize. A compilation that has started ends by itself."""
         if self._resize is not None:
-            self._resize.cancel(0.0)
+            self._resize.compilation.cancel(0.0)
             self._resize = None
 
     def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
@@ -476,7 +476,7 @@ class TrainerActor:
         """Ends compilations on other threads after their current programs, and waits at most `seconds` for them."""
         ends = time.monotonic() + seconds
         if self._resize is not None:
-            self._resize.cancel(seconds)
+            self._resize.compilation.cancel(seconds)
         if self._running is not None:
             self._running.learner.ahead.cancel(max(0.0, ends - time.monotonic()))
 

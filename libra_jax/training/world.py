@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from dataclasses import dataclass, field
 
 import jax
 from jax._src import distributed
@@ -35,29 +36,29 @@ _SIGNS = ("gloo", "nccl", "coordination service", "connection", "socket closed",
 """Words in the error of a collective when a peer is gone."""
 
 
+@dataclass(eq=False)
 class World:
     """This process's place among the trainer's processes.
 
-    Args:
+    Attributes:
       process: id of this process, from 0.
       processes: number of processes. A world of one process needs no joining.
       host: address of this host, as the other processes reach it.
     """
 
-    def __init__(self, process: int, processes: int, host: str = machine.LOOPBACK) -> None:
-        self._host = host
-        self._process = process
-        self._processes = processes
-        self._port: socket.socket | None = None
-        self._joined = False
+    process: int
+    processes: int
+    host: str = machine.LOOPBACK
+    _port: socket.socket | None = field(default=None, init=False)
+    _joined: bool = field(default=False, init=False)
 
     def reserve(self) -> str:
         """Finds a free port on this host for process 0. Returns "host:port", which every process passes to `join`."""
         self._release()
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's server does: both may be bound
-        self._port.bind((self._host, 0))
-        return f"{self._host}:{self._port.getsockname()[1]}"
+        self._port.bind((self.host, 0))
+        return f"{self.host}:{self._port.getsockname()[1]}"
 
     def join(self, address: str, seconds: float) -> None:
         """Joins the world; returns when all processes have joined. Call before JAX is first asked for its devices.
@@ -69,15 +70,15 @@ class World:
         Raises:
           LibraError: JAX has begun to use its devices, or has joined a world before.
         """
-        if self._processes == 1:
+        if self.processes == 1:
             return
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM away from this process
         try:
             jax.distributed.initialize(
                 address,
-                self._processes,
-                self._process,
+                self.processes,
+                self.process,
                 cluster_detection_method="deactivate",
                 initialization_timeout=max(1, int(seconds)),
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -87,7 +88,7 @@ class World:
             )
         except RuntimeError as error:
             raise protocols.LibraError(
-                f"process {self._process} of the trainer cannot join the others at {address} ({error}); every process "
+                f"process {self.process} of the trainer cannot join the others at {address} ({error}); every process "
                 "of a trainer needs an actor of its own (cluster.backend=ray)."
             ) from error
         finally:
@@ -96,15 +97,15 @@ class World:
 
     def check(self, trainer: config_lib.TrainerConfig) -> None:
         """Raises ConfigError if this process does not see its share of the mesh's devices, LibraError before `join`."""
-        if self._processes == 1:
+        if self.processes == 1:
             return
         if not self._joined:
-            raise protocols.LibraError(f"process {self._process} of the trainer has not joined the others: call join.")
+            raise protocols.LibraError(f"process {self.process} of the trainer has not joined the others: call join.")
         here, wanted = jax.local_device_count(), trainer.devices // trainer.processes
         if here != wanted:
             raise protocols.ConfigError(
                 f"config.trainer.processes: each of {trainer.processes} processes has to see {wanted} of the mesh's "
-                f"{trainer.devices} devices, and process {self._process} sees {here}"
+                f"{trainer.devices} devices, and process {self.process} sees {here}"
             )
 
     def leave(self) -> None:

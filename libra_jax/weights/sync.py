@@ -178,12 +178,14 @@ class WeightSync:
           staged: the chunks on the trainer's host, each resolved once it is staged.
           staging: stages the chunks; left out if all are staged.
         """
-        groups: dict[int | None, list[_Update]] = {}
-        for update in updates:
-            groups.setdefault(self._copied_to(update.engine.spec.host), []).append(update)
+        readers: list[tuple[int | None, list[_Update]]] = [(update.engine.spec.host, [update]) for update in updates]
         if staging and self._sides is not None:  # training sides read whole syncs, not one engine's catch-up
-            for host in self._sides.hosts:
-                groups.setdefault(self._copied_to(host), [])
+            readers += [(host, []) for host in self._sides.hosts]
+        groups: dict[int | None, list[_Update]] = {}
+        for host, mine in readers:
+            # None: the workers of a host without a relay read the trainer's memory.
+            relayed = host if self._hosts is not None and self._hosts.serve(host) else None
+            groups.setdefault(relayed, []).extend(mine)
         copies = {host: relay_tree.expected(len(staged)) for host in groups if host is not None}
         work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
         if self._hosts is not None and copies:
@@ -195,10 +197,6 @@ class WeightSync:
             host: () if any(chunk.exception() for chunk in copy) else [chunk.result() for chunk in copy]
             for host, copy in copies.items()
         }
-
-    def _copied_to(self, host: int | None) -> int | None:
-        """Returns the host whose relay the workers of `host` read; None if they read the trainer's memory."""
-        return host if self._hosts is not None and self._hosts.serve(host) else None
 
     async def _load(self, updates: Sequence[_Update], chunks: relay_tree.Chunks) -> None:
         """Loads the version into the engines of one host, chunk by chunk on arrival."""

@@ -314,7 +314,7 @@ def test_a_lost_record_of_a_token_lets_no_superseded_checkpoint_count(tmp_path, 
     old = fencing.take(tmp_path, lambda: -1)
     save(checkpoints.Checkpoints(tmp_path, 9, old), 1)
     save(checkpoints.Checkpoints(tmp_path, 9, fencing.take(tmp_path, lambda: 1)), 2)
-    monkeypatch.setattr(old, "superseded", lambda: False)
+    monkeypatch.setattr(old, "check", lambda: None)
     save(checkpoints.Checkpoints(tmp_path, 9, old), 7)
     assert checkpoints.newest_step(tmp_path) == 2
     file = tmp_path / "fencing" / "token-00000002.json"

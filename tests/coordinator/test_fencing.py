@@ -105,7 +105,7 @@ def test_a_manifest_renamed_after_its_run_was_superseded_is_void(tmp_path, monke
     save(files, 4, "old")
     new = take(tmp_path)
     assert fencing.newest(tmp_path).step == 4
-    monkeypatch.setattr(old, "superseded", lambda: False)
+    monkeypatch.setattr(old, "check", lambda: None)
     save(files, 5, "old")
     assert checkpoints.newest_step(tmp_path) == 4
     successor = checkpoints.Checkpoints(tmp_path, 9, new)

@@ -87,7 +87,7 @@ def test_lookups_windows_and_evictions_are_those_of_the_reference(operations):
 
 
 @hypothesis.given(OPERATIONS, PATHS)
-def test_a_look_finds_what_a_lookup_finds_and_uses_nothing(operations, path):
+def test_a_look_finds_a_node_and_uses_nothing(operations, path):
     tree, _ = fill(operations)
     before = tree.snapshot()
     (node, depth), below = tree.find(path), tree.below(path[0], path[1:]) if path else None
@@ -124,7 +124,7 @@ def test_a_merge_holds_both_windows_our_own_latest_first_to_stay(first, second):
     assert contents(ours) == expected
 
 
-@hypothesis.given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.floats(0.01, 1.0), st.integers(0, 100))
+@hypothesis.given(st.lists(st.integers(0, 100), min_size=1, max_size=30), st.floats(0.01, 1.0), st.integers(1, 100))
 def test_statistics_are_those_of_the_sorted_window(samples, level, since):
     node = prefix_tree.Node()
     for stamp, sample in enumerate(samples):
@@ -134,8 +134,8 @@ def test_statistics_are_those_of_the_sorted_window(samples, level, since):
     assert node.quantile(level) == window[max(0, math.ceil(level * len(window)) - 1)]
     longer = [sample for sample in window if sample > since]
     assert node.above(since) == pytest.approx(max(0.5, len(longer)) / len(window))
-    after = node.sketch_after(since)
-    assert after == (tuple(value - since for value in prefix_tree.sketch_of(longer)) if longer else ())
+    assert node.sketch() == prefix_tree.sketch_of(window)
+    assert node.sketch(since) == (tuple(value - since for value in prefix_tree.sketch_of(longer)) if longer else ())
 
 
 def test_evidence_that_is_not_renewed_fades():
@@ -185,7 +185,8 @@ def test_siblings_that_finished_before_a_restart_are_siblings_still():
 
 
 def test_payload_sizes_fall_into_octaves():
-    assert [evidence.size_class(tokens) for tokens in (0, 63, 64, 900, 1_000, 1_024, 10**9)] == [0, 0, 1, 4, 4, 5, 12]
+    states = [protocols.CausalState("tool", tokens, "success") for tokens in (0, 63, 64, 900, 1_000, 1_024, 10**9)]
+    assert [evidence.causal_key(state)[1] for state in states] == [0, 0, 1, 4, 4, 5, 12]
 
 
 # Predictions ----------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class Checked(faults.Trainer):
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         metrics = await super().train_step(batch, shares)
-        parts = self._log.parts[-1]
+        parts = self.log.parts[-1]
         wanted = [trajectory.trajectory_id for group in batch.groups for trajectory in group.trajectories]
         assert sorted(name for part in parts.values() for name in part) == sorted(wanted)
         assert set(parts) <= {"", *(share.worker for share in shares)}

@@ -160,7 +160,7 @@ def test_where_replicas_help_their_sums_are_added_at_once_on_each_mesh(small):
     learner = small.learner(dataclasses.replace(config, rollout=rollout, elastic=elastic))
     learner.compile(learner_lib.POLICY)
     begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
-    begins._compilation.wait(PATIENCE)
+    begins.compilation.wait(PATIENCE)
     ones = [np.ones(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(learner.layout.accumulator)]
     received = step_lib.Received(ones, {"metrics": {}, "maxima": {}})
     for programs in (learner.programs, begins.take_over(PATIENCE)[0].programs):
@@ -175,7 +175,7 @@ def test_a_resize_that_is_cancelled_leaves_the_learner_as_it_was(begun):
     learner, step = begun()
     before = on_host(learner)
     begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
-    assert begins.cancel(PATIENCE)
+    assert begins.compilation.cancel(PATIENCE)
     with pytest.raises(protocols.LibraError, match="data 4 x fsdp 1 x tensor 1 was cancelled"):
         begins.take_over(PATIENCE)
     assert all(np.array_equal(a, b) for a, b in zip(on_host(learner), before, strict=True))
@@ -225,7 +225,7 @@ def test_room_for_state_and_gradient_sums_is_too_little_without_that_of_the_prog
         for here, there in ((before.state, after.state), (before.accumulator, after.accumulator))
     )
     assert begins.estimate.step_bytes == stays + 4 * learner.programs.temporary_bytes()  # a guess: a quarter of devices
-    begins._compilation.wait(PATIENCE)
+    begins.compilation.wait(PATIENCE)
     program = begins._next.programs.temporary_bytes()
     assert stays + program > begins.estimate.peak_bytes
     rooms.append(stays + program - 1)
@@ -267,7 +267,7 @@ def test_devices_that_do_not_say_what_room_they_have_are_counted(begun):
     learner, _ = begun()
     begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices(), free_bytes=lambda devices: {})
     assert begins.estimate.unchecked == 4
-    begins.cancel(PATIENCE)
+    begins.compilation.cancel(PATIENCE)
 
 
 @pytest.mark.parametrize("failing", [0, 3, 9])
