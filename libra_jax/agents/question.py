@@ -53,7 +53,7 @@ def last_number(text: str) -> fractions.Fraction | None:
     found = _NUMBER.findall(text)
     try:
         return fractions.Fraction(found[-1].replace(",", "")) if found else None
-    except ZeroDivisionError:
+    except ZeroDivisionError:  # the pattern also takes fractions, such as 1/0
         return None
 
 

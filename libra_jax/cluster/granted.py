@@ -100,6 +100,7 @@ def listed(names: Iterable[str]) -> str:
 
 def natural(name: str) -> list[tuple[bool, int, str]]:
     """Returns a sort key that sorts names as people do: node-2 before node-10."""
+    # The flag comes first, because a number and a word cannot be compared.
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 

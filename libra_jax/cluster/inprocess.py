@@ -104,9 +104,8 @@ class InProcessCluster:
         if host is not None:
             await host.stop(self.shutdown_seconds)
 
-    async def kill(self, name: str) -> None:
-        """Ends the actor as `stop` does, because a thread cannot be killed."""
-        await self.stop(name)
+    # A thread cannot be killed.
+    kill = stop
 
     async def shutdown(self) -> None:
         """Stops every actor, the last made first. Raises one LibraError for all failures."""

@@ -145,6 +145,7 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """
     for name in arguments:
         known = name in ALLOWED or name in OWNED or name in REFUSED
+        # Only names that a run may set are offered.
         near = difflib.get_close_matches(name, sorted(ALLOWED), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         check(known, FIELD, f"{name} is no argument of vLLM 0.32's AsyncEngineArgs{hint}")

@@ -66,6 +66,7 @@ def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:
 def _meanings(config_type: type[Any]) -> dict[str, str]:
     """Returns the meaning of each field: the comment beside or above the field, or its entry under `Attributes:`."""
     found: dict[str, str] = {}
+    # Base classes first, so that a class's own meaning of a field wins.
     for base in reversed(config_type.__mro__[:-1]):
         if not dataclasses.is_dataclass(base):
             continue

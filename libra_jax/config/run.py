@@ -204,6 +204,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
     values = to_dict(config)
     for name in ("steps", "telemetry", "deadlines"):
         del values[name]
+    # Another cluster, or one that was started again, goes on in the same workdir.
     values["cluster"]["address"] = ""
     return values
 

@@ -313,8 +313,7 @@ class HybridWorkers:
             if short <= 0 or worker.state not in (*pool.TO_TRAINING, State.TRAINING):
                 continue
             self._recorder.note(f"Hybrid workers, {worker.name} comes back: {why}.")
-            gives_back = self.pool.switch_to_rollout if worker.state is State.TRAINING else self.pool.cancel
-            self._transitions.begin(gives_back(worker.name, why, now))
+            self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
             short -= 1
 
     def _staying(self) -> list[str]:
@@ -368,10 +367,8 @@ class HybridWorkers:
         self._disturbed = True
         why, now = "the trainer moved to other processes", self._clock()
         for worker in self.pool.workers:
-            if worker.state is State.TRAINING:
+            if worker.state in (State.JOINING, State.TRAINING):
                 self._transitions.begin(self.pool.switch_to_rollout(worker.name, why, now))
-            elif worker.state is State.JOINING:
-                self._transitions.begin(self.pool.cancel(worker.name, why, now))
 
     # Records ----------------------------------------------------------------------------------------------------
 

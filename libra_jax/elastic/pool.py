@@ -237,13 +237,12 @@ class Pool:
         return self._enter(self._found(name, "switch to training", State.ROLLOUT), State.DRAINING, reason, now)
 
     def switch_to_rollout(self, name: str, reason: str, now: float) -> Worker:
-        """Switches a worker from training to rollout."""
-        return self._enter(self._found(name, "switch to rollout", State.TRAINING), State.LEAVING, reason, now)
-
-    def cancel(self, name: str, reason: str, now: float) -> Worker:
-        """Turns a worker on its way to training back to rollout."""
-        worker = self._found(name, "turn back before it trains", *TO_TRAINING)
-        return self._enter(worker, State.LEAVING, f"{worker.reason}; aborted: {reason}", now)
+        """Switches a worker to rollout: from training, or on its way there, which aborts that switch."""
+        worker = self._found(name, "switch to rollout", *TO_TRAINING, State.TRAINING)
+        if worker.state is not State.TRAINING:
+            # The same transition goes on, so its record tells both reasons.
+            reason = f"{worker.reason}; aborted: {reason}"
+        return self._enter(worker, State.LEAVING, reason, now)
 
     def recover(self, name: str, now: float) -> Worker:
         """Restarts a failed worker into rollout."""
@@ -322,12 +321,14 @@ class Pool:
         # A worker draws its generation before it trains. The start and the end of training both change the set.
         if state is State.JOINING or State.TRAINING in (before, state):
             self.generation += 1
+        # Kept from joining to the end of training: the channel was opened under it.
         kept = worker.generation if state is State.TRAINING else NO_GENERATION
         entered = dataclasses.replace(
             worker,
             state=state,
             since=now,
             limit=self._limits.get(state, math.inf),
+            # With the serial, every ticket of a former state or life is an old one.
             serial=worker.serial + 1,
             generation=self.generation if state is State.JOINING else kept,
             lost=state is State.FAILED and worker.restarts >= self._restarts,

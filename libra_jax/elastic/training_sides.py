@@ -287,6 +287,7 @@ class TrainingSides:
           LibraError: it could not compute the share. Sums that it has already sent do not count.
         """
         side = self._sides[worker]
+        # A step may begin while the worker still reads the step's parameters (`holds`).
         await self._loaded(side)
         if side.version != batch.policy_version:
             raise protocols.LibraError(f"{side.spec.name} could not be given version {batch.policy_version}")

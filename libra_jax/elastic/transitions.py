@@ -179,7 +179,7 @@ class Transitions:
             # The trainer died, which is no fault of the worker and costs no restart.
             except protocols.TrainerLost as error:
                 if self._pool.worker(name).ticket == ticket:
-                    self.begin(self._pool.cancel(name, str(error), self._clock()))
+                    self.begin(self._pool.switch_to_rollout(name, str(error), self._clock()))
                 return
             except protocols.LibraError as error:
                 await self._broken(ticket, error)

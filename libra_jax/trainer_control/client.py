@@ -104,6 +104,7 @@ class TrainerProcesses:
         """
         end = self._cluster.kill if force else self._cluster.stop
         if force:
+            # A later call then raises WorkerLost at once, and does not wait for a killed process.
             self._actors = ()
         # Every process has to end before the first error is raised.
         ended = await asyncio.gather(*(end(spec.name) for spec in self._specs), return_exceptions=True)

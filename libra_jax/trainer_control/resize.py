@@ -367,6 +367,7 @@ class Resizing:
         if resize is None:
             return
         resize.fail(protocols.LibraError(f"the run ended before the resize to {resize.sizes}"))
+        # A way inside the trainer's process ends with that process.
         if resize.way is not None and resize.way.outside:
             await resize.way.cancel()
 

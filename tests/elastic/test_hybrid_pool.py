@@ -29,8 +29,7 @@ TRANSITIONS = {
 }
 POSSIBLE = {
     "to_training": ("rollout",),
-    "to_rollout": ("training",),
-    "cancel": TO_TRAINING,
+    "to_rollout": (*TO_TRAINING, "training"),
     "recover": ("failed",),
     "advance": (*TO_TRAINING, "leaving", "activating"),
     "fail": tuple(WAY),
@@ -50,7 +49,8 @@ def brought_to(state: State, made: pool.Pool, name: str = NAMES[0]) -> pool.Work
     if state in (*pool.TO_TRAINING, State.TRAINING):
         made.switch_to_training(name, "training is slow", 0.0)
     elif state is not State.ROLLOUT:
-        made.cancel(made.switch_to_training(name, "training is slow", 0.0).name, "changed its mind", 0.0)
+        made.switch_to_training(name, "training is slow", 0.0)
+        made.switch_to_rollout(name, "changed its mind", 0.0)
     while made.worker(name).state is not state:
         made.advance(made.worker(name).ticket, 0.0)
     return made.worker(name)
@@ -62,7 +62,6 @@ def every_ask(made: pool.Pool, name: str, now: float):
     return {
         "to_training": lambda: made.switch_to_training(name, "why", now),
         "to_rollout": lambda: made.switch_to_rollout(name, "why", now),
-        "cancel": lambda: made.cancel(name, "why", now),
         "recover": lambda: made.recover(name, now),
         "advance": lambda: made.advance(ticket, now),
         "fail": lambda: made.fail(ticket, "why", now),
@@ -143,10 +142,6 @@ class PoolMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(name=st.sampled_from(NAMES))
     def switch_to_rollout(self, name: str) -> None:
         self.asked("to_rollout", name, "leaving")
-
-    @stateful.rule(name=st.sampled_from(NAMES))
-    def cancel(self, name: str) -> None:
-        self.asked("cancel", name, "leaving")
 
     @stateful.rule(name=st.sampled_from(NAMES))
     def recover(self, name: str) -> None:
@@ -250,7 +245,7 @@ def test_a_worker_goes_round_and_leaves_a_record_of_each_way():
 def test_a_switch_given_up_or_broken_says_why_in_its_record():
     made = make()
     brought_to(State.WARMING, made)
-    made.cancel(NAMES[0], "rollout is slow now", 1.0)
+    made.switch_to_rollout(NAMES[0], "rollout is slow now", 1.0)
     made.fail(made.worker(NAMES[0]).ticket, "the replica was killed", 2.0)
     record = made.worker(NAMES[0]).record()
     assert record["reason"] == "training is slow; aborted: rollout is slow now; the replica was killed"

@@ -165,6 +165,7 @@ class OpenEnvEnvironment:
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the system message, if any, and the first observation."""
+        # A replay that differed resets the same environment again.
         await self.close()
         self._tally = episodes.Tally(self._settings.reward, self._settings.max_steps)
         self._session = _Session(self._settings)

@@ -61,29 +61,21 @@ class Result(unittest.TestResult):
 
     # Each bad outcome takes back a success, which tested code may have reported through the frames of its callers.
 
-    def addFailure(self, test: unittest.TestCase, error: Any) -> None:
-        super().addFailure(test, error)
+    def addFailure(self, test: unittest.TestCase, *_: object) -> None:
+        # Without the base class, which would keep a text of each error; nobody reads those lists.
         self._passed = False
 
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        super().addSkip(test, reason)
-        self._passed = False
+    addSkip = addUnexpectedSuccess = addFailure  # type: ignore[assignment]
 
-    def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
-        super().addUnexpectedSuccess(test)
-        self._passed = False
-
-    def addError(self, test: unittest.TestCase, error: Any) -> None:
-        super().addError(test, error)
+    def addError(self, test: unittest.TestCase, *_: object) -> None:
         self._passed = False
         if not isinstance(test, unittest.TestCase):  # the set-up or tear-down of a class or module
             self.add(test.id(), False)
 
-    def addSuccess(self, test: unittest.TestCase) -> None:
+    def addSuccess(self, test: unittest.TestCase, *_: object) -> None:
         self._passed = True
 
-    def addExpectedFailure(self, test: unittest.TestCase, error: Any) -> None:
-        self._passed = True
+    addExpectedFailure = addSuccess  # type: ignore[assignment]
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):

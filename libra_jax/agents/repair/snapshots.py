@@ -186,6 +186,7 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: 
     links, left = {}, most_bytes
     for member in archive:
         path = posixpath.normpath(member.name)
+        # Headers count, too: otherwise empty files and links would have no bound.
         left -= tarfile.BLOCKSIZE
         if left < 0:
             break

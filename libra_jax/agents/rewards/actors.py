@@ -171,7 +171,11 @@ class RewardWorker:
         hung = len(self._given_up & self._running)
         if hung >= MOST_HUNG:
             return f"has {hung} calls that hang"
-        return "" if await self._loop.answers(PING_SECONDS) else "has an async function that blocks its event loop"
+        try:
+            await deadlines.within(PING_SECONDS, self._loop.run(asyncio.sleep, 0))
+        except deadlines.Overdue:
+            return "has an async function that blocks its event loop"
+        return ""
 
     async def shutdown(self) -> None:
         """Closes the functions that have a method `close`, and ends the event loop."""
@@ -241,13 +245,6 @@ class _LoopThread:
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))
-
-    async def answers(self, seconds: float) -> bool:
-        """Returns whether the loop accepts new work within `seconds`."""
-        ping = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
-        done, _ = await asyncio.wait({ping}, timeout=seconds)
-        ping.cancel()
-        return bool(done)
 
     async def close(self, seconds: float) -> None:
         """Cancels the work and ends the thread. A blocked thread is left behind after `seconds`."""

@@ -95,16 +95,17 @@ class Launch:
     directory: str = ""
 
 
+@dataclass(eq=False)
 class Backend(abc.ABC):
     """Starts sandboxes under fixed limits.
 
-    Args:
+    Attributes:
       limits: Limits of each sandbox.
       packages: Place in the sandbox of each directory with Python modules, by the directory of the host.
     """
 
-    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str]) -> None:
-        self._limits, self._packages = limits, packages
+    limits: limits_module.Limits
+    packages: Mapping[str, str]
 
     @abc.abstractmethod
     def launch(self, *, group: bool) -> Launch:
@@ -127,13 +128,13 @@ class Backend(abc.ABC):
           **settings: Further settings of `supervisor.Supervisor`.
         """
         places = [directory] if directory else [WORKSPACE, "/tmp", "/dev/shm"]
-        packages = list(self._packages.values())
+        packages = list(self.packages.values())
         told = {
             "workspace": places[0],
             "writable": places,
             "private": [] if directory else places,
             "packages": packages,
-            "limits": asdict(self._limits),
+            "limits": asdict(self.limits),
             "count_processes": False,
             "group": False,
             **settings,
@@ -234,7 +235,7 @@ class Bubblewrap(Backend):
         are first mounted below /mnt, in a private mount namespace. This has to happen while the process is still root.
         """
         home = os.path.realpath(sys.base_prefix)
-        self._shown = {path: (path, place) for path, place in {home: home, **self._packages}.items()}
+        self._shown = {path: (path, place) for path, place in {home: home, **self.packages}.items()}
         script, words = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; ", ["sh", "-c"]
         mounts = [_MAKE_ZERO] if self._zero else []
         for number, path in enumerate(self._shown if self._root else ()):
@@ -303,7 +304,7 @@ class Bubblewrap(Backend):
             words += ["--dev-bind", self._zero, "/dev/zero"]
         for path in (WORKSPACE, "/tmp", "/dev/shm"):
             if "--size" in self._options:  # otherwise the first process checks the size while a call runs
-                words += ["--size", str(self._limits.workspace_mib * 2**20)]
+                words += ["--size", str(self.limits.workspace_mib * 2**20)]
             words += ["--tmpfs", path]
         for path, place in self._shown.values():
             words += ["--ro-bind", path, place]
@@ -345,7 +346,7 @@ class Container(Backend):
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`. The runtime makes its own control group, so `group` is ignored."""
-        limits, name = self._limits, f"libra-{uuid.uuid4().hex}"
+        limits, name = self.limits, f"libra-{uuid.uuid4().hex}"
         size = f"rw,nosuid,nodev,mode=1777,size={limits.workspace_mib}m"
         command = [self._runtime, "run", "--rm", "--interactive", "--pull=never", f"--name={name}", "--network=none"]
         command += ["--read-only", f"--user={NOBODY}:{NOBODY}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
@@ -355,7 +356,7 @@ class Container(Backend):
         command += ["--oom-score-adj=1000", f"--pids-limit={limits.processes + 3}"]
         command += [f"--shm-size={limits.workspace_mib}m"]
         command += [f"--tmpfs={WORKSPACE}:{size},exec", f"--tmpfs=/tmp:{size}", f"--workdir={WORKSPACE}"]
-        command += [f"--volume={path}:{place}:ro" for path, place in self._packages.items()]
+        command += [f"--volume={path}:{place}:ro" for path, place in self.packages.items()]
         program, environment = self._first_process(group=True)
         # The host's own Python is not in the image.
         command += [f"--env={key}={value}" for key, value in {**environment, "PATH": _PATH}.items()]

@@ -324,15 +324,20 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         task.add_done_callback(self._tasks.discard)
 
 
+@dataclasses.dataclass(eq=False)
 class Session(contextlib.AbstractAsyncContextManager["Session"]):
-    """A workspace, a Python interpreter and a shell for one trajectory. Calls run one at a time; others wait."""
+    """A workspace, a Python interpreter and a shell for one trajectory. Calls run one at a time; others wait.
 
-    def __init__(self, sandbox: Sandbox, files: bytes) -> None:
-        self._sandbox, self._files = sandbox, files
-        self._worker: worker.Worker | None = None
-        self._turn = asyncio.Lock()
-        self._untold = False  # a call was cancelled, and no later outcome has reported yet that its state was lost
-        self._closed = False
+    `Sandbox.session` makes it, with the pool and the files that the workspace starts with.
+    """
+
+    _sandbox: Sandbox
+    _files: bytes
+    _worker: worker.Worker | None = dataclasses.field(default=None, init=False)
+    _turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
+    # True if a call was cancelled, and no later outcome has reported yet that its state was lost.
+    _untold: bool = dataclasses.field(default=False, init=False)
+    _closed: bool = dataclasses.field(default=False, init=False)
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()

@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,19 +133,26 @@ async def receive(stream: asyncio.StreamReader, most_bytes: int) -> Reply:
     return Reply(cast("protocols.ToolStatus", status), cast(str, lost), note, left_out, body[:split], body[split:])
 
 
+@dataclass(eq=False)  # a set holds the running sandboxes, each for itself
 class Worker:
     """A running sandbox.
 
-    `alive` is True until the sandbox is killed, breaks the protocol or ends. After that it cannot be used. `ended` is
-    True if a call found that the sandbox had ended by itself.
+    Attributes:
+      process: Process that starts the sandbox and speaks for it.
+      launch: What the sandbox holds besides its processes. Empty once it is closed.
+      limits: Limits of the sandbox.
+      alive: True until the sandbox is killed, breaks the protocol or ends. After that it cannot be used.
+      ended: True if a call found that the sandbox had ended by itself.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, launch: backends.Launch, limits: limits_module.Limits):
-        self.process, self._launch, self._limits = process, launch, limits
-        self.alive = True
-        self.ended = False
-        self._first = -1
-        self._group: limits_module.ControlGroup | None = None
+    process: asyncio.subprocess.Process
+    launch: backends.Launch
+    limits: limits_module.Limits
+    alive: bool = True
+    ended: bool = False
+    # Descriptor of the first process; -1 if it is not known.
+    _first: int = field(default=-1, init=False)
+    _group: limits_module.ControlGroup | None = field(default=None, init=False)
 
     @classmethod
     async def start(cls, backend: backends.Backend, limits: limits_module.Limits, parent: Path | None) -> Worker:
@@ -207,10 +214,10 @@ class Worker:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         try:
-            await deadlines.within(self._limits.start_seconds, receive(self.process.stdout, 0))
+            await deadlines.within(self.limits.start_seconds, receive(self.process.stdout, 0))
         except deadlines.Overdue:
             raise protocols.WorkerLost(
-                f"the sandbox did not answer within {self._limits.start_seconds:g} s (sandbox.start_seconds)"
+                f"the sandbox did not answer within {self.limits.start_seconds:g} s (sandbox.start_seconds)"
             ) from None
         except (EOFError, Malformed, OSError) as error:
             reason = ""
@@ -218,13 +225,13 @@ class Worker:
                 said = await deadlines.within(_SLACK_SECONDS, self.process.stderr.read(_REASON_BYTES))
                 reason = " ".join(said.decode(errors="replace").split())
             raise protocols.WorkerLost(f"the sandbox did not start: {reason or error}") from error
-        if self._launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
-            told = json.loads(os.pread(self._launch.info_fd, _TOLD_BYTES, 0))
+        if self.launch.info_fd >= 0:  # bubblewrap writes it before the first process runs, so it is complete by now
+            told = json.loads(os.pread(self.launch.info_fd, _TOLD_BYTES, 0))
             # Unlike an id, a pidfd never comes to mean another process.
             self._first = os.pidfd_open(int(told["child-pid"]))
             if parent is not None:
                 try:
-                    self._group = limits_module.ControlGroup(parent, self._limits, int(told["child-pid"]))
+                    self._group = limits_module.ControlGroup(parent, self.limits, int(told["child-pid"]))
                 except OSError as error:
                     raise protocols.WorkerLost(f"the control group {parent} takes no sandbox: {error}") from error
 
@@ -250,7 +257,7 @@ class Worker:
         head = json.dumps({"kind": kind, "seconds": seconds, "clean": clean, "most": most}).encode()
         try:
             self.process.stdin.write(supervisor.HEADER.pack(len(head), len(body)) + head + body)
-            reply = await deadlines.within(seconds + GRACE_SECONDS, self._answer(most or self._limits.output_bytes))
+            reply = await deadlines.within(seconds + GRACE_SECONDS, self._answer(most or self.limits.output_bytes))
         except deadlines.Overdue:
             self.kill()
             return limits_module.Outcome("timeout", f"[no end after {seconds:g} s]", clock() - began, "all", True)
@@ -272,7 +279,7 @@ class Worker:
             return limits_module.Outcome("success", "", clock() - began, reply.lost, archive=archive)
         text = reply.text()
         if most:  # no archive came: the text says why
-            text = limits_module.cut(text, self._limits.output_bytes)
+            text = limits_module.cut(text, self.limits.output_bytes)
         if reply.note:
             text += f"{chr(10) if text and not text.endswith(chr(10)) else ''}[{reply.note}]"
         return limits_module.Outcome(reply.status, text, clock() - began, reply.lost, by_code=by_code)
@@ -280,7 +287,7 @@ class Worker:
     async def _end(self) -> tuple[str, bool]:
         """Returns how the sandbox ended by itself, in a few words, and whether its code is the cause."""
         if self._group is not None and await deadlines.off_loop(self._group.ran_out):
-            return f"ended: more than {self._limits.memory_mib} MiB of memory", True
+            return f"ended: more than {self.limits.memory_mib} MiB of memory", True
         with contextlib.suppress(deadlines.Overdue):
             # The first process's own exit status means that it gave up. Code in the sandbox cannot send it a signal, so
             # a signal came from outside.
@@ -301,7 +308,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             if self._first >= 0:  # the kernel ends a whole PID namespace with its first process
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
-            elif self.process.stdin is not None and not self._launch.remove:
+            elif self.process.stdin is not None and not self.launch.remove:
                 self.process.stdin.close()  # the first process sees that the host is gone, and ends what it started
 
     async def close(self) -> None:
@@ -311,10 +318,10 @@ class Worker:
           DeadlineMissed: The sandbox is not gone after `REAP_SECONDS`.
         """
         self.kill()
-        if self._launch.remove:
+        if self.launch.remove:
             # Killing the runtime's client leaves its container behind.
             remover = await asyncio.create_subprocess_exec(
-                *self._launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+                *self.launch.remove, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
             )
             try:
                 await deadlines.within(REAP_SECONDS, remover.wait())
@@ -322,8 +329,7 @@ class Worker:
                 with contextlib.suppress(ProcessLookupError):
                     remover.kill()
                 raise protocols.DeadlineMissed(
-                    f"{' '.join(self._launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still "
-                    "run"
+                    f"{' '.join(self.launch.remove)} did not end within {REAP_SECONDS:g} s: the container may still run"
                 ) from None
         try:
             await deadlines.within(REAP_SECONDS / 2, self.process.wait())
@@ -348,7 +354,7 @@ class Worker:
         if transport is not None:
             transport.close()
         # A second close then finds nothing left to free.
-        launch, self._launch = self._launch, backends.Launch((), {})
+        launch, self.launch = self.launch, backends.Launch((), {})
         await deadlines.off_loop(_discard, launch)
 
 

@@ -230,15 +230,11 @@ class Server:
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts a background task. The reference in `_background` keeps it alive, as nobody may be waiting for it."""
-
-        def forget(task: asyncio.Task[Any]) -> None:
-            self._background.discard(task)
-            if not task.cancelled():
-                task.exception()  # marks the error as retrieved, so that asyncio does not warn
-
         task = asyncio.ensure_future(work)
         self._background.add(task)
-        task.add_done_callback(forget)
+        task.add_done_callback(self._background.discard)
+        # Marks the error as retrieved, so that asyncio does not warn.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
     async def _probe(self, client: Any, seconds: float) -> None:

@@ -163,6 +163,7 @@ class Toolbox:
         Returns:
           The tool's return. If the tool is unknown or the arguments do not match its schema, the return is a failure.
         """
+        # A name that is a list or a mapping could not even be looked up.
         tool = self._tools.get(name) if isinstance(name, str) else None
         if tool is None:
             problem = f"no tool {name!r}; there are: {', '.join(self._tools) or 'none'}"
@@ -171,6 +172,7 @@ class Toolbox:
             # Checked here, so that a tool can take its arguments for granted.
             problem = problem or schemas.mismatch(values, tool.parameters, "arguments")
         if tool is None or problem:
+            # Cut as well: it may repeat a long text that the policy wrote.
             text = limits.cut(f"error: {problem}", self._most_characters)
             return protocols.ToolReturn(_UNKNOWN if tool is None else tool.name, "failure", text)
         loop = asyncio.get_running_loop()
