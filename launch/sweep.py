@@ -240,7 +240,7 @@ def _run(jobs: Sequence[Job]) -> list[str]:
 def result_of(run: settings.SimulatedRun) -> report.Entry:
     """Returns a run's entry (`simulator.report.KEYS`), with the actions of its planner."""
     result = comparison.simulate(run)
-    entry = comparison.entry_of(run, result)
+    entry = comparison.entry(run, result)
     moved = [decision for decision in result.decisions if decision["moved"]]
     moved += [change for change in result.transitions if change["outcome"] == "done" and change["worker"] != "trainer"]
     errors = [step["plan/step_error"] for step in result.steps if "plan/step_error" in step]

@@ -132,6 +132,7 @@ class PlanFollower:
             return {}
         moving = (self._move is not None and not self._move.done()) or not self._engines.settled
         times = report.times
+        # Without the evaluation, which only some steps have: plans are judged by steps that are alike.
         step_seconds = times.step - report.evaluation.get("evaluation/seconds", 0.0)
         # Reported until the planner may act on the loss.
         lost = self._engines.losses - self._losses

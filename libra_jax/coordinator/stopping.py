@@ -200,6 +200,8 @@ def caught(stop: Stop, at_once: AtOnce = lambda _: None) -> Iterator[Callable[[]
             loop.remove_signal_handler(number)
 
 
+# Shares of the grace. A step still under way at STEP is aborted, and a trainer that does not answer by ANSWER is
+# waited for no longer. The last checkpoint may take until SAVE, because ending the workers needs the rest.
 STEP, ANSWER, SAVE = 0.5, 0.7, 0.85
 
 

@@ -334,7 +334,8 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
             f"config.model.path: {sentence}; to plan without the model, name a preset of its shape with --model"
         ) from error
     if asked.trace is not None:
-        drawn, source = traces.read(Path(asked.trace))[-SAMPLES:], Path(asked.trace).name
+        read = traces.read(Path(asked.trace))
+        drawn, source = [script for _, script in read[-SAMPLES:]], Path(asked.trace).name
     elif asked.workload is not None:
         groups, size = run.steps * run.coordinator.groups_per_step, run.coordinator.group_size
         of = workloads.WorkloadConfig(shape=asked.workload)

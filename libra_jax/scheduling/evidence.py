@@ -249,10 +249,12 @@ class Evidence:
                 factor **= self.siblings_power
             # Tokens are whole: a factor next to 1 leaves a length that all have as it is.
             sketch = tuple([round(factor * tokens) for tokens in sketch])
-        same = self.by_prompt.below(track.prompt_id, path)
-        if same is not None:
-            self.by_prompt.use(same)
-            sketch = self._blend(sketch, [same], self.by_prompt, since)
+        # Only the node of this very path counts, and the tree holds no node of a longer path.
+        if len(path) < self.by_prompt.depth:
+            same, depth = self.by_prompt.find((track.prompt_id, *path))
+            if depth > len(path):
+                self.by_prompt.use(same)
+                sketch = self._blend(sketch, [same], self.by_prompt, since)
         return sketch
 
     @property

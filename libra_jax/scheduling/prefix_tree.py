@@ -196,17 +196,6 @@ class PrefixTree:
             node, depth = child, depth + 1
         return node, depth
 
-    def below(self, edge: Hashable, path: Sequence[Hashable]) -> Node | None:
-        """Returns the node at the end of an edge and a path after it, None if unknown; it does not count as used."""
-        children = self.root.children
-        node = children.get(edge) if children else None
-        if node is None or len(path) >= self.depth:
-            return None
-        for step in path:
-            if not (children := node.children) or (node := children.get(step)) is None:
-                return None
-        return node
-
     def weight(self, node: Node) -> float:
         """Returns the number of samples of the node, each discounted for its age."""
         age = self.clock - node.stamp

@@ -109,13 +109,9 @@ def simulate(run: settings.SimulatedRun) -> results.Result:
     )
 
 
-def entry(run: settings.SimulatedRun) -> dict[str, Any]:
-    """Simulates one policy under one seed; returns its entry of the output file."""
-    return entry_of(run, simulate(run))
-
-
-def entry_of(run: settings.SimulatedRun, result: results.Result) -> dict[str, Any]:
-    """Returns a result as its entry of the output file."""
+def entry(run: settings.SimulatedRun, result: results.Result | None = None) -> dict[str, Any]:
+    """Returns the entry of one policy under one seed in the output file; simulates the run if it has no result yet."""
+    result = result or simulate(run)
     return {
         "policy": run.scheduler.policy,
         "seed": run.seed,

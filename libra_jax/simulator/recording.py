@@ -139,7 +139,7 @@ def read(workdir: Path) -> Recording:
     numbers = _numbers(workdir / metrics.METRICS_FILE, config)
     # Twice, as records and as scripts, in the same order.
     records = trace.read(workdir / trace.TRACE_FILE)
-    played = traces.read(workdir / trace.TRACE_FILE)
+    played = [script for _, script in traces.read(workdir / trace.TRACE_FILE)]
     groups = _groups(workdir / trace.TRACE_FILE, records, played, config)
     spans = list(timeline.read(workdir / timeline.TIMELINE_FILE))
     found = calibration.read_streams(spans, records)

@@ -30,14 +30,29 @@ TURN_SIGMA = 0.25
 """Spread of a single turn's tokens and seconds, as a share of sigma."""
 
 
-def read(path: Path) -> list[scripts.Script]:
-    """Reads a trace (`telemetry/trace.py`) as scripts, in the file's order.
+def read(path: Path) -> list[tuple[str, scripts.Script]]:
+    """Reads a trace (`telemetry/trace.py`): prompt id and script of each trajectory, in the file's order.
 
     Raises:
       DataError: the file is missing, empty or malformed, or a trajectory in it generates nothing; the message names
         file and line.
     """
-    return [script for _, script in _rows(path)]
+    # The moves of the recorded run are no part of the work: the simulated scheduler decides on its own.
+    known = {item.name for item in dataclasses.fields(protocols.Turn)} - {"moves"}
+    rows = []
+    for number, record in enumerate(trace.read(path), start=1):
+        if not any(turn["generated_tokens"] for turn in record["turns"]):
+            raise protocols.DataError(
+                f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
+            )
+        turns = tuple(
+            protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
+        )
+        # Other ends, such as an answer, follow from the script; a limit of the recorded run would not.
+        finish = record.get("finish")
+        limit = finish if finish in protocols.LIMITS else None
+        rows.append((record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)))
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +93,7 @@ def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool
       DataError: as for `read`.
     """
     prompts: dict[str, list[scripts.Script]] = {}
-    for prompt_id, script in _rows(path):
+    for prompt_id, script in read(path):
         prompts.setdefault(prompt_id, []).append(script)
     return Replay(tuple(tuple(group) for group in prompts.values()), seed, sigma, max_context, shuffle)
 
@@ -118,26 +133,6 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
             break
         kept.append(turn)
     return scripts.Script(script.prompt_tokens, (*kept, last))
-
-
-def _rows(path: Path) -> list[tuple[str, scripts.Script]]:
-    """Returns prompt id and script of each trajectory of a trace."""
-    # The moves of the recorded run are no part of the work: the simulated scheduler decides on its own.
-    known = {item.name for item in dataclasses.fields(protocols.Turn)} - {"moves"}
-    rows = []
-    for number, record in enumerate(trace.read(path), start=1):
-        if not any(turn["generated_tokens"] for turn in record["turns"]):
-            raise protocols.DataError(
-                f"{path}, trajectory {number} ({record['trajectory_id']}): no turn generates a token; remove the line"
-            )
-        turns = tuple(
-            protocols.Turn(**{name: value for name, value in turn.items() if name in known}) for turn in record["turns"]
-        )
-        # Other ends, such as an answer, follow from the script; a limit of the recorded run would not.
-        finish = record.get("finish")
-        limit = finish if finish in protocols.LIMITS else None
-        rows.append((record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)))
-    return rows
 
 
 # Cached, because each script is asked for alone, and a shuffle costs the whole order.

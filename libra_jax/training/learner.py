@@ -69,6 +69,7 @@ class Learner:
         self._model = model
         self._transform = optimizer.transform(config.optimizer)
         mesh = state_lib.make_mesh(config.trainer, devices)
+        # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
         self.layout = state_lib.layout(
             model,
@@ -99,6 +100,7 @@ class Learner:
         shapes = self._shapes()
         # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
+        # Set by the actor's event loop while another thread takes the step.
         self.abort = threading.Event()
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None

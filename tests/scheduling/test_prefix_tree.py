@@ -90,10 +90,11 @@ def test_lookups_windows_and_evictions_are_those_of_the_reference(operations):
 def test_a_look_finds_a_node_and_uses_nothing(operations, path):
     tree, _ = fill(operations)
     before = tree.snapshot()
-    (node, depth), below = tree.find(path), tree.below(path[0], path[1:]) if path else None
+    node, depth = tree.find(path)
     assert tree.snapshot() == before
-    if path:
-        assert below is (node if depth == len(path) else None)
+    known = contents(tree)
+    assert node.oldest_first == known[tuple(path[:depth])]
+    assert depth == len(path) or tuple(path[: depth + 1]) not in known
 
 
 @hypothesis.given(OPERATIONS)
