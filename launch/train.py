@@ -24,6 +24,7 @@ from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.agents import rehearsal
 from libra_jax.agents.rewards import trial
 from libra_jax.coordinator import stopping
 from libra_jax.models import hub
@@ -86,8 +87,11 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing, or a reward function fails.
     """
     preflight.validate(found.config, need_weights=False)
-    scored = trial.functions(found.config.reward, dry_run.example(found.config))
+    example = dry_run.example(found.config)
+    scored = trial.functions(found.config.reward, example)
     failing, doubtful = dry_run.failures(found.config, scored)
+    if example is not None and (problem := rehearsal.play(found.config, example.task, example.transcript.answer)):
+        failing.append(problem)
     missing = [*found.problems, *preflight.missing(found.config, found.fields), *failing]
     said = dry_run.describe(found.config, found.notes, scored)
     if not missing:  # several screens, which would hide what is missing

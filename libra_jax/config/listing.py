@@ -30,7 +30,9 @@ class Setting(NamedTuple):
 
 
 def listing(config_type: type[Any], word: str = "") -> str:
-    """Returns the settings whose name or meaning holds a word, two lines each.
+    """Returns the settings whose name or meaning holds a word, with their defaults, two lines each.
+
+    A setting of exactly this name comes first.
 
     Args:
       config_type: dataclass of a config.
@@ -39,6 +41,7 @@ def listing(config_type: type[Any], word: str = "") -> str:
     found = [
         setting for setting in settings(config_type) if word.lower() in f"{setting.name} {setting.meaning}".lower()
     ]
+    found.sort(key=lambda setting: setting.name.lower() != word.lower())
     indent = " " * 6
     lines = []
     for setting in found:

@@ -144,8 +144,8 @@ class Search:
         served = self._partitions.within(partition.ANY_SECONDS)
         assert served is not None
         raise protocols.ConfigError(
-            f"{devices} devices are too few: training takes at least {self._front[0].devices} of them to hold the "
-            f"model and its activations, rollout at least {served.devices}"
+            f"{devices} devices are too few: training takes at least {self._front[0].devices} to hold the model and "
+            f"its activations, and rollout at least {served.devices} more"
         )
 
     def cheapest(self, seconds: float, devices: int) -> Split:

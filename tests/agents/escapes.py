@@ -149,6 +149,11 @@ RIGHTS = {
         "python",
         "import os\nos.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))\nprint('ESCAPED')",
     ),
+    "scheduling-parameters-of-the-first-process": ("python", syscall(142, 1, "ctypes.byref(ctypes.c_int(0))")),
+    "scheduling-attributes-of-the-first-process": (
+        "python",
+        syscall(314, 1, "ctypes.byref((ctypes.c_uint32 * 12)(48, 0))", 0),
+    ),
     "disk-priority-of-the-first-process": ("python", syscall(251, 1, 1, 3 << 13)),
     "slots-of-asynchronous-input": ("python", syscall(206, 64, "ctypes.byref(ctypes.c_ulong())")),
     "watches-of-files": ("python", syscall(294, 0)),

@@ -124,6 +124,9 @@ def test_settings_are_found_by_a_word_of_their_name_or_meaning():
         "--config.optimizer.learning_rate=0.001",
         "--config.warm_start.learning_rate=0.003",
     ]
+    named = listing.listing(config.RunConfig, "rollout.max_context").splitlines()
+    assert named[0].startswith("--config.rollout.max_context=")
+    assert sum(line.startswith("--") for line in named) > 1
     assert "--config.trainer.pack=True" in listing.listing(config.RunConfig, "segment ids")
 
 

@@ -31,6 +31,8 @@ def test_show_prints_the_last_step_and_what_flags_choose(tmp_path):
     assert "2 more; --limit=4 shows them." in told
     assert not set(told) & set("\x1b\x07\x9b\u202e")
     assert r"\x1b[2J\x1b]0;owned\x07<script>" in told
+    first = show(tmp_path, "--step=1")
+    assert {line.split(" · ")[0] for line in first.splitlines() if " · reward " in line} == {"step 1"}
     worst = show(tmp_path, "--worst", "--prompt=task-1", "--limit=1")
     assert worst.splitlines()[0].startswith("step 1 · reward 0 ")
 

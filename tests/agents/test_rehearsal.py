@@ -1,0 +1,104 @@
+"""An environment of a user's own is played once before a run: what it raises or returns amiss is said by its name."""
+
+import os
+import types
+
+import pytest
+
+from libra_jax import config, protocols
+from libra_jax.agents import rehearsal
+
+TASK = protocols.Task("t", {"prompt": "1+1", "answer": "2"})
+
+
+class Whole:
+    """Poses the task and takes any answer; tells what it was given."""
+
+    async def reset(self, task):
+        return [protocols.Message("user", task.payload["prompt"])]
+
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward=float(output == "2"))
+
+    async def close(self):
+        pass
+
+
+class NotMade(Whole):
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+class NotPosed(Whole):
+    async def reset(self, task):
+        return task.payload["question"]
+
+
+class PosedAsText(Whole):
+    async def reset(self, task):
+        return "1+1"
+
+
+class NotScored(Whole):
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward={}[output])
+
+
+class ScoredNaN(Whole):
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward=float("nan"))
+
+
+class Ending(Whole):
+    async def step(self, output):
+        os._exit(3)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """What is said of an environment of this class."""
+    module = types.ModuleType("rehearsed")
+    monkeypatch.setitem(__import__("sys").modules, "rehearsed", module)
+
+    def said(kind, **tools):
+        setattr(module, kind.__name__, kind)
+        run = config.RunConfig()
+        run.task.environment = f"rehearsed:{kind.__name__}"
+        run.tools = config.ToolsConfig(**tools)
+        return rehearsal.play(run, TASK, "2")
+
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (NotMade, "RuntimeError: no licence"),
+        (NotPosed, "reset raised KeyError: 'question' (tests/agents/test_rehearsal.py, line "),
+        (PosedAsText, "reset returned str instead of a list of protocols.Message"),
+        (NotScored, "step raised KeyError: '2'"),
+        (ScoredNaN, "step gave a reward of nan, which is not a finite number"),
+        (Ending, "rehearsed:Ending ended its process (exit status 3)"),
+    ],
+)
+def test_what_goes_wrong_is_said_with_the_field_and_what_it_was_given(play, kind, problem):
+    said = play(kind)
+    assert said.startswith("config.task.environment: ")
+    assert problem in said
+    assert said.endswith("; it was given the first task and the task's own answer")
+
+
+def test_of_one_that_plays_and_of_one_that_is_not_played_nothing_is_said(play):
+    assert play(Whole) == ""
+    servers = {"mcpServers": {"time": {"command": "none-such", "args": []}}}
+    assert play(NotPosed, mcp=servers, use=("time",)) == ""
+
+
+def test_one_that_takes_long_is_left_to_the_run_and_its_process_ends(play, monkeypatch):
+    class Slow(Whole):
+        async def reset(self, task):
+            __import__("time").sleep(600)
+
+    monkeypatch.setattr(rehearsal, "SECONDS", 0.5)
+    monkeypatch.setattr(rehearsal, "CLOSE_SECONDS", 0.1)
+    assert play(Slow) == ""
