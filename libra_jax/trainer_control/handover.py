@@ -271,11 +271,22 @@ class Handover:
     # Work beside training ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        """Prepares the successor. Then replays each missed step, until a take-over or a failure cancels the task."""
         try:
             # Remains of a killed run would be taken for this snapshot.
             await self._remove()
             await self._prepare()
-            await self._replay()
+            self._enter("replaying")
+            while True:
+                while self.missed:
+                    with self._timed("replay"):
+                        await self._successor.train_step(self.missed[0])
+                    # Removed only after the step, so that `missed` counts a step that is being replayed.
+                    self.missed.popleft()
+                    self.replayed += 1
+                self._enter("ready")
+                self._more.clear()
+                await self._more.wait()
         except protocols.LibraError as error:
             await self._fail(error)
         # A fault of this program or of the disk must not stop the serving trainer.
@@ -313,20 +324,6 @@ class Handover:
                 f"{self._path} holds version {version} and not the snapshot's {self._snapshot.policy_version}"
             )
         await self._remove()
-
-    async def _replay(self) -> None:
-        """Replays each missed step, until a take-over or a failure cancels the task."""
-        self._enter("replaying")
-        while True:
-            while self.missed:
-                with self._timed("replay"):
-                    await self._successor.train_step(self.missed[0])
-                # Removed only after the step, so that `missed` counts a step that is being replayed.
-                self.missed.popleft()
-                self.replayed += 1
-            self._enter("ready")
-            self._more.clear()
-            await self._more.wait()
 
     async def _saved(self) -> None:
         """Waits until the snapshot is durable.

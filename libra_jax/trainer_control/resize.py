@@ -9,6 +9,7 @@ refused, takes too long or fails, the trainer keeps its mesh, and the handle say
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import Coroutine
 from typing import Any, Protocol
@@ -44,8 +45,8 @@ class Resize:
       estimate: estimate of the state to move, from the first boundary on.
       progress: present progress.
       compiled: future that resolves once a take-over would wait for nothing, and fails with the resize.
-      left: seconds in which training waited for a pending checkpoint before a hand-over.
-      late: seconds in which training waited for take-overs that failed.
+      stalls: seconds in which training has stood still so far, by phase: "leave" for a pending checkpoint before a
+        hand-over, "late" for take-overs that failed.
       done: future that resolves once the trainer is on the new mesh. It raises LibraError after a failure or cancel.
     """
 
@@ -64,16 +65,11 @@ class Resize:
         self.estimate = protocols.ResizeEstimate(0, 0, 0)
         self.progress = protocols.ResizeProgress(0, 0, ready=False)
         self.compiled: asyncio.Future[None] = loop.create_future()
-        self.left = self.late = 0.0
+        self.stalls: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.done: asyncio.Future[handover.Taken] = loop.create_future()
         for future in (self.compiled, self.done):
             # Retrieves the error, or asyncio warns if nobody awaits the handle.
             future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-    @property
-    def stalls(self) -> dict[str, float]:
-        """Seconds in which training has stood still so far, by phase."""
-        return {name: seconds for name, seconds in (("leave", self.left), ("late", self.late)) if seconds}
 
     @property
     def overdue(self) -> bool:
@@ -252,14 +248,14 @@ class Resizing:
         if way.outside:
             # A failure here would also occur without a resize, so it is not caught.
             await self._checkpoint.commit_held()
-            resize.left += self._clock() - began
+            resize.stalls["leave"] += self._clock() - began
             began = self._clock()
         try:
             await self._take_over(resize, way, step)
         except protocols.WorkerLost:
             raise
         except protocols.LibraError as error:
-            resize.late += self._clock() - began
+            resize.stalls["late"] += self._clock() - began
             if isinstance(error, protocols.DeadlineMissed) and not resize.overdue:
                 self._recorder.note(
                     f"The trainer's mesh is not {resize.sizes} yet, and is to become that after a later step: {error}"

@@ -220,20 +220,9 @@ class Bubblewrap(Backend):
             readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
         self._zero = _ZERO if self._root and _makes_devices() else ""
-        self._prepare()
-        found = re.match(r"(\d+)\.(\d+)", platform.release())
-        release = (int(found[1]), int(found[2])) if found else (0, 0)
-        # From Linux 5.14 on, each user namespace has its own process count. Before, the count included the user's other
-        # processes on the host, so a limit on it could fail a sandbox that is nearly empty.
-        self._counts = release >= (5, 14)
-        self._users = _USERS if self._root and _maps_users(_USERS) else None
-
-    def _prepare(self) -> None:
-        """Sets the words that come before the command, and the host's path for each directory that is shown.
-
-        The words make the sandbox the kernel's first choice to kill if memory runs out. Paths that only root reaches
-        are first mounted below /mnt, in a private mount namespace. This has to happen while the process is still root.
-        """
+        # The words before the command, and the host's path of each directory that is shown. They make the sandbox the
+        # kernel's first choice to kill if memory runs out. Paths that only root reaches are mounted below /mnt first,
+        # in a private mount namespace, while the process is still root.
         home = os.path.realpath(sys.base_prefix)
         self._shown = {path: (path, place) for path, place in {home: home, **self.packages}.items()}
         script, words = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; ", ["sh", "-c"]
@@ -246,6 +235,12 @@ class Bubblewrap(Backend):
             words = [*_PRIVATELY, *words]
             script += "".join(f"{mount}; " for mount in (_EMPTY, *mounts))
         self._prefix = [*words, script + 'exec "$@"', "sh"]
+        found = re.match(r"(\d+)\.(\d+)", platform.release())
+        release = (int(found[1]), int(found[2])) if found else (0, 0)
+        # From Linux 5.14 on, each user namespace has its own process count. Before, the count included the user's other
+        # processes on the host, so a limit on it could fail a sandbox that is nearly empty.
+        self._counts = release >= (5, 14)
+        self._users = _USERS if self._root and _maps_users(_USERS) else None
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`."""

@@ -313,8 +313,7 @@ async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
       TimeoutError: Connecting took longer than `start_seconds`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        transport = await _piped(spec, opened, stack) if spec.command else await _over_http(spec, stack)
-        client = package().Client(transport, cache=None)
+        client = package().Client(await _transport(spec, opened, stack), cache=None)
         async with asyncio.timeout(spec.start_seconds):
             opened.client = await stack.enter_async_context(client)
             tools: list[Any] = []
@@ -370,14 +369,24 @@ async def _bound(response: Any) -> None:
     response.aiter_bytes = bounded
 
 
-async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -> Any:
+async def _transport(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -> Any:
+    """Returns the package's transport to a server: over HTTP to a url, or over the pipes of a command."""
     mcp = package()
-    loop = asyncio.get_running_loop()
+    if spec.url:
+        import httpx2  # the HTTP client that `mcp` uses
+        from mcp.client import streamable_http
+
+        # No read deadline: the deadline of an answer is the call's own.
+        timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
+        headers = {name: filled(value) for name, value in spec.headers.items()}
+        session = httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [_bound]})
+        client, url = await stack.enter_async_context(session), filled(spec.url)
+        return streamable_http.streamable_http_client(url, http_client=client, max_sse_event_size=LONGEST_ANSWER)
     # The package takes only an open file for standard error, and its end has to be kept for error messages.
     reading, writing = os.pipe()
     told = stack.enter_context(os.fdopen(writing, "w"))
     tail = _Tail()
-    pipe, _ = await loop.connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
     stack.callback(pipe.close)
     opened.stderr = tail
     # The server must not outlive this process, even if this process is killed.
@@ -391,18 +400,3 @@ async def _piped(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -
         encoding_error_handler="replace",
     )
     return mcp.stdio_client(parameters, errlog=told)
-
-
-async def _over_http(spec: Spec, stack: contextlib.AsyncExitStack) -> Any:
-    package()
-    import httpx2  # the HTTP client that `mcp` uses
-    from mcp.client import streamable_http
-
-    # No read deadline: the deadline of an answer is the call's own.
-    timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
-    headers = {name: filled(value) for name, value in spec.headers.items()}
-    hooks = {"response": [_bound]}
-    client = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks))
-    return streamable_http.streamable_http_client(
-        filled(spec.url), http_client=client, max_sse_event_size=LONGEST_ANSWER
-    )
