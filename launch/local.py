@@ -83,12 +83,13 @@ def _run(command: Sequence[str], hosts: emulated.EmulatedHosts) -> int:
     it reaches this script.
     """
     running = subprocess.Popen(command, env={**os.environ, **hosts.environment})
-    # Ends the command even if this script is killed.
-    watching = guard.Guard([running.pid])
+    # First of all: the command may have begun to work before the guard is up.
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: running.terminate()),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
     }
+    # Ends the command even if this script is killed.
+    watching = guard.Guard([running.pid])
     timer = threading.Timer(_AFTER.value, _cut_power, (hosts, _KILL.value, running))
     timer.daemon = True
     if _KILL.value is not None:
