@@ -39,6 +39,10 @@ _END_SECONDS = 10.0
 _STARTED = "Ray runtime started"
 
 
+class _HostEnded(LibraError):
+    """An emulated host ended before it was up."""
+
+
 class EmulatedHosts:
     """A number of hosts, `host-0` and on; the first is Ray's head. A context manager, which starts and ends them.
 
@@ -84,6 +88,14 @@ class EmulatedHosts:
         self._network = f"127.{1 + os.getpid() // MOST % MOST}.{os.getpid() % MOST}"
 
     def __enter__(self) -> EmulatedHosts:
+        deadline = time.monotonic() + self._seconds
+        try:
+            return self._begin(deadline)
+        except _HostEnded:
+            # On a busy machine Ray gives up by its own time limits, or finds a port taken that was free a moment ago.
+            return self._begin(deadline)
+
+    def _begin(self, deadline: float) -> EmulatedHosts:
         # Socket names of Ray are long, and the kernel allows 107 characters, so a deep TMPDIR does not work.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
         token = self._folder / "token"
@@ -91,7 +103,6 @@ class EmulatedHosts:
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        deadline = time.monotonic() + self._seconds
         try:
             settings = json.dumps(dict(guard.RAY_SETTINGS))
             self._start(0, "--head", "--port=0", "--include-dashboard=false", f"--system-config={settings}")
@@ -190,9 +201,11 @@ class EmulatedHosts:
 
     def _wait(self, number: int, deadline: float) -> None:
         host, log = self._hosts[number], self._folder / f"host-{number}.log"
-        while _STARTED not in (said := log.read_text(errors="replace")):
+        while _STARTED not in log.read_text(errors="replace"):
             if host.poll() is not None or time.monotonic() > deadline:
-                last = " ".join(said.split())[-300:]
-                why = "ended" if host.poll() is not None else f"was not up within {self._seconds:g} s"
-                raise LibraError(f"host-{number}, which Ray emulates, {why}: {last or 'it said nothing'}")
+                ended = host.poll() is not None
+                last = " ".join(log.read_text(errors="replace").split())[-300:]  # again: now it has said all
+                why = "ended" if ended else f"was not up within {self._seconds:g} s"
+                error = _HostEnded if ended else LibraError
+                raise error(f"host-{number}, which Ray emulates, {why}: {last or 'it said nothing'}")
             time.sleep(0.1)

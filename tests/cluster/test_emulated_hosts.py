@@ -116,3 +116,23 @@ def test_of_hosts_that_are_not_up_in_time_nothing_is_left():
         with emulated.EmulatedHosts(1, seconds=0.0):
             pass
     assert set(pathlib.Path("/tmp").glob(folders)) == before
+
+
+def test_a_host_that_ends_while_it_starts_is_started_once_more(monkeypatch):
+    begun = []
+
+    def begin(hosts, deadline):
+        begun.append(deadline)
+        if len(begun) < ends:
+            raise emulated._HostEnded("host-0, which Ray emulates, ended: port taken")
+        return hosts
+
+    monkeypatch.setattr(emulated.EmulatedHosts, "_begin", begin)
+    ends = 2
+    hosts = emulated.EmulatedHosts(1)
+    assert hosts.__enter__() is hosts
+    assert begun[0] == begun[1], "both have one deadline"
+    begun.clear()
+    ends = 3
+    with pytest.raises(LibraError, match="port taken"):
+        emulated.EmulatedHosts(1).__enter__()
