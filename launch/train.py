@@ -91,7 +91,7 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     scored = trial.functions(found.config.reward, example)
     failing, doubtful = dry_run.failures(found.config, scored)
     if example is not None and (problem := rehearsal.play(found.config, example.task, example.transcript.answer)):
-        failing.append(problem)
+        (failing if problem.certain else doubtful).append(problem.sentence)
     missing = [*found.problems, *preflight.missing(found.config, found.fields), *failing]
     said = dry_run.describe(found.config, found.notes, scored)
     if not missing:  # several screens, which would hide what is missing

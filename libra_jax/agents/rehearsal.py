@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
+from dataclasses import dataclass
 from multiprocessing import connection
 
 from libra_jax import config, protocols
-from libra_jax.agents import factories, guarded
+from libra_jax.agents import child, factories, guarded, resolving
 from libra_jax.agents.tools import toolkit
 
 SECONDS = 20.0
@@ -24,8 +24,21 @@ OURS = "libra_jax."
 """Beginning of the environments that ship, which are not played: some start sandboxes and other programs."""
 
 
-def play(run: config.RunConfig, task: protocols.Task, answer: str) -> str:
-    """Returns what goes wrong when the task is posed and answered; empty if nothing does, or if it is not played.
+@dataclass(frozen=True)
+class Problem:
+    """What went wrong.
+
+    Attributes:
+      sentence: names the setting, and what the environment was given.
+      certain: a run would fail, too. A run waits longer for what was only slow here.
+    """
+
+    sentence: str
+    certain: bool = True
+
+
+def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | None:
+    """Poses the task and answers it. Returns what went wrong; None if nothing did, or if it is not played.
 
     An environment that ships, and one whose tools are another program's (`tools.mcp`), is not played.
 
@@ -35,23 +48,22 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> str:
       answer: the policy's only output.
     """
     if run.task.environment.startswith(OURS) or run.tools.mcp or run.tools.mcp_file:
-        return ""
-    forked = multiprocessing.get_context("fork")  # only fork does not import the command's script a second time
-    receiver, sender = forked.Pipe(duplex=False)
-    child = forked.Process(target=_played, args=(run, task, answer, sender))
-    child.start()
-    sender.close()  # a child that dies then ends the wait
-    try:
-        problem = str(receiver.recv()) if receiver.poll(SECONDS) else ""
-        child.join(CLOSE_SECONDS)
-    except EOFError:
-        child.join(CLOSE_SECONDS)
-        problem = f"{run.task.environment} ended its process (exit status {child.exitcode})"
-    finally:
-        child.kill()  # SIGTERM would run the handler that the command has installed, which the child inherited
-        child.join()
-        receiver.close()
-    return problem and f"config.task.environment: {problem}; it was given the first task and the task's own answer"
+        return None
+    certain = True
+    with child.forked(_played, run, task, answer) as (played, receiver):
+        try:
+            if receiver.poll(SECONDS):
+                problem = str(receiver.recv())
+            else:
+                problem, certain = f"{run.task.environment} took more than {SECONDS:g} s; a run may wait longer", False
+            played.join(CLOSE_SECONDS if certain else 0.0)
+        except EOFError:
+            played.join(CLOSE_SECONDS)
+            problem = f"{run.task.environment} ended its process (exit status {played.exitcode})"
+    if not problem:
+        return None
+    given = "; it was given the first task and the task's own answer"
+    return Problem(f"config.task.environment: {problem}{given}", certain)
 
 
 def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
@@ -78,5 +90,7 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
         asyncio.run(body())
     except protocols.LibraError as error:
         sender.send(str(error).removeprefix("config.task.environment: "))
+    except Exception as error:  # of the user's code; a traceback would hide what it was doing
+        sender.send(resolving.raised(error))
     else:
         sender.send("")

@@ -122,6 +122,11 @@ class TransformerConfig:
         return int(self.max_position_embeddings * (self.rope.factor if self.rope.kind == "linear" else 1))
 
 
+def feed_forward_columns(config: TransformerConfig) -> int:
+    """Returns the columns of a feed-forward matrix, which tensor parallelism splits: of an expert, if there are any."""
+    return config.expert_intermediate_size if config.num_experts else config.intermediate_size
+
+
 def from_hf(values: Mapping[str, Any], source: str = "config.json") -> TransformerConfig:
     """Reads the fields of a Hugging Face config.json, in the spelling of transformers 4 or 5.
 

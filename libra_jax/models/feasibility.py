@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from libra_jax.models.config import TransformerConfig
+from libra_jax.models.config import TransformerConfig, feed_forward_columns
 from libra_jax.protocols import ConfigError
 
 SPLASH_LANES = 128
@@ -23,7 +23,7 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
     Raises:
       ConfigError: a size is not divisible by `degree`; the message names the size.
     """
-    columns = config.expert_intermediate_size if config.num_experts else config.intermediate_size
+    columns = feed_forward_columns(config)
     for name, size in (("attention heads", config.num_heads), ("feed-forward columns", columns)):
         if size % degree:
             raise ConfigError(f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}.")

@@ -75,11 +75,19 @@ def volumes(shape: model_config.TransformerConfig, data: int, fsdp: int, tensor:
     """
     tables = shape.vocab_size * shape.hidden_size / tensor
     layers = model_config.parameter_count(shape) / tensor - tables * (1 if shape.tie_word_embeddings else 2)
+    # Experts stay where they are, and tokens travel to them.
+    experts = 3 * shape.num_layers * shape.num_experts * shape.hidden_size * shape.expert_intermediate_size / tensor
+    layers -= experts
     # The projection onto the vocabulary is gathered once, and its gradient sums over all tokens in float32. The lookup
     # needs no table, only the rows of its tokens, and sends their gradients back.
     gathered = over_fsdp(layers, fsdp, 2, COMPUTE_BYTES) + over_fsdp(tables, fsdp, 1, SUM_BYTES)
     gathered += 2 * COMPUTE_BYTES * columns * shape.hidden_size / tensor * share(fsdp)
-    reduced = over_data(layers / fsdp, data, COMPUTE_BYTES)
+    if shape.num_experts:
+        # To each other device that holds an expert of theirs, of experts that are taken equally often: the input and
+        # the sum in the forward pass; the input again, its gradient and the sum's in the backward pass.
+        copies = (fsdp - 1) * (1 - (1 - 1 / fsdp) ** shape.experts_per_token)
+        gathered += 5 * shape.num_layers * copies * columns * shape.hidden_size / tensor * COMPUTE_BYTES
+    reduced = over_data((layers + experts) / fsdp, data, COMPUTE_BYTES)
     reduced += over_data(tables / fsdp, data, SUM_BYTES) * (1 if shape.tie_word_embeddings else 2)
     # Two gathers and two scatters a layer and pass, and two gathers more in the backward pass: the inputs of the
     # projections are kept split. The projection onto the vocabulary gathers its input in each pass and scatters its

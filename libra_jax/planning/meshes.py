@@ -26,6 +26,7 @@ import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, least, programs, rows
 
 TENSOR_DEGREES = (1, 2, 4, 8)
@@ -281,7 +282,8 @@ class Training:
     def tensor_degrees(self) -> list[int]:
         """Returns the tensor degrees that stay inside a node and divide heads, feed-forward columns and rows."""
         shape = self._model.shape
-        sizes = shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size, *self._trainer.lengths
+        heads, columns = (shape.num_heads, shape.num_kv_heads), model_config.feed_forward_columns(shape)
+        sizes = *heads, columns, shape.vocab_size, *self._trainer.lengths
         return [
             degree
             for degree in TENSOR_DEGREES

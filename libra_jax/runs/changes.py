@@ -39,6 +39,8 @@ _TENSORS = (
     "mlp_bias",
     "qk_norm",
     "tie_word_embeddings",
+    "num_experts",
+    "expert_intermediate_size",
 )
 """Fields of a model's shape that determine its weights and their sizes."""
 

@@ -1,8 +1,12 @@
 """An environment of a user's own is played once before a run: what it raises or returns amiss is said by its name."""
 
 import os
+import subprocess
+import sys
+import time
 import types
 
+import psutil
 import pytest
 
 from libra_jax import config, protocols
@@ -58,7 +62,7 @@ class Ending(Whole):
 def play(monkeypatch):
     """What is said of an environment of this class."""
     module = types.ModuleType("rehearsed")
-    monkeypatch.setitem(__import__("sys").modules, "rehearsed", module)
+    monkeypatch.setitem(sys.modules, "rehearsed", module)
 
     def said(kind, **tools):
         setattr(module, kind.__name__, kind)
@@ -82,23 +86,33 @@ def play(monkeypatch):
     ],
 )
 def test_what_goes_wrong_is_said_with_the_field_and_what_it_was_given(play, kind, problem):
-    said = play(kind)
+    found = play(kind)
+    assert found.certain
+    said = found.sentence
     assert said.startswith("config.task.environment: ")
     assert problem in said
     assert said.endswith("; it was given the first task and the task's own answer")
 
 
 def test_of_one_that_plays_and_of_one_that_is_not_played_nothing_is_said(play):
-    assert play(Whole) == ""
+    assert play(Whole) is None
     servers = {"mcpServers": {"time": {"command": "none-such", "args": []}}}
-    assert play(NotPosed, mcp=servers, use=("time",)) == ""
+    assert play(NotPosed, mcp=servers, use=("time",)) is None
 
 
-def test_one_that_takes_long_is_left_to_the_run_and_its_process_ends(play, monkeypatch):
+def test_one_that_takes_long_may_fail_and_its_processes_end(play, monkeypatch, tmp_path):
     class Slow(Whole):
-        async def reset(self, task):
-            __import__("time").sleep(600)
+        def reset(self, task):
+            sleeping = subprocess.Popen(["sleep", "600"])
+            (tmp_path / "pid").write_text(str(sleeping.pid))
+            time.sleep(600)
 
-    monkeypatch.setattr(rehearsal, "SECONDS", 0.5)
-    monkeypatch.setattr(rehearsal, "CLOSE_SECONDS", 0.1)
-    assert play(Slow) == ""
+    monkeypatch.setattr(rehearsal, "SECONDS", 3.0)
+    found = play(Slow)
+    assert not found.certain
+    assert "rehearsed:Slow took more than 3 s; a run may wait longer" in found.sentence
+    started = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the environment's own process outlives the dry run"
+        time.sleep(0.05)

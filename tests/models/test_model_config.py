@@ -60,9 +60,16 @@ def test_preset_has_the_published_size_everywhere_it_is_counted(name):
     ours = [(name, shape) for entry in hf_names.weight_map(config) for name, shape in entry.tensors().items()]
     # transformers joins a layer's experts in memory, and not in files.
     assert {name: shape for name, shape in ours if "experts" not in name} == expected
-    assert sum(name.endswith("experts.0.up_proj.weight") for name, _ in ours) == (
-        config.num_layers if config.num_experts else 0
-    )
+    joined = {key: tuple(value.shape) for key, value in reference.named_parameters() if "experts" in key}
+    apart = {}
+    for key, (count, out, width) in joined.items():
+        for expert in range(count):
+            prefix = key.rpartition(".")[0] + f".{expert}"
+            if key.endswith("gate_up_proj"):
+                apart |= {f"{prefix}.{kind}_proj.weight": (out // 2, width) for kind in ("gate", "up")}
+            else:
+                apart[f"{prefix}.down_proj.weight"] = (out, width)
+    assert {name: shape for name, shape in ours if "experts" in name} == apart
 
 
 @pytest.mark.parametrize("name", model_config.preset_names())

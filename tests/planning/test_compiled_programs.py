@@ -241,3 +241,21 @@ def test_least_bytes_are_six_a_parameter_over_many_shards():
     split = least.volumes(shape, 1, 4, 2, 8192)
     assert split.fsdp == pytest.approx(wide.fsdp / 2 * 3 / 4, rel=1e-4)
     assert split.tensor == pytest.approx((10 * 28 + 5) * 8192 * 2048 * 2 / 2)
+
+
+def test_experts_stay_and_their_tokens_travel_as_often_as_they_are_taken():
+    dense = model_config.load_preset("Qwen3-1.7B")
+    sparse = model_config.load_preset("Qwen3-30B-A3B")
+    alone = least.volumes(sparse, 1, 1, 1, 8192)
+    assert alone.total == 0
+    # Every layer's experts are 604 M parameters, of which nothing is gathered; 8 of 128 on 8 devices are 5.25 - 0.66
+    # others a token, five times.
+    one = dataclasses.replace(sparse, num_layers=1)
+    more = dataclasses.replace(sparse, num_layers=2)
+    layer = least.volumes(more, 1, 8, 1, 8192).fsdp - least.volumes(one, 1, 8, 1, 8192).fsdp
+    tokens = 5 * 7 * (1 - (7 / 8) ** 8) * 8192 * 2048 * 2
+    attention = 2048 * (2 * 32 * 128 + 2 * 4 * 128) + 2 * 2048 + 2 * 128 + 128 * 2048  # norms and router, too
+    assert layer == pytest.approx(tokens + attention * 3 * 2 * 7 / 8, rel=1e-6)
+    assert least.volumes(dense, 1, 8, 1, 8192) == least.volumes(
+        dataclasses.replace(dense, expert_intermediate_size=768, experts_per_token=8), 1, 8, 1, 8192
+    )

@@ -6,12 +6,12 @@ A child, because a factory may take memory and devices that the run's actors nee
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, process
 
 from libra_jax import config, protocols
+from libra_jax.agents import child as children
 from libra_jax.agents.rewards import actors, scoring
 
 TRY_SECONDS = 20.0
@@ -70,33 +70,24 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
     """
     if not reward.functions:
         return []
-    forked = multiprocessing.get_context("fork")  # only fork does not import the command's script a second time
-    answers, answer = forked.Pipe(duplex=False)
-    child = forked.Process(target=_tried, args=(reward, example, answer))
-    child.start()
-    answer.close()  # a child that dies then ends the wait
     problem, scored = "", list[Scored]()
-    try:
-        if answers.poll(TRY_SECONDS):
-            problem = answers.recv()
-            scored += _received(answers, child, reward.seconds)
-        child.join(actors.CLOSE_SECONDS)  # a factory's own processes end with the child
-    except EOFError:
-        child.join(actors.CLOSE_SECONDS)
-        names = ", ".join(reward.functions)
-        problem = f"config.reward.functions: a factory ended its process (exit status {child.exitcode}), of: {names}"
-    finally:
-        child.kill()  # SIGTERM would run the handler that the command has installed, which the child inherited
-        child.join()
-        answers.close()
+    with children.forked(_tried, reward, example) as (child, answers):
+        try:
+            if answers.poll(TRY_SECONDS):
+                problem = answers.recv()
+                scored += _received(answers, child, reward.seconds)
+            child.join(actors.CLOSE_SECONDS)
+        except EOFError:
+            child.join(actors.CLOSE_SECONDS)
+            names = ", ".join(reward.functions)
+            problem = f"a factory ended its process (exit status {child.exitcode}), of: {names}"
+            problem = f"config.reward.functions: {problem}"
     if problem:
         raise protocols.ConfigError(problem)
     return scored
 
 
-def _received(
-    answers: connection.Connection, child: multiprocessing.process.BaseProcess, allowed: float
-) -> Iterator[Scored]:
+def _received(answers: connection.Connection, child: process.BaseProcess, allowed: float) -> Iterator[Scored]:
     """Yields the scores of the functions that the child names, until it has died or a function is too slow.
 
     Args:
