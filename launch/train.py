@@ -36,7 +36,9 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Check the run; print changed settings, tasks, mesh and partition; stop."
+)
 _TAKE_OVER = flags.DEFINE_bool(
     "take_over", False, "End a run that still lives in the workdir, on any host, and go on in its place."
 )
@@ -81,7 +83,7 @@ def main() -> int:
 
 
 def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
-    """Prints what the run would be: every setting, unless it cannot start, and what follows from them.
+    """Prints what the run would be: changed settings, unless it cannot start, and what follows from all of them.
 
     Raises:
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing, or a reward function fails.
@@ -94,10 +96,10 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
         (failing if problem.certain else doubtful).append(problem.sentence)
     missing = [*found.problems, *preflight.missing(found.config, found.fields), *failing]
     said = dry_run.describe(found.config, found.notes, scored)
-    if not missing:  # several screens, which would hide what is missing
+    if not missing:  # they would hide what is missing
         said = f"{dry_run.settings(named)}\n{said}"
     print(escapes.visible(said, lines=True), flush=True)  # it quotes a task, which may be anybody's
-    preflight.warn(found.config)  # last, because the config above fills several screens
+    preflight.warn(found.config)  # last, where a reader looks
     for sentence in doubtful:
         print(f"warning: {escapes.visible(sentence)}.", file=sys.stderr)
     if missing:

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
 from libra_jax.agents import factories
 from libra_jax.agents.rewards import scoring, trial
 from libra_jax.cluster import hosts, placement
+from libra_jax.config import listing
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, memory
 from libra_jax.runs import wiring
@@ -24,9 +23,10 @@ PROMPT_CHARACTERS = 60
 
 
 def settings(config: libra_config.RunConfig) -> str:
-    """Returns every setting of a config as YAML, with secrets blacked out."""
-    plain = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
-    return yaml.safe_dump(plain, sort_keys=False)
+    """Returns the settings of a config that differ from their defaults, as flags, with secrets blacked out."""
+    changed = listing.changed(type(config), escapes.redacted_settings(listing.values_of(config)))
+    lines = [f"settings    {len(changed)} differ from their default; --config_help lists all"]
+    return "\n".join([*lines, *(f"  --config.{name}={value!r}" for name, value in changed.items())])
 
 
 def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: Sequence[trial.Scored] = ()) -> str:
