@@ -10,6 +10,9 @@ import sys
 import pytest
 import scripts
 
+from libra_jax import config
+from libra_jax.runs import workdirs
+
 QUICKSTART = "--config=configs/quickstart.py"
 REAL_SIZE = "--config=configs/qwen3_1p7b_8gpu.py"
 
@@ -162,6 +165,18 @@ def test_a_dry_run_tries_the_rewards_on_the_first_task(kind, shown):
     else:
         assert "  --config.steps=50\n" in result.stdout
         assert "\n  mine gave 0.5 for the first task with its own answer\n" in result.stdout
+
+
+def test_a_dry_run_refuses_the_workdir_of_another_config(tmp_path):
+    workdir = tmp_path / "run"
+    workdirs.open_workdir(config.RunConfig(), str(workdir))
+    workdirs.release(workdir)
+    result = train(QUICKSTART, f"--workdir={workdir}", "--dry_run")
+    scripts.assert_one_sentence(result, f"--workdir={workdir} belongs to another config: ")
+    assert result.returncode == 2
+    new = train(QUICKSTART, f"--workdir={tmp_path / 'new'}", "--dry_run")
+    assert f"\nworkdir     {tmp_path / 'new'}, new\n" in new.stdout
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_path_is_refused_where_the_source_reads_none_even_if_it_is_missing():
