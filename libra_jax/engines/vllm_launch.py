@@ -125,6 +125,7 @@ class Launch:
       cpu_cores: see `core_binding`.
       log_path: file for the output of vLLM's processes. If empty, the output is kept for error messages only.
       hybrid: True if the engine will be put to sleep.
+      return_routing: the engine returns the experts of every token.
 
     Attributes:
       sleeps: True if it uses memory that vLLM can free.
@@ -142,6 +143,7 @@ class Launch:
         cpu_cores: str,
         log_path: str,
         hybrid: bool = False,
+        return_routing: bool = False,
     ) -> None:
         self.name = name
         self.sleeps = hybrid and current_platform.is_sleep_mode_available()
@@ -156,6 +158,7 @@ class Launch:
         # inside it.
         self._in_core = current_platform.is_cpu() and tensor_parallel == 1
         self._log_path = log_path
+        self._return_routing = return_routing
         self._scratch: scratch.Scratch | None = None
         self._directory = Path(os.devnull)
         self._log = Path(os.devnull)
@@ -258,6 +261,10 @@ class Launch:
             with socket.socket() as free:
                 free.bind(("", 0))
                 variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free.getsockname()[1])
+        if self._return_routing:
+            # Of vLLM's own runners, only the newer one returns experts. It does not run on CPU.
+            on_cpu = current_platform.is_cpu()
+            variables[vllm_plugin.ROUTING_VARIABLE if on_cpu else "VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if self._rollout.enforce_eager:
             # Without this, eager mode still compiles one comparison of the sampler with the C++ compiler: 16 s before
             # the first token.
@@ -308,6 +315,7 @@ class Launch:
             weight_transfer_config={"backend": TRANSPORTS[rollout.transport]},
             disable_log_stats=True,
             enable_sleep_mode=self.sleeps,
+            enable_return_routed_experts=self._return_routing,
             logging_config=vllm_logging.LoggingConfig(
                 configure_logging=False, log_level="WARNING", pylogging_config_file=None
             ),

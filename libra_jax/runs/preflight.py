@@ -101,6 +101,11 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
+    if config.algorithm.routing_replay != "off" and not shape.num_experts:
+        raise protocols.ConfigError(
+            f"config.algorithm.routing_replay: {config.algorithm.routing_replay!r} is for mixtures of experts, and the "
+            "model has none; set it to off"
+        )
     if config.rollout.engine == "vllm":
         feasibility.check_served(shape)
     # vLLM's CPU build serves because the config says so, or because it is installed here.

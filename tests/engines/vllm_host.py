@@ -35,7 +35,13 @@ ROLLOUT = config.RolloutConfig(
 class Host:
     """An engine, and the event loop that it lives on between tests."""
 
-    def __init__(self, tensor_parallel: int, shape: models_config.TransformerConfig | None = None, **engine_arguments):
+    def __init__(
+        self,
+        tensor_parallel: int,
+        shape: models_config.TransformerConfig | None = None,
+        return_routing: bool = False,
+        **engine_arguments,
+    ):
         self.loop = asyncio.new_event_loop()
         self.shape = shape or SHAPES[tensor_parallel]
         self.version = 0
@@ -46,6 +52,7 @@ class Host:
             tensor_parallel,
             seed=0,
             cpu_cores=str(CORE) if tensor_parallel == 1 else "auto",
+            return_routing=return_routing,
         )
         self.info = self.run(self.engine.start())
         self.run(self.engine.init_weight_transfer({"kind": "memfd"}))
