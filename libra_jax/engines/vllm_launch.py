@@ -19,6 +19,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import contextvars
+import gc
 import json
 import logging
 import os
@@ -33,6 +34,9 @@ from typing import Any
 
 import psutil
 
+# Importing vLLM makes 600,000 objects, none of them garbage. Without the garbage collector it takes a fifth less time.
+_collects = gc.isenabled()
+gc.disable()
 # vLLM's modules warn about the machine while they are imported.
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -46,6 +50,11 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import async_llm, core_client
 from vllm.v1.executor import uniproc_executor
+
+# Frozen, so that no later collection walks over these objects, which would hold up the event loop.
+gc.freeze()
+if _collects:
+    gc.enable()
 
 from libra_jax import config, protocols
 from libra_jax.engines import logprob_contract, scratch, vllm_plugin
