@@ -64,7 +64,7 @@ def main() -> int:
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
     preflight.validate(found.config, need_weights=True)
-    trial.functions(found.config.reward)
+    dry_run.try_rewards(found.config)
     preflight.warn(found.config)
     run = api.start(
         config,

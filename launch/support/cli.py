@@ -386,6 +386,10 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
         )
         example = [item.default for item in listing.settings(config_type) if flag == f"config.{item.name}"]
         return f"--{flag}: {value!r} is not {wanted}" + (f"; for example --{flag}={example[0]}" if example else "")
+    if wrong := _NO_TUPLE.search(str(error)):
+        items = ",".join(repr(part.strip()) for part in wrong["value"].strip("()[]").split(","))
+        once = f'--{wrong["flag"]}="({items})"'
+        return f"--{wrong['flag']}: {wrong['value']!r} is no tuple; write {once}, or give the flag once for each value"
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
@@ -401,6 +405,10 @@ _NO_VALUE = re.compile(
     r"could not convert string to float: |Non-boolean argument to boolean flag', )['\"](?P<value>.*)['\"]"
 )
 """absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
+
+
+_NO_TUPLE = re.compile(r"flag --(?P<flag>[\w.]+)=.*Error while parsing string: (?P<value>.*) as tuple\.", re.DOTALL)
+"""The refusal of a tuple by ml_collections."""
 
 
 def _config_file(argv: Sequence[str]) -> str:

@@ -144,6 +144,15 @@ def test_the_help_shows_the_values_of_the_named_config():
     scripts.assert_one_sentence(refused, "--config=configs/none.py: no such config file")
 
 
+def test_repeated_flags_of_a_tuple_add_up_and_replace_the_files():
+    twice = ("--config.tools.use=calculator", "--config.tools.use=search")
+    result = scripts.run("train.py", "--config=configs/python_cpu.py", *twice, "--config_help=tools.use")
+    assert "--config.tools.use=('calculator', 'search')   # default: ()" in result.stdout.splitlines()
+    result = scripts.run("train.py", "--config=configs/python_cpu.py", "--config.tools.use=a:b,c:d", "--dry_run")
+    written = """--config.tools.use="('a:b','c:d')", or give the flag once for each value"""
+    scripts.assert_one_sentence(result, "--config.tools.use: 'a:b,c:d' is no tuple; write", written)
+
+
 def test_the_help_hides_secrets_of_the_config(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
