@@ -73,6 +73,7 @@ def main() -> None:
         if sizes is None:
             raise protocols.ConfigError(f"--topology: {_TOPOLOGY.value!r} is no topology; one looks like 2x8")
         grid = int(sizes[1]), int(sizes[2])
+        _tell_unused(grid, config.trainer)
     case, text = _compiled(config, shape, grid)
     for output in outputs:
         programs.write(output, [case])
@@ -90,6 +91,17 @@ def main() -> None:
         _refuse(case, config, shape, room)
     for output in outputs:
         print(f"wrote {output}")
+
+
+def _tell_unused(grid: tuple[int, int], trainer: libra_config.TrainerConfig) -> None:
+    """Says which devices of a topology the mesh uses, if there are more of them than the mesh has."""
+    total, used = math.prod(grid), trainer.devices
+    if total > used:
+        print(
+            f"note: --topology={grid[0]}x{grid[1]} has {total:,} devices, and the mesh uses the first {used:,} of "
+            "them; trainer.data, trainer.fsdp and trainer.tensor set its size.",
+            flush=True,
+        )
 
 
 def _compiled(
@@ -112,14 +124,15 @@ def _print(
     case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     gradient, foreseen = case.gradient, programs.expected(case, shape)
-    bound = least.volumes(shape, *case.mesh, case.columns)
+    bound = least.volumes(shape, *case.mesh, case.columns, case.context)
     moved = gradient.wire_bytes
     slow, fast = foreseen.mfu
     mesh = f"data {case.data} x fsdp {case.fsdp} x tensor {case.tensor}"
+    mesh += f" x context {case.context}" if case.context > 1 else ""
     rows = table.Table("a device", f"{case.target}, {mesh}", show_header=True)
     grid = f" of the {_TOPOLOGY.value}" if _TOPOLOGY.value else ""
     rollout = sum(config.rollout.tensor_parallel)
-    rows.add_row("devices", f"{math.prod(case.mesh)} train{grid}; {rollout} more for rollout, not compiled here")
+    rows.add_row("devices", f"{config.trainer.devices} train{grid}; {rollout} more for rollout, not compiled here")
     path = config.model.path
     elsewhere = f": {path} is not here" if path and not Path(path).exists() else ""
     rows.add_row("parameters", f"{case.parameters / 1e9:.2f} billion ({case.model}{elsewhere})")
@@ -164,13 +177,20 @@ def _refuse(
     case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     """Raises the error of a config that does not fit, with settings that do."""
-    print("Looking for settings that fit ...")
+    print("Looking for settings that fit ...", flush=True)
+
+    def tell(setting: fitting.Setting, needed: float) -> None:
+        # Each takes up to a minute, so a search that is interrupted has shown what it found.
+        fits = "fits" if needed <= room else "does not fit"
+        print(f"  {fits}: {setting.flags} ({needed / 1e9:.1f} GB)", flush=True)
+
     found = fitting.search(
         config,
         shape,
         case.memory_bytes,
         room,
         lambda other: _compiled(other, shape, None, ("policy", "apply"))[0].memory_bytes,
+        tell,
     )
     said = "; ".join(
         f"{setting.flags} ({needed / 1e9:.1f} GB, {setting.config.trainer.devices} training devices)"
@@ -187,4 +207,4 @@ def _refuse(
 
 
 if __name__ == "__main__":
-    cli.run(main, needs_config=True)
+    cli.run(main, needs_config=True, interrupted="interrupted; settings listed above as fitting were compiled.")

@@ -5,6 +5,9 @@ computes its own experts' part of them. The parts are summed where the tokens ca
 and no token is dropped. An all-to-all of 8 experts a token on 8 devices sends 5.3 copies of a token where this sends 7,
 but needs room for the most unbalanced batch, or drops tokens.
 
+Over `context`, tokens stay where they are. The width of the weights is split, and gathered for the layer, because the
+bytes of weights do not grow with the rows.
+
 A device sorts its rows by expert and works them off in tiles, each of rows of one expert. A tile is three plain matrix
 products, so no expert multiplies the rows of another. The loop takes as many tiles as there are rows, so a batch that
 falls on few experts costs time and no memory. `jax.lax.ragged_dot` is not used: XLA for GPUs multiplies all rows with
@@ -27,10 +30,10 @@ from libra_jax.models import collectives, sharding
 
 Carry = TypeVar("Carry")
 
-COLUMNS: sharding.Axes = ("experts", "mlp", None)
+COLUMNS: sharding.Axes = ("experts", "mlp", "expert_embed")
 """Axes of a projection [E, F, D] into an expert's columns."""
 
-ROWS: sharding.Axes = ("experts", None, "mlp")
+ROWS: sharding.Axes = ("experts", "expert_embed", "mlp")
 """Axes of a projection [E, D, F] out of them."""
 
 
@@ -43,6 +46,7 @@ class Weights(NamedTuple):
 
 
 _WEIGHTS = (COLUMNS, COLUMNS, ROWS)
+_WIDTH = tuple(axes.index("expert_embed") for axes in _WEIGHTS)
 
 
 class Given(NamedTuple):
@@ -123,7 +127,7 @@ mix.defvjp(_mix_forward, _mix_backward)
 
 def _forward(x: jax.Array, share: jax.Array, chosen: jax.Array, *weights: jax.Array) -> jax.Array:
     x_BxTxD, share_BxTxK, chosen_BxTxK = _gathered(x), _gathered(share), _gathered(chosen)
-    own, tiles = _cast(weights, x.dtype), _tiles(chosen_BxTxK, weights[0].shape[0])
+    own, tiles = _whole(weights, x.dtype), _tiles(chosen_BxTxK, weights[0].shape[0])
     x_NxD, share_R = x_BxTxD.reshape(-1, x.shape[-1]), share_BxTxK.reshape(-1)
 
     def add(total_NxD: jax.Array, tile: Tile) -> jax.Array:
@@ -139,7 +143,7 @@ def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Arra
     """Returns the gradients of `x`, the shares and the weights, tile by tile with the hidden values computed again."""
     *weights, grad = rest
     x_BxTxD, share_BxTxK, chosen_BxTxK, grad_BxTxD = _gathered(x), _gathered(share), _gathered(chosen), _gathered(grad)
-    own, tiles = _cast(weights, x.dtype), _tiles(chosen_BxTxK, weights[0].shape[0])
+    own, tiles = _whole(weights, x.dtype), _tiles(chosen_BxTxK, weights[0].shape[0])
     x_NxD, grad_NxD = x_BxTxD.reshape(-1, x.shape[-1]), grad_BxTxD.reshape(-1, x.shape[-1])
     share_R = share_BxTxK.reshape(-1)
 
@@ -168,15 +172,27 @@ def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Arra
         )
 
     zeros = jnp.zeros(x_NxD.shape, jnp.float32), jnp.zeros(share_R.shape, jnp.float32)
-    empty = Weights(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in weights))
+    empty = Weights(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in own))
     x_grad_NxD, share_grad_R, weight_grads = _over_tiles(tiles, add, (*zeros, empty))
+    scattered = map(collectives.reduce_scatter, weight_grads, ("context",) * 3, _WIDTH)
     return (
         _scattered(x_grad_NxD.astype(x.dtype).reshape(x_BxTxD.shape)),
         _scattered(share_grad_R.astype(share.dtype).reshape(share_BxTxK.shape)),
         *(
-            collectives.sum_over(total, "data", "context").astype(leaf.dtype)
-            for total, leaf in zip(weight_grads, weights, strict=True)
+            collectives.sum_over(total, "data").astype(leaf.dtype)
+            for total, leaf in zip(scattered, weights, strict=True)
         ),
+    )
+
+
+def _whole(weights: Sequence[jax.Array], dtype: jnp.dtype) -> Weights:
+    """Returns this device's experts in the compute dtype, with their width gathered over `context`."""
+    # Cast first, so that fewer bytes travel.
+    return Weights(
+        *(
+            collectives.all_gather(leaf.astype(dtype), "context", axis)
+            for leaf, axis in zip(weights, _WIDTH, strict=True)
+        )
     )
 
 
@@ -187,10 +203,6 @@ def _gathered(x_BxTxD: jax.Array) -> jax.Array:
 
 def _scattered(x_BxTxD: jax.Array) -> jax.Array:
     return collectives.reduce_scatter(collectives.reduce_scatter(x_BxTxD, "tensor", 1), "fsdp", 0)
-
-
-def _cast(weights: Sequence[jax.Array], dtype: jnp.dtype) -> Weights:
-    return Weights(*(leaf.astype(dtype) for leaf in weights))
 
 
 def _times(a: jax.Array, b: jax.Array) -> jax.Array:
