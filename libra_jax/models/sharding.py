@@ -35,6 +35,7 @@ RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "experts": "fsdp",
     "router": None,
+    "rank": None,
     "norm": None,
     "batch": ("data", "fsdp"),
     "tokens": "context",
