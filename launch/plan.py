@@ -49,7 +49,9 @@ FACTORS = (0.25, 0.5, 1.0, 2.0)
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A run's config file, simulated or real.", lock_config=True)
 _HARDWARE = flags.DEFINE_string("hardware", None, f"Accelerator: {', '.join(hardware.NAMES)}.")
-_MODEL = flags.DEFINE_string("model", None, f"Model's shape: {', '.join(model_config.preset_names())}.")
+_MODEL = flags.DEFINE_string(
+    "model", None, f"Model's shape, or its Hugging Face id: {', '.join(model_config.preset_names())}."
+)
 _ACCELERATORS = flags.DEFINE_integer("accelerators", None, "How many there are; default: as many as the config has.")
 _WORKLOAD = flags.DEFINE_enum(
     "workload", None, list(workloads.SHAPES), "What rollouts are like; see --generated_tokens."
@@ -161,7 +163,7 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
 
 def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
-    shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}, {mesh.memory_bytes / 1e9:.0f} GB each"
+    shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train.seconds - case.besides:.1f}")
     for index, bucket in enumerate(best.rollout):
         last = index == len(best.rollout) - 1
@@ -177,11 +179,17 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     idle = f"; {unused} of {case.devices} accelerators have no use" if unused else ""
     rolling = best.plan.rollout_devices
     print(f"{case.subject()}: {mesh.devices} train, {rolling} roll out{idle}.")
+    usable = case.model.sheet.memory_bytes * case.model.coefficients.memory_fraction
+    print(
+        f"A training device needs {mesh.memory_bytes / 1e9:.0f} of its {usable / 1e9:.0f} usable GB (1e9 bytes): "
+        "weights, optimizer, gradients, activations and logits."
+    )
     slots = ", ".join(
         f"{count} at degree {degree}" for degree, count in zip(case.setting.degrees, case.setting.slots, strict=True)
     )
     print(
-        f"For {case.work.count} trajectories a step, by a sample of {len(case.work.turns):,} ({case.work.source}): "
+        f"For {case.work.count} trajectories a step and a staleness of at most {case.setting.staleness} "
+        f"(config.coordinator.max_staleness), by a sample of {len(case.work.turns):,} ({case.work.source}): "
         f"{case.lengths}. An instance serves at once: {slots}."
     )
     _print_spread(case)

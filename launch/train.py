@@ -28,7 +28,7 @@ from libra_jax.agents import rehearsal
 from libra_jax.agents.rewards import trial
 from libra_jax.coordinator import stopping
 from libra_jax.models import hub
-from libra_jax.runs import api, changes, dry_run, observing, preflight, wiring
+from libra_jax.runs import api, changes, dry_run, observing, preflight, wiring, workdirs
 from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -36,7 +36,7 @@ _CONFIG = config_flags.DEFINE_config_file(
 )
 _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the run out by.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes; default runs/<config>-<hash of config>.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the resolved config, tasks, mesh and partition; stop.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the run, print changed settings, tasks and partition, and stop.")
 _TAKE_OVER = flags.DEFINE_bool(
     "take_over", False, "End a run that still lives in the workdir, on any host, and go on in its place."
 )
@@ -64,7 +64,7 @@ def main() -> int:
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
     preflight.validate(found.config, need_weights=True)
-    trial.functions(found.config.reward)
+    dry_run.try_rewards(found.config)
     preflight.warn(found.config)
     run = api.start(
         config,
@@ -81,23 +81,30 @@ def main() -> int:
 
 
 def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
-    """Prints what the run would be: every setting, unless it cannot start, and what follows from them.
+    """Prints what the run would be: changed settings, unless it cannot start, and what follows from all of them.
 
     Raises:
+      ConfigError: a setting is wrong, or the workdir belongs to another config or a living run.
       DataError: it cannot run here, because weights, a tokenizer or tasks are missing, or a reward function fails.
     """
     preflight.validate(found.config, need_weights=False)
+    workdir = workdirs.foreseen(
+        named,
+        _WORKDIR.value,
+        take_over=_TAKE_OVER.value,
+        allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
+    )
     example = dry_run.example(found.config)
     scored = trial.functions(found.config.reward, example)
     failing, doubtful = dry_run.failures(found.config, scored)
     if example is not None and (problem := rehearsal.play(found.config, example.task, example.transcript.answer)):
         (failing if problem.certain else doubtful).append(problem.sentence)
     missing = [*found.problems, *preflight.missing(found.config, found.fields), *failing]
-    said = dry_run.describe(found.config, found.notes, scored)
-    if not missing:  # several screens, which would hide what is missing
+    said = f"{dry_run.describe(found.config, found.notes, scored)}\nworkdir     {workdir}"
+    if not missing:  # they would hide what is missing
         said = f"{dry_run.settings(named)}\n{said}"
     print(escapes.visible(said, lines=True), flush=True)  # it quotes a task, which may be anybody's
-    preflight.warn(found.config)  # last, because the config above fills several screens
+    preflight.warn(found.config)  # last, where a reader looks
     for sentence in doubtful:
         print(f"warning: {escapes.visible(sentence)}.", file=sys.stderr)
     if missing:

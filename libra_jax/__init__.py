@@ -42,7 +42,8 @@ def train(
       config: the run's configuration. Objects below replace what its names stand for.
       environment: class or function that makes a fresh environment (`protocols.Environment`). Without it, given tasks
         are questions with an `answer`, scored by exact match.
-      reward: function of (task, text) or (task, transcript) that scores a rollout in place of the environment.
+      reward: function of (task, text) or (task, transcript) that scores a rollout in place of the environment. To add
+        to the environment's score, add `transcript.environment_reward`.
       tasks: mappings with a `prompt`, 5% of which are held out, or a `protocols.TaskSource`.
       workdir: the run's directory; None: `runs/<name>-<hash of config>`.
       allow_changes: settings in which the run may go on otherwise than it began, such as "optimizer.learning_rate".

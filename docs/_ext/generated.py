@@ -101,7 +101,8 @@ CONFIG_INTRODUCTION = """\
 Every setting of a run, one page a section. The text is the comment beside the field in `libra_jax/config/`.
 
 Set a field in a config file (`config.rollout.slots = 128`) or as a flag (`--config.rollout.slots=128`).
-`python launch/train.py --config=configs/quickstart.py --config_help=slots` prints the same on a terminal.
+`python launch/train.py --config=configs/quickstart.py --config_help=slots` prints the same on a terminal, with the
+values of that config.
 A mistyped name is refused, and the nearest name is offered.
 """
 
@@ -171,7 +172,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
 
 COMMANDS_INTRODUCTION = """\
 The scripts under `launch/` and their flags, read from the scripts. Scripts that take `--config` also take
-`--config_help`: it lists the fields of the config, or with `--config_help=WORD` the fields with that word.
+`--config_help`: it lists the fields and values of the config, or with `--config_help=WORD` the fields with that word.
 
 `bash launch/setup.sh` makes the environment, `bash launch/quickstart.sh` trains the first agent, and
 `bash launch/test.sh` runs all checks.

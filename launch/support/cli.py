@@ -107,7 +107,8 @@ def run(
         flags.DEFINE_string(
             HELP_FLAG,
             None,
-            "List the settings of --config with default and meaning: all, or those that hold a word (=learning_rate).",
+            "List the settings of --config with value, default and meaning: all, or those that hold a word "
+            "(=learning_rate). Without --config, the values are the defaults.",
             module_name=sys.argv[0],  # as the script's own, so that --help shows it beside --config
         )
     logging.set_verbosity(logging.WARNING)  # libraries' own progress is not for the terminal; -v=0 brings it back
@@ -220,7 +221,7 @@ def _parsed(
 ) -> Any:
     if positional and len(argv) > 1 and not argv[1].startswith("-"):
         argv = [argv[0], f"--{positional}={argv[1]}", *argv[2:]]
-    _help(config_type, argv)
+    _help(config_type, default_config, argv)
     named = {argument.lstrip("-").split("=")[0] for argument in argv[1:] if argument.startswith("-")}
     if needs_config and not named & _WITHOUT_CONFIG:
         known = {*flags.FLAGS, *(f"no{name}" for name in flags.FLAGS)}
@@ -295,18 +296,38 @@ def _usage(script: str) -> str:
     )
 
 
-def _help(config_type: type[Any], argv: Sequence[str]) -> None:
+def _help(config_type: type[Any], default_config: str | None, argv: Sequence[str]) -> None:
     """Answers --config_help, which absl would refuse without a value, and ends the process."""
     asked = [argument.lstrip("-").partition("=") for argument in argv[1:] if argument.startswith("-")]
     words = [word for name, _, word in asked if name == HELP_FLAG]
     if not words or "config" not in flags.FLAGS:
         return
-    shown = listing.listing(config_type, words[-1])
+    file, values = _config_file(argv) or (str(REPOSITORY / default_config) if default_config else ""), None
+    if file:
+        try:
+            made = read_config(config_type, file, _settings(argv))
+        except protocols.ConfigError as error:
+            print(f"error: {escapes.visible(str(error), lines=True)}", file=sys.stderr)
+            sys.exit(MISTAKEN)
+        config_type, values = type(made), escapes.redacted_settings(listing.values_of(made))
+    shown = listing.listing(config_type, words[-1], values)
     if not shown:
         print(f"error: --{HELP_FLAG}={words[-1]}: no setting's name or meaning holds this word", file=sys.stderr)
         sys.exit(MISTAKEN)
-    print(shown)
+    if values is not None:
+        count = len(listing.changed(config_type, values))
+        print(f"Values of {os.path.relpath(file)}; in all, {count} differ from their default, which stands beside.")
+    print(escapes.visible(shown, lines=True))
     sys.exit(0)
+
+
+def _settings(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments that set a field of the config, with values that stand apart."""
+    found = []
+    for argument, following in itertools.pairwise([*argv[1:], "-"]):
+        if re.match(r"--?(no)?config\.", argument):
+            found += [argument] if "=" in argument or following.startswith("-") else [argument, following]
+    return found
 
 
 def _check_made(file: str, made: Any) -> None:
@@ -365,6 +386,10 @@ def _flag_sentence(config_type: type[Any], argv: Sequence[str], error: BaseExcep
         )
         example = [item.default for item in listing.settings(config_type) if flag == f"config.{item.name}"]
         return f"--{flag}: {value!r} is not {wanted}" + (f"; for example --{flag}={example[0]}" if example else "")
+    if wrong := _NO_TUPLE.search(str(error)):
+        items = ",".join(repr(part.strip()) for part in wrong["value"].strip("()[]").split(","))
+        once = f'--{wrong["flag"]}="({items})"'
+        return f"--{wrong['flag']}: {wrong['value']!r} is no tuple; write {once}, or give the flag once for each value"
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if others and "parsing config file" in first:  # a traceback of the file follows; its last line says what is wrong
         if "get_config() takes 0 positional arguments" in others[-1]:
@@ -380,6 +405,10 @@ _NO_VALUE = re.compile(
     r"could not convert string to float: |Non-boolean argument to boolean flag', )['\"](?P<value>.*)['\"]"
 )
 """absl's refusal of a number or of a switch, in Python's own words for what cannot be read."""
+
+
+_NO_TUPLE = re.compile(r"flag --(?P<flag>[\w.]+)=.*Error while parsing string: (?P<value>.*) as tuple\.", re.DOTALL)
+"""The refusal of a tuple by ml_collections."""
 
 
 def _config_file(argv: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, process
 from typing import Any
@@ -23,7 +24,10 @@ def forked(target: Callable[..., None], *arguments: object) -> Iterator[tuple[pr
     context = multiprocessing.get_context("fork")  # only fork does not import the command's script a second time
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(os.getpid(), target, arguments, sender))
-    child.start()
+    with warnings.catch_warnings():
+        # A notebook's process may hold JAX. The child neither uses JAX nor outlives a deadline of the parent.
+        warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called|This process .* is multi-threaded")
+        child.start()
     assert child.pid is not None
     sender.close()
     try:

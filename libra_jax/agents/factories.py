@@ -38,8 +38,8 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
         config.check(
             not task.path,
             "task.path",
-            f"{task.path!r} would be ignored, because {task.source} has no parameter 'path'; clear task.path, or set "
-            "task.source to one that reads a file, such as libra_jax.agents.datasets:task_source",
+            f"{task.path!r} would be ignored, because {resolving.shown(task.source)} has no parameter 'path'; clear "
+            "task.path, or set task.source to one that reads a file, such as libra_jax.agents.datasets:task_source",
         )
         # A source that reads no file need not take a path.
         del reserved["path"]
@@ -97,8 +97,8 @@ def environment_factory(
         config.check(
             not tools.names,
             "tools.use",
-            f"names {', '.join(tools.names)}, but {task.environment} offers no tools (its factory has no parameter "
-            "'tools'); take one of libra_jax.agents.environments, or clear tools.use",
+            f"names {', '.join(tools.names)}, but {resolving.shown(task.environment)} offers no tools (its factory has "
+            "no parameter 'tools'); take one of libra_jax.agents.environments, or clear tools.use",
         )
     resolving.check_arguments(factory, task.environment, arguments, field)
     # A class shows its methods without being called; what a function makes is looked at by `demonstrator`.
@@ -109,12 +109,10 @@ def environment_factory(
 
 
 def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
+    called = resolving.shown(task.environment)
+    makes = called if called == kind.__name__ else f"{called} makes a {kind.__name__}, which"
     for method in ("reset", "step", "close"):
-        config.check(
-            callable(getattr(made, method, None)),
-            "task.environment",
-            f"{task.environment} makes a {kind.__name__}, which has no method {method}",
-        )
+        config.check(callable(getattr(made, method, None)), "task.environment", f"{makes} has no method {method}")
 
 
 @contextlib.asynccontextmanager

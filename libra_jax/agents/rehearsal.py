@@ -49,17 +49,17 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | 
     """
     if run.task.environment.startswith(OURS) or run.tools.mcp or run.tools.mcp_file:
         return None
-    certain = True
+    certain, name = True, resolving.shown(run.task.environment)
     with child.forked(_played, run, task, answer) as (played, receiver):
         try:
             if receiver.poll(SECONDS):
                 problem = str(receiver.recv())
             else:
-                problem, certain = f"{run.task.environment} took more than {SECONDS:g} s; a run may wait longer", False
+                problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer", False
             played.join(CLOSE_SECONDS if certain else 0.0)
         except EOFError:
             played.join(CLOSE_SECONDS)
-            problem = f"{run.task.environment} ended its process (exit status {played.exitcode})"
+            problem = f"{name} ended its process (exit status {played.exitcode})"
     if not problem:
         return None
     given = "; it was given the first task and the task's own answer"

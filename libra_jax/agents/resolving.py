@@ -14,12 +14,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from libra_jax import config, protocols, user_code
 
 GIVEN = "given"
 """Stands in for the module name of objects that a Python program passed to `libra_jax.train`."""
+
+ITSELF = "libra_jax.agents.resolving:itself"
+"""Factory of a reward function that a Python program passed to `libra_jax.train`. Its argument is the name."""
 
 _given: dict[str, Any] = {}
 
@@ -72,6 +76,19 @@ def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
 def itself(name: str) -> Any:
     """Returns the function with this name (see `resolve`). Serves as a factory of reward functions."""
     return resolve(name, "reward.functions")
+
+
+def shown(name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Returns a factory's name for a sentence. An object of the caller's program keeps the name it has there.
+
+    Args:
+      name: Name in the config.
+      arguments: Arguments of the factory.
+    """
+    if name == ITSELF:
+        name = str(arguments.get("name", name))
+    module, _, label = name.partition(":")
+    return label.rpartition("-")[0] if module == GIVEN else name
 
 
 def raised(error: BaseException) -> str:
@@ -167,7 +184,9 @@ def check_arguments(factory: Callable[..., Any], name: str, arguments: Mapping[s
             # Often left over from the config's own environment or source, where the command line names another.
             if field in CLEARED_BY_FLAG:
                 hint += f". Clear those of the config file with --config.{field}={{}}"
-        raise protocols.ConfigError(f"config.{field}: {name} cannot be called with these ({error}){hint}") from error
+        raise protocols.ConfigError(
+            f"config.{field}: {shown(name)} cannot be called with these ({error}){hint}"
+        ) from error
     except ValueError:  # a callable written in C may have no readable signature
         pass
 
@@ -180,7 +199,7 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
     except protocols.LibraError:
         raise
     except Exception as error:
-        raise protocols.ConfigError(f"config.{field}: {name} {raised(error)}") from error
+        raise protocols.ConfigError(f"config.{field}: {shown(name)} {raised(error)}") from error
 
 
 @contextlib.contextmanager
@@ -195,7 +214,7 @@ def named(name: str, field: str, call: str) -> Iterator[None]:
     except protocols.LibraError:
         raise
     except Exception as error:  # the user's own code ran
-        raise protocols.ConfigError(f"config.{field}: {call} of {name} {raised(error)}") from error
+        raise protocols.ConfigError(f"config.{field}: {call} of {shown(name)} {raised(error)}") from error
 
 
 @dataclass

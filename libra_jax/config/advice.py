@@ -12,6 +12,9 @@ about the rate; published RL runs use 1e-7 to 1e-5."""
 SHORT_ANSWER = 128
 """Generated tokens a turn below which most answers of a pretrained model are cut off."""
 
+WIDE_CLIP = 0.05
+"""Distance from 1 from which on a clip is made for ratios of tokens. GSPO's are below a hundredth of it."""
+
 REAL_PARAMETERS = 50_000_000
 """Parameters from which on float32 on an accelerator is a waste, rather than a test."""
 
@@ -47,6 +50,7 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
                 f"config.algorithm.{name}: {getattr(algorithm, name)} has no effect with algorithm.kl_coefficient=0; "
                 "set a coefficient above 0, or leave it out"
             )
+    found += _sequences(algorithm)
     found += _pretrained(config)
     if accelerated and parameters >= REAL_PARAMETERS and config.model.compute_dtype == "float32":
         found.append(
@@ -62,6 +66,25 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
         found.append(
             f"config.model.remat: none keeps the activations of every layer of {parameters / 1e9:.2g} billion "
             "parameters for the backward pass; use dots, or full for the least memory"
+        )
+    return found
+
+
+def _sequences(algorithm: AlgorithmConfig) -> list[str]:
+    """Settings for ratios of tokens beside a loss whose ratio is that of a whole trajectory."""
+    if algorithm.loss != "gspo":
+        return []
+    found = []
+    if algorithm.aggregation == "token_mean":
+        found.append(
+            "config.algorithm.aggregation: token_mean weighs a trajectory by its length, and gspo's ratio is that of a "
+            "whole trajectory; use sequence_mean"
+        )
+    # The decoupled objective has no clip that binds, and refuses changed ones.
+    if algorithm.objective != "decoupled" and min(algorithm.clip_low, algorithm.clip_high) >= WIDE_CLIP:
+        found.append(
+            f"config.algorithm.clip_low: gspo's ratio stays near 1, so bounds of {algorithm.clip_low:g} and "
+            f"{algorithm.clip_high:g} (clip_high) hardly ever bind; its paper takes 3e-4 and 4e-4"
         )
     return found
 

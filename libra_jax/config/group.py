@@ -119,7 +119,8 @@ def coerced(value: Any, kind: Any, name: str, default: Any = None) -> Any:
 
     def need(right: bool, problem: str) -> None:
         if not right:  # the example takes time, and settings are set by the thousand
-            raise ConfigError(f"{name}: {problem}, not {value!r}; for example {example(kind, default)}")
+            shown = _named(value) or f"for example {example(kind, default)}"
+            raise ConfigError(f"{name}: {problem}, not {value!r}; {shown}")
 
     if dataclasses.is_dataclass(kind):
         need(isinstance(value, cast(type, kind)), f"must be of type {cast(type, kind).__name__}")
@@ -137,6 +138,13 @@ def coerced(value: Any, kind: Any, name: str, default: Any = None) -> Any:
         return tuple(value)
     need(isinstance(value, Mapping), "must be a mapping")
     return value  # the caller's own, which a config file may go on to fill
+
+
+def _named(value: Any) -> str:
+    """Advises how to name classes and functions that were given in place of their names; empty if there are none."""
+    values = value if isinstance(value, list | tuple) else [value]
+    names = [f"{item.__module__}:{item.__qualname__}" for item in values if hasattr(item, "__qualname__")]
+    return f"name the object by its module, as {', '.join(map(repr, names))}" if names else ""
 
 
 def freeze(config: T) -> T:

@@ -1,4 +1,4 @@
-"""Lists a config's settings for `--config_help`: name, default and meaning, from the dataclasses' own comments."""
+"""Lists a config's settings for `--config_help`: name, value and meaning, from the dataclasses' own comments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast, get_type_hints
 
 WIDTH = 110
@@ -29,14 +29,15 @@ class Setting(NamedTuple):
     meaning: str
 
 
-def listing(config_type: type[Any], word: str = "") -> str:
-    """Returns the settings whose name or meaning holds a word, with their defaults, two lines each.
+def listing(config_type: type[Any], word: str = "", values: Mapping[str, object] | None = None) -> str:
+    """Returns the settings whose name or meaning holds a word, with their values, two lines or more each.
 
-    A setting of exactly this name comes first.
+    A setting of exactly this name comes first. A value that differs from the default has the default beside it.
 
     Args:
       config_type: dataclass of a config.
       word: text to look for, in any case; empty lists all settings.
+      values: values by full name, as `values_of` returns them; None lists the defaults.
     """
     found = [
         setting for setting in settings(config_type) if word.lower() in f"{setting.name} {setting.meaning}".lower()
@@ -45,9 +46,26 @@ def listing(config_type: type[Any], word: str = "") -> str:
     indent = " " * 6
     lines = []
     for setting in found:
-        lines.append(f"--config.{setting.name}={setting.default}")
+        value = setting.default if values is None else repr(values[setting.name])
+        beside = "" if value == setting.default else f"   # default: {setting.default}"
+        lines.append(f"--config.{setting.name}={value}{beside}")
         lines += textwrap.wrap(setting.meaning, WIDTH, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
+
+
+def values_of(config: Any, prefix: str = "") -> dict[str, object]:
+    """Returns the value of every setting of a config by its full name."""
+    found: dict[str, object] = {}
+    for item in dataclasses.fields(config):
+        value, name = getattr(config, item.name), prefix + item.name
+        found |= values_of(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return found
+
+
+def changed(config_type: type[Any], values: Mapping[str, object]) -> dict[str, object]:
+    """Returns those of `values_of` that differ from their defaults."""
+    defaults = {setting.name: setting.default for setting in settings(config_type)}
+    return {name: value for name, value in values.items() if repr(value) != defaults[name]}
 
 
 def settings(config_type: type[Any], prefix: str = "") -> Iterator[Setting]:

@@ -33,7 +33,7 @@ class WarmStart:
         configuration.check(
             agent.demonstrator is not None or config.warm_start.steps == 0,
             "warm_start.steps",
-            f"must be 0, because the environment {config.task.environment} offers no demonstrations",
+            f"must be 0, because the environment {resolving.shown(config.task.environment)} offers no demonstrations",
         )
         self._limits = config.warm_start
         self._names = config.task

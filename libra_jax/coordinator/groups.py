@@ -200,11 +200,15 @@ class Groups:
                 if sum(counts.values()) <= most:
                     continue
                 unscored = f" (the environment scored rollouts of {groups} groups)" if counts is crashed else ""
-                functions = ", ".join(function.factory for function in self._config.reward.parsed().values())
+                functions = ", ".join(
+                    resolving.shown(function.factory, function.arguments)
+                    for function in self._config.reward.parsed().values()
+                )
+                environment = resolving.shown(self._config.task.environment)
                 raise protocols.LibraError(
                     f"{self._first_replacement}. This was the first of too many such groups: {_sum(counts)} and "
                     f"{self.trained} trained{unscored}, more than {allowed}; "
-                    f"environment {self._config.task.environment}{f', reward {functions}' if functions else ''}"
+                    f"environment {environment}{f', reward {functions}' if functions else ''}"
                 )
         self._events.announce(protocols.GroupSettled(group.group_id))
 

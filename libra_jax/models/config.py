@@ -26,6 +26,9 @@ ARCHITECTURES: Mapping[str, str] = {
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _PRESETS = pathlib.Path(__file__).parent / "presets"
 
+PUBLISHERS = ("qwen", "meta-llama")
+"""Hugging Face namespaces, in lower case, that publish the presets' models under the presets' names."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -276,6 +279,13 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
 def preset_names() -> tuple[str, ...]:
     """Lists the names of the shapes that ship with the package."""
     return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
+
+
+def preset_of(name: str) -> str:
+    """Returns the preset of a Hugging Face id such as `Qwen/Qwen3-8B`. Returns any other name as it is."""
+    namespace, _, model = name.partition("/")
+    # Instruct and base variants are other ids, because their longest contexts differ.
+    return model if namespace.lower() in PUBLISHERS and model in preset_names() else name
 
 
 def load_preset(name: str, field: str = "model.preset") -> TransformerConfig:

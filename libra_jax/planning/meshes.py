@@ -31,6 +31,9 @@ from libra_jax.planning import costs, hardware, least, programs, rows
 
 TENSOR_DEGREES = (1, 2, 4, 8)
 
+MOST_SHARDS = 4_096
+"""Most shards of the parameters that the advice of a refusal looks at."""
+
 MASTER_BYTES = 20
 """Bytes of each parameter in float32: master weight, two moments, summed gradient, and the gradient being added."""
 
@@ -269,7 +272,7 @@ class Training:
             sheet, row = self._model.sheet, self._trainer.lengths[-1]
             degrees = [tensor for tensor in self.tensor_degrees() if tensor <= most]
             needed = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees)
-            advice = ["take more devices", "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
+            advice = [self._enough(room), "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
             if self._trainer.remat != "full":
                 advice.append("model.remat='full'")
             raise protocols.ConfigError(
@@ -278,6 +281,18 @@ class Training:
                 f"and a row of {row} tokens, and has {room / 1e9:.1f}; {' or '.join(advice)}"
             )
         return tuple(front)
+
+    def _enough(self, room: float) -> str:
+        """Advises the fewest training devices on which one replica fits into `room` bytes a device."""
+        shards = (
+            (fsdp * tensor, fsdp, tensor)
+            for tensor in self.tensor_degrees()
+            for fsdp in range(1, MOST_SHARDS // tensor + 1)
+            if self._model.shape.hidden_size % fsdp == 0
+        )
+        fitting = (devices for devices, fsdp, tensor in sorted(shards) if self.memory_bytes(1, fsdp, tensor) <= room)
+        fewest = next(fitting, None)
+        return "take more devices" if fewest is None else f"take more devices (training alone needs {fewest})"
 
     def tensor_degrees(self) -> list[int]:
         """Returns the tensor degrees that stay inside a node and divide heads, feed-forward columns and rows."""

@@ -145,7 +145,8 @@ class Search:
         assert served is not None
         raise protocols.ConfigError(
             f"{devices} devices are too few: training takes at least {self._front[0].devices} to hold the model and "
-            f"its activations, and rollout at least {served.devices} more"
+            f"its activations, and rollout at least {served.devices} more; take "
+            f"{self._front[0].devices + served.devices} or more"
         )
 
     def cheapest(self, seconds: float, devices: int) -> Split:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
@@ -25,9 +26,10 @@ from libra_jax.coordinator import checkpoint_store, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import hub
 from libra_jax.planning import search
-from libra_jax.runs import curve, planned, preflight, wiring, workdirs
+from libra_jax.runs import curve, dry_run, planned, preflight, wiring, workdirs
 from libra_jax.simulator import comparison, scripts, settings
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MakeEnvironment = Callable[..., protocols.Environment]
@@ -38,6 +40,9 @@ RewardFunction = Callable[[protocols.Task, str], Any] | Callable[[protocols.Task
 
 Tasks = protocols.TaskSource | Sequence[Mapping[str, Any]]
 """A source of tasks, or their payloads: mappings with a `prompt`."""
+
+TRACEBACK_VARIABLE = "LIBRA_JAX_TRACEBACK"
+"""Environment variable that keeps the whole traceback of an error."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two reads of the metrics for the live curve."""
@@ -101,6 +106,48 @@ class Evaluated:
     metrics: Mapping[str, float]
 
 
+def _plain(function: Callable[P, T]) -> Callable[P, T]:
+    """Shortens the traceback of the function's LibraErrors, whose sentence says what to change."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except protocols.LibraError as error:
+            _shorten(error)
+            raise
+
+    return wrapped
+
+
+def _plain_async(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Does for a coroutine what `_plain` does for a function."""
+
+    @functools.wraps(function)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await function(*args, **kwargs)
+        except protocols.LibraError as error:
+            _shorten(error)
+            raise
+
+    return wrapped
+
+
+def _shorten(error: protocols.LibraError) -> None:
+    if os.environ.get(TRACEBACK_VARIABLE):
+        return
+    error.__cause__, error.__suppress_context__ = None, True
+    error.__traceback__ = None
+
+
+def _need(config: object, kind: type, name: str) -> None:
+    """Raises ConfigError unless the config is of this kind, whose public name the sentence gives."""
+    if not isinstance(config, kind):
+        given = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+        raise protocols.ConfigError(f"config: must be a {name}, not {given}")
+
+
 def with_objects(
     config: libra_config.RunConfig,
     environment: MakeEnvironment | None = None,
@@ -119,10 +166,17 @@ def with_objects(
       holdout: share of the tasks' prompts that are held out for evaluation; 1: all tasks are evaluated.
 
     Raises:
-      ConfigError: a value is out of range, an object is not callable, or the run's workers are in other processes,
-        which cannot see the caller's objects.
+      ConfigError: a value is out of range, an object is not callable, `reward.environment_weight` would have no
+        effect, or the run's workers are in other processes, which cannot see the caller's objects.
       DataError: the tasks are empty or malformed.
     """
+    _need(config, libra_config.RunConfig, "libra_jax.config.RunConfig")
+    libra_config.check(
+        reward is None or config.reward.environment_weight in (0.0, 1.0),
+        "reward.environment_weight",
+        f"{config.reward.environment_weight:g} has no effect beside the argument reward, which scores in place of the "
+        "environment; leave it out, and add transcript.environment_reward in the function",
+    )
     values = libra_config.to_dict(config)
     task = values["task"]
     if tasks is not None:
@@ -135,7 +189,7 @@ def with_objects(
         task["environment"] = resolving.give(environment, "task.environment")
     if reward is not None:
         named = {"name": resolving.give(reward, "reward.functions")}
-        function = {"factory": "libra_jax.agents.resolving:itself", "arguments": named}
+        function = {"factory": resolving.ITSELF, "arguments": named}
         values["reward"]["functions"] = {**values["reward"]["functions"], "reward": function}
         values["reward"]["environment_weight"] = 0.0
     made = libra_config.parse(type(config), values)
@@ -145,7 +199,8 @@ def with_objects(
     libra_config.check(
         not alone or made.cluster.backend == "inprocess",
         "cluster.backend",
-        f"{made.cluster.backend} runs workers in other processes, which cannot see {', '.join(alone)} of this program; "
+        f"{made.cluster.backend} runs workers in other processes, which cannot see "
+        f"{', '.join(map(resolving.shown, alone))} of this program; "
         "put them into a module, or set cluster.backend=inprocess",
     )
     return made
@@ -229,6 +284,7 @@ async def start(
             workdirs.release(Path(workdir) if workdir else workdirs.default(named))
 
 
+@_plain_async
 async def train_async(
     config: libra_config.RunConfig,
     *,
@@ -245,6 +301,8 @@ async def train_async(
     if found.problems:
         raise protocols.DataError("; ".join(found.problems))
     preflight.validate(found.config, need_weights=True)
+    # On a thread, because a caller's event loop goes on meanwhile.
+    await deadlines.off_loop(dry_run.try_rewards, found.config)
     preflight.warn(found.config)
     folders: list[Path] = []
 
@@ -257,6 +315,7 @@ async def train_async(
     return Trained(folders[0], folders[0] / "model", summary)
 
 
+@_plain
 def train(
     config: libra_config.RunConfig,
     *,
@@ -285,6 +344,7 @@ def train(
     )
 
 
+@_plain_async
 async def evaluate_async(
     config: libra_config.RunConfig,
     *,
@@ -316,6 +376,7 @@ async def evaluate_async(
     if located.problems:
         raise protocols.DataError("; ".join(located.problems))
     preflight.validate(located.config, need_weights=True)
+    await deadlines.off_loop(dry_run.try_rewards, located.config)
     # Removed only after success: the error of a lost worker names its log in there.
     folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
     async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
@@ -329,6 +390,7 @@ async def evaluate_async(
     return Evaluated(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
 
 
+@_plain
 def evaluate(
     config: libra_config.RunConfig,
     *,
@@ -397,11 +459,13 @@ def _blocking(
         return ended.result()
 
 
+@_plain
 def simulate(
     config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
 ) -> comparison.Comparison:
     """Simulates a cluster under scheduling policies: `libra_jax.simulate`."""
 
+    _need(config, settings.SimulatedRun, "libra_jax.simulator.settings.SimulatedRun")
     run = comparison.prepare(libra_config.checked(config), policies)
     # A thread of its own: the simulator runs an event loop of virtual time, a thread runs only one loop, and a
     # notebook's thread has one already.
@@ -410,6 +474,7 @@ def simulate(
         return compared.result()
 
 
+@_plain
 def plan(
     *,
     hardware: str,

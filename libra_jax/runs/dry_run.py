@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
-from libra_jax.agents import factories
+from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import scoring, trial
 from libra_jax.cluster import hosts, placement
+from libra_jax.config import listing
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, memory
 from libra_jax.runs import wiring
@@ -24,9 +23,10 @@ PROMPT_CHARACTERS = 60
 
 
 def settings(config: libra_config.RunConfig) -> str:
-    """Returns every setting of a config as YAML, with secrets blacked out."""
-    plain = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
-    return yaml.safe_dump(plain, sort_keys=False)
+    """Returns the settings of a config that differ from their defaults, as flags, with secrets blacked out."""
+    changed = listing.changed(type(config), escapes.redacted_settings(listing.values_of(config)))
+    lines = [f"settings    {len(changed)} differ from their default; --config_help lists all"]
+    return "\n".join([*lines, *(f"  --config.{name}={value!r}" for name, value in changed.items())])
 
 
 def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: Sequence[trial.Scored] = ()) -> str:
@@ -41,7 +41,10 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
     parts, size = placement.partition(config), machine.bytes_text
     trainer, reward = config.trainer, config.reward
     terms = [(reward.environment_weight, "the environment's own")] if reward.environment_weight else []
-    terms += [(function.weight, f"{name} ({function.factory})") for name, function in reward.parsed().items()]
+    terms += [
+        (function.weight, f"{name} ({resolving.shown(function.factory, function.arguments)})")
+        for name, function in reward.parsed().items()
+    ]
     of_trainer = ""
     if shape is not None:
         state = costs.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
@@ -193,16 +196,45 @@ def example(config: libra_config.RunConfig) -> trial.Example | None:
     answer = str(answers[0] if isinstance(answers, list | tuple) and answers else answers)
     asked = _asked(task.payload)
     messages = protocols.Message("user", asked), protocols.Message("assistant", answer)
-    text = f"{asked}\n{answer}"
+    text = _written(config, messages)
     return trial.Example(task, scoring.Transcript(text, answer, messages=messages, environment_reward=1.0))
+
+
+def _written(config: libra_config.RunConfig, messages: Sequence[protocols.Message]) -> str:
+    """Returns question and answer as the run's tokenizer writes them, or plain if it is not here.
+
+    A reward function may look for the tokens of the chat template.
+    """
+    question, answer = messages
+    try:
+        tokenizer = tokenizers.create(config.task, config.model.path)
+        prompt = tokenizer.render([question], first=True, generation_prompt=True)
+    except protocols.LibraError:
+        return f"{question.content}\n{answer.content}"
+    return tokenizer.decode([*prompt, *tokenizer.encode(answer.content), tokenizer.stop_token_ids[0]])
+
+
+def try_rewards(config: libra_config.RunConfig) -> None:
+    """Makes the reward functions and has the user's own ones score `example`, in a child process.
+
+    Raises:
+      ConfigError: a run would fail with a function, because it raises or gives no finite number.
+      LibraError: the first task cannot be read.
+    """
+    if not config.reward.functions:
+        return
+    surely, _ = failures(config, trial.functions(config.reward, example(config)))
+    if surely:
+        raise protocols.ConfigError("; ".join(surely))
 
 
 def failures(config: libra_config.RunConfig, scored: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
     """Returns sentences for the reward functions that a run would fail with, and for those that it might fail with."""
     surely, perhaps = [], []
     for one in scored:
-        factory = config.reward.parsed()[one.name].factory
-        said = f"config.reward.functions.{one.name}: {factory} {one.outcome.problem} {EXAMPLE}"
+        function = config.reward.parsed()[one.name]
+        called = resolving.shown(function.factory, function.arguments)
+        said = f"config.reward.functions.{one.name}: {called} {one.outcome.problem} {EXAMPLE}"
         if one.failed:
             surely.append(said)
         elif one.outcome.problem:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.models import config as model_config
 from libra_jax.models import hub
 from libra_jax.planning import costs, forecast, plans, search, serving
 from libra_jax.runs import wiring
@@ -75,7 +76,7 @@ class Asked:
 
     Attributes:
       hardware: name of a hardware sheet.
-      model: name of a preset.
+      model: name of a preset, or the Hugging Face id of its model.
       accelerators: number of accelerators to split.
       trace: file to take rollouts from.
       workload: synthetic workload to take rollouts from.
@@ -110,7 +111,14 @@ class Asked:
     @property
     def lengths(self) -> bool:
         """True if flags set the lengths."""
-        return self.workload is not None or bool(self.wanted)
+        return bool(self.length_flags)
+
+    @property
+    def length_flags(self) -> tuple[str, ...]:
+        """Names of the flags that set the lengths."""
+        changed = (item.name for item in dataclasses.fields(self.wanted) if getattr(self.wanted, item.name) is not None)
+        flags = ("generated_tokens" if name == "generated" else name for name in changed)
+        return (*(("workload",) if self.workload is not None else ()), *flags)
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,7 @@ class Case:
       slots: number of slots of each of the config's instances.
       work: trajectories of a training step.
       devices: number of devices to split.
+      length_flags: names of the flags that set the lengths.
     """
 
     run: libra_config.RunConfig
@@ -183,6 +192,7 @@ class Case:
     slots: tuple[int, ...]
     work: Work
     devices: int
+    length_flags: tuple[str, ...] = ()
 
     def searched(self) -> search.Search:
         """Builds the search over the case's plans, with the seconds of a step that belong to no stage."""
@@ -207,7 +217,15 @@ class Case:
     @functools.cached_property
     def setting(self) -> forecast.Setting:
         """The setting of the case's plans."""
-        setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
+        try:
+            setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
+        except protocols.ConfigError as error:
+            field, rest = "config.rollout.max_context: ", str(error)
+            if not self.length_flags or not rest.startswith(field):
+                raise
+            # The flags made the context as long as it is.
+            rest = rest.removeprefix(field).replace("lower it", "give smaller lengths", 1)
+            raise protocols.ConfigError(f"--{', --'.join(self.length_flags)}: {rest}") from error
         return dataclasses.replace(setting, requests=self.work.count)
 
     @functools.cached_property
@@ -248,6 +266,8 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
       ConfigError: values contradict each other, or one is given twice; the message names it.
       DataError: the trace or the model directory cannot be used.
     """
+    if asked.model is not None:
+        asked = dataclasses.replace(asked, model=model_config.preset_of(asked.model))
     simulated, batch = "simulation" in values, values["coordinator"]
     if batch["groups_per_step"] * batch["group_size"] > MOST_TRAJECTORIES:
         field = max(("groups_per_step", "group_size"), key=lambda name: int(batch[name]))
@@ -287,10 +307,15 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
         shape = {"shape": "trace", "trace": asked.trace}
     elif asked.workload is not None:
         shape = {"shape": asked.workload, "trace": ""}
+    rollout = dict(values["rollout"])
+    if asked.lengths and "rollout.max_context" in asked.given and "rollout.max_tokens" not in asked.given:
+        # The file's limit of an output is for the file's own context.
+        rollout["max_tokens"] = min(rollout["max_tokens"], max(1, rollout["max_context"] - 1))
     run = libra_config.parse(
         settings.SimulatedRun,
         {
             **values,
+            "rollout": rollout,
             "simulation": {**values["simulation"], **named},
             "workload": {**values["workload"], **shape},
         },
@@ -307,10 +332,11 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
     model, slots = run.simulation.cost_model(), run.simulation.slots
     if asked.lengths:
-        run = _limited(run, max(script.context_tokens for script in drawn), asked.given)
+        run = _limited(run, max(script.context_tokens for script in drawn), asked)
     if (named or asked.lengths) and not SLOTS & asked.given:
         run, slots = _with_slots(run, model, drawn)
-    return Case(run, run.simulation.model, model, slots, Work.of(run, _source(source, asked), drawn), devices)
+    work = Work.of(run, _source(source, asked), drawn)
+    return Case(run, run.simulation.model, model, slots, work, devices, asked.length_flags)
 
 
 def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
@@ -355,33 +381,43 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
             "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
             "trace.jsonl of a run's folder, or --workload, or --generated_tokens=mean,P90"
         )
+    longest, columns = (
+        max(script.context_tokens for script in drawn),
+        max((run.trainer.row_tokens, *run.trainer.row_buckets)),
+    )
+    if asked.lengths and longest > columns + 1:
+        raise protocols.ConfigError(
+            f"--{', --'.join(asked.length_flags)}: rollouts of up to {longest:,} tokens do not fit the config's rows "
+            f"of {columns:,}; raise --config.trainer.row_tokens and --config.rollout.max_context, or give smaller "
+            "lengths"
+        )
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     name = Path(path).name if path else run.model.preset
-    return Case(run, name, model, (), Work.of(run, _source(source, asked), drawn), devices)
+    return Case(run, name, model, (), Work.of(run, _source(source, asked), drawn), devices, asked.length_flags)
 
 
 def _source(name: str, asked: Asked) -> str:
     """Returns the workload's name, and the flags that changed its lengths."""
     if not asked.wanted:
         return name
-    changed = [item.name for item in dataclasses.fields(asked.wanted) if getattr(asked.wanted, item.name) is not None]
-    flags = ["generated_tokens" if item == "generated" else item for item in changed]
+    flags = [flag for flag in asked.length_flags if flag != "workload"]
     return f"{name}, with --{', --'.join(flags)}"
 
 
-def _limited(run: settings.SimulatedRun, longest: int, given: frozenset[str]) -> settings.SimulatedRun:
+def _limited(run: settings.SimulatedRun, longest: int, asked: Asked) -> settings.SimulatedRun:
     """Fits the run's context and rows to the longest rollout, because the config's are for another workload."""
     # The longest rollout and one more token, rounded up to a multiple of 1,024.
     context = max(1_024, -(-(longest + 1) // 1_024) * 1_024)
-    rollout, trainer = run.rollout, run.trainer
+    rollout, trainer, given = run.rollout, run.trainer, asked.given
     if "rollout.max_context" not in given:
         most = min(rollout.max_tokens, context - 1)
         rollout = dataclasses.replace(rollout, max_context=context, max_tokens=most)
     elif rollout.max_context <= longest:
         raise protocols.ConfigError(
             f"--config.rollout.max_context: {rollout.max_context} is shorter than the longest rollout of the sample, "
-            f"{longest} tokens; raise it or give shorter lengths"
+            f"{longest} tokens; raise it above {longest}, leave it out (the plan then fits it to the lengths), or give "
+            "smaller lengths (--generated_tokens, --turns, --payload_tokens, --prompt_tokens)"
         )
     if not {"trainer.row_tokens", "trainer.row_buckets"} & given:
         trainer = dataclasses.replace(trainer, row_tokens=rollout.max_context, row_buckets=())

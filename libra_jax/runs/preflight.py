@@ -87,6 +87,8 @@ def warn(config: libra_config.RunConfig) -> None:
     shape = wiring.known_shape(config)
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
     found = advice.advice(config, parameters=parameters, accelerated=accelerated)
+    if shape is not None:
+        found += _unread_preset(config, shape)
     if shape is not None and shape.num_experts and accelerated and platform != "tpu":
         found.append(
             f"config.model: on GPUs, XLA multiplies every token with all of a device's experts ({shape.num_experts} in "
@@ -94,6 +96,23 @@ def warn(config: libra_config.RunConfig) -> None:
         )
     for sentence in found:
         print(f"warning: {sentence}.", file=sys.stderr)
+
+
+def _unread_preset(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> list[str]:
+    """Warns of a preset that the model's directory overrules. One of the same shape serves dry runs elsewhere."""
+    model = config.model
+    if not Path(model.path or "-").is_dir() or model.preset == libra_config.ModelConfig().preset:
+        return []
+    count, preset = (
+        model_config.parameter_count(shape),
+        model_config.parameter_count(model_config.load_preset(model.preset)),
+    )
+    if count == preset:  # variants of one model may differ in their longest context
+        return []
+    return [
+        f"config.model.preset: {model.preset} has no effect, because model.path={model.path} counts, and has "
+        f"{count / 1e6:,.0f} M parameters, not {preset / 1e6:,.0f} M; leave one of the two out"
+    ]
 
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

@@ -7,6 +7,7 @@ apart (`coordinator.fencing`).
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import glob
 import json
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
@@ -127,40 +129,101 @@ def _has_ended(workdir: Path) -> bool:
     return False
 
 
-def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
-    existed, stored_file = path.exists(), path / "config.json"
-    if allow_changes and not stored_file.exists():
+def foreseen(
+    config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
+) -> str:
+    """Describes the workdir as a run with these arguments would find it. Writes nothing and keeps no lock.
+
+    Args: as for `open_workdir`.
+
+    Raises:
+      ConfigError: `open_workdir` would refuse the workdir, with this sentence.
+    """
+    path = Path(workdir) if workdir else default(config)
+    check_place(path)
+    _check_allowed(path, allow_changes)
+    # A folder without a lock has no run, and a dry run leaves no file behind.
+    if not take_over and (path / ".lock").exists():
+        _refuse_if_in_use(path)
+        release(path)
+    if not (path / "config.json").exists():
+        return f"{path}, new"
+    stored = _compared(path, _resolved(config), allow_changes)
+    begun = f"goes on from step {stored.taken}" if stored.taken > 0 else "begins again, because it has no checkpoint"
+    changed = f", with other settings: {'; '.join(map(str, stored.differing))}" if stored.differing else ""
+    return f"{path}, {begun}{changed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A workdir's earlier config beside the present one.
+
+    Attributes:
+      config: the earlier config, as its file has it.
+      differing: settings that differ; all of them may.
+      taken: training steps of the newest checkpoint; below 0 without a checkpoint.
+    """
+
+    config: changes.Settings
+    differing: Sequence[changes.Change]
+    taken: int
+
+
+def _check_allowed(path: Path, allow_changes: Sequence[str]) -> None:
+    if allow_changes and not (path / "config.json").exists():
         raise protocols.ConfigError(
             f"--allow_changes: {path} holds no config.json, so no run can go on; give the --workdir of the run that is "
             "to go on with other settings"
         )
+
+
+def _resolved(config: libra_config.RunConfig) -> dict[str, Any]:
+    """Returns the content of the config's `config.json`."""
+    resolved: dict[str, Any] = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
+    return resolved
+
+
+def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[str]) -> _Stored:
+    """Compares the workdir's config with the present one.
+
+    Raises:
+      ConfigError: the run in the workdir cannot go on with the present config.
+    """
+    stored = _stored(path / "config.json")
+    differing = changes.find(escapes.redacted(stored), resolved)
+    taken = checkpoint_store.find(path).step  # once, because it reads all files of a checkpoint
+    changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
+    if taken >= 0 and any(change.name == "model.path" for change in differing):
+        changes.check_model(path, stored["model"], resolved["model"])
+    if not resolved["checkpoint"]["every"] and taken < 1:
+        recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
+        if recorded > 0:
+            raise protocols.ConfigError(
+                f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is "
+                "0): it cannot go on, and a new one would take its place; use another --workdir, or move that one "
+                "away"
+            )
+    if resolved["steps"] < taken:
+        raise protocols.ConfigError(
+            f"config.steps: {resolved['steps']} is fewer than the {taken} steps that the run in {path} has taken; "
+            "give more to go on, or use another --workdir"
+        )
+    return _Stored(stored, differing, taken)
+
+
+def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_changes: Sequence[str]) -> Path:
+    existed, stored_file = path.exists(), path / "config.json"
+    _check_allowed(path, allow_changes)
     if existed and not take_over:  # lock before reading; a refused config must leave no new folder behind
         _refuse_if_in_use(path)
-    resolved = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
+    resolved = _resolved(config)
     if stored_file.exists():
-        stored = _stored(stored_file)
-        differing = changes.find(escapes.redacted(stored), resolved)
-        taken = checkpoint_store.find(path).step  # once, because it reads all files of a checkpoint
-        changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
-        if taken >= 0 and any(change.name == "model.path" for change in differing):
-            changes.check_model(path, stored["model"], resolved["model"])
-        if not resolved["checkpoint"]["every"] and taken < 1:
-            recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
-            if recorded > 0:
-                raise protocols.ConfigError(
-                    f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is "
-                    "0): it cannot go on, and a new one would take its place; use another --workdir, or move that one "
-                    "away"
-                )
-        if resolved["steps"] < taken:
-            raise protocols.ConfigError(
-                f"config.steps: {resolved['steps']} is fewer than the {taken} steps that the run in {path} has taken; "
-                "give more to go on, or use another --workdir"
-            )
-        if differing:
-            changes.record(path, differing, allow_changes, max(0, taken))
-            print(f"The run in {path} goes on with other settings: {'; '.join(map(str, differing))}.", file=sys.stderr)
-        if stored == resolved:
+        stored = _compared(path, resolved, allow_changes)
+        if stored.differing:
+            changes.record(path, stored.differing, allow_changes, max(0, stored.taken))
+            told = "; ".join(map(str, stored.differing))
+            print(f"The run in {path} goes on with other settings: {told}.", file=sys.stderr)
+        if stored.config == resolved:
             return path
     if not existed:
         path.mkdir(parents=True, exist_ok=True)

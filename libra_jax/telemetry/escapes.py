@@ -94,3 +94,8 @@ def redacted(values: Any, name: str = "") -> Any:
     if not isinstance(values, str) or not values or _REFERENCE.fullmatch(values):
         return values
     return SECRET if _NAMES.search(name) else _VALUES.sub(SECRET, values)
+
+
+def redacted_settings(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns settings by full name (`config.listing.values_of`), with `SECRET` in place of secrets."""
+    return {name: redacted(value, name.rpartition(".")[2]) for name, value in values.items()}

@@ -452,7 +452,8 @@ def test_the_users_own_functions_score_an_example_in_another_process():
     assert found["bad"].problem == "gave nan, which is not a finite number"
     assert found["made_up"].problem.startswith("raised KeyError: 'moves'"), "a real transcript may have this metric"
     assert not reward_functions.CALLS
-    shipped = {"mine": {"factory": "libra_jax.agents.resolving:itself", "arguments": {"name": "builtins:max"}}}
+    judge = {"base_url": "http://127.0.0.1:1/v1", "model": "none"}
+    shipped = {"mine": {"factory": "libra_jax.agents.rewards.judge:judge", "arguments": judge}}
     assert trial.functions(config.RewardConfig(functions=shipped), example) == []
     ends = {"counted": of("counting"), "exits": of("exiting"), "late": of("later")}
     counted, left = trial.functions(config.RewardConfig(functions=ends), example)

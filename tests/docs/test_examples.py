@@ -161,6 +161,28 @@ def test_the_tiny_model_of_the_page_passes_a_dry_run(tmp_path):
     assert "the first: 12+30" in printed
 
 
+def test_the_tool_of_the_python_page_is_offered_in_a_run(tmp_path, monkeypatch):
+    load("docs/getting_started/python_api.md", "shelf.py", tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    import shelf
+
+    import libra_jax
+
+    train, asked = libra_jax.train, {}
+
+    def quick(run, **objects):
+        run.rollout.engine, run.steps = "fake", 1
+        run.coordinator.groups_per_step, run.coordinator.group_size = 1, 2
+        run.telemetry.report = run.telemetry.tensorboard = False
+        asked.update(trained=train(run, workdir=tmp_path / "run", **objects))
+        return asked["trained"]
+
+    monkeypatch.setattr(libra_jax, "train", quick)
+    shelf.main()
+    assert list(asked["trained"].rewards) == [1]
+    assert "The number of pieces of an item." in (tmp_path / "run/samples.jsonl").read_text()
+
+
 def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monkeypatch):
     load("docs/getting_started/python_api.md", "sums.py", tmp_path, monkeypatch)
     import sums

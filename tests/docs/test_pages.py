@@ -94,6 +94,13 @@ def test_links_lead_to_files_and_headings(page: pathlib.Path):
 
 
 @every_page
+def test_a_link_to_a_page_that_a_clone_lacks_says_what_writes_it(page: pathlib.Path):
+    targets = [(page.parent / target.partition("#")[0]).resolve() for target in pages.links(page)]
+    if any(pages.GENERATED in target.parents for target in targets):
+        assert "`.venv/bin/sphinx-build -b html docs build/docs`" in page.read_text()
+
+
+@every_page
 def test_literals_name_fields_and_paths_that_exist(page: pathlib.Path):
     fields = set(pages.known()["fields"]["run"])
     groups = {name.rsplit(".", 1)[0] for name in fields}

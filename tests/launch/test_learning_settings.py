@@ -143,6 +143,15 @@ def test_settings_of_a_kl_term_that_is_off_are_warned_of_and_may_be_swept():
     assert warned(parameters=1, algorithm=config.AlgorithmConfig(**settings, kl_coefficient=0.1)) == []
 
 
+def test_gspo_is_warned_of_settings_for_ratios_of_tokens():
+    fields = ["algorithm.aggregation", "algorithm.clip_low"]
+    assert warned(parameters=1, algorithm=config.AlgorithmConfig(loss="gspo")) == fields
+    paper = config.AlgorithmConfig(loss="gspo", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4)
+    assert warned(parameters=1, algorithm=paper) == []
+    decoupled = config.AlgorithmConfig(loss="gspo", aggregation="sequence_mean", objective="decoupled")
+    assert warned(parameters=1, algorithm=decoupled) == []
+
+
 def test_the_fake_engine_is_warned_of():
     assert warned(parameters=1, rollout=config.RolloutConfig(engine="fake")) == ["rollout.engine"]
     result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run")

@@ -48,6 +48,8 @@ def test_one_command_plans_other_machine_model_and_lengths(tmp_path):
     train = made["train"]["devices"]
     assert f"Qwen3-8B (8.19 billion parameters) on 16 h100: {train} train, " in result.stdout
     assert "4,000 generated tokens in the mean" in result.stdout
+    assert "a staleness of at most 1 (config.coordinator.max_staleness)" in result.stdout
+    assert "of its 72 usable GB (1e9 bytes): weights, optimizer, gradients" in result.stdout
     drawn = output.with_suffix(".svg").read_text()
     assert "Qwen3-8B (8.19 billion parameters) on 16 h100" in drawn
 
@@ -95,7 +97,20 @@ def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each()
         (["--accelerators=1000000000000"], ["--accelerators: 1,000,000,000,000 are more", "at most 1,000,000"]),
         (["--config.planner.hardware=h100"], ["--config.planner.hardware: ", "config.simulation.hardware counts"]),
         (["--generated_tokens=4000,20000"], ["--generated_tokens: no log-normal", "between 4,000 and 9,092"]),
-        (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB"]),
+        (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB", "(training alone needs "]),
+        (["--model=Someone/Qwen3-8B"], ["error: --model: 'Someone/Qwen3-8B' is not one of", "did you mean 'Qwen3-8B'"]),
+        (
+            ["--workload=search", "--generated_tokens=4000", "--config.rollout.max_context=4096"],
+            [
+                "--config.rollout.max_context: 4096 is shorter than",
+                "leave it out",
+                "smaller lengths (--generated_tokens",
+            ],
+        ),
+        (
+            ["--hardware=h100", "--model=Qwen3-8B", "--generated_tokens=4000000"],
+            ["--generated_tokens: beside the weights"],
+        ),
         (["--config.simulation.hardware=a900"], ["error: config.simulation.hardware: 'a900' is not one of"]),
         (["--hardware=a900"], ["error: --hardware: 'a900' is not one of", "did you mean"]),
         (["--model=Qwen3-15B"], ["error: --model: 'Qwen3-15B' is not one of", "did you mean"]),

@@ -34,6 +34,21 @@ def test_flags_name_machine_model_and_lengths_of_a_simulated_run():
     assert slots[-1] == planned.MOST_SLOTS, "slots are what the cache holds, not those of the config's machine"
 
 
+def test_a_model_may_be_named_by_its_hugging_face_id():
+    case = planned.case(values(), planned.Asked(hardware="h100", model="Qwen/Qwen3-8B", accelerators=16))
+    assert case.as_json()["model"] == "Qwen3-8B"
+    other = planned.Asked(hardware="h100", model="Someone/Qwen3-8B", accelerators=16)
+    with pytest.raises(protocols.ConfigError, match="did you mean 'Qwen3-8B'"):
+        planned.case(values(), other)
+
+
+def test_lengths_beyond_a_real_runs_rows_are_refused_by_their_flag():
+    config = libra_config.to_dict(libra_config.RunConfig())
+    asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=scripts.Wanted(PAIR))
+    with pytest.raises(protocols.ConfigError, match=r"^--generated_tokens: .* raise --config\.trainer\.row_tokens and"):
+        planned.case(config, asked)
+
+
 def test_flags_name_machine_model_and_lengths_of_a_real_run():
     config = libra_config.to_dict(libra_config.RunConfig())
     config["rollout"]["max_context"] = config["trainer"]["row_tokens"] = 65_536

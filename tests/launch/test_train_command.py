@@ -10,6 +10,9 @@ import sys
 import pytest
 import scripts
 
+from libra_jax import config
+from libra_jax.runs import workdirs
+
 QUICKSTART = "--config=configs/quickstart.py"
 REAL_SIZE = "--config=configs/qwen3_1p7b_8gpu.py"
 
@@ -27,7 +30,9 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def test_dry_run_prints_the_config_the_mesh_and_the_partition():
     result = train(QUICKSTART, "--dry_run", "--config.rollout.tensor_parallel=(1,2)", "--config.trainer.fsdp=2")
     assert result.returncode == 0, result.stderr
-    assert "learning_rate: " in result.stdout
+    assert result.stdout.startswith("settings    ")
+    assert "\n  --config.trainer.fsdp=2\n" in result.stdout
+    assert "config.optimizer.clip_norm" not in result.stdout  # as the default
     assert "tasks       libra_jax.agents.calculator:task_source, generated; the first: " in result.stdout
     assert "mesh        data=1 fsdp=2 tensor=1 context=1" in result.stdout
     assert "trainer   devices 0-1" in result.stdout
@@ -156,10 +161,22 @@ def test_a_dry_run_tries_the_rewards_on_the_first_task(kind, shown):
         scripts.assert_one_sentence(
             result, f"start here: config.reward.functions.mine: reward_functions:giving {shown}"
         )
-        assert "\nsteps: " not in result.stdout
+        assert "--config.steps=" not in result.stdout
     else:
-        assert "\nsteps: " in result.stdout
+        assert "  --config.steps=50\n" in result.stdout
         assert "\n  mine gave 0.5 for the first task with its own answer\n" in result.stdout
+
+
+def test_a_dry_run_refuses_the_workdir_of_another_config(tmp_path):
+    workdir = tmp_path / "run"
+    workdirs.open_workdir(config.RunConfig(), str(workdir))
+    workdirs.release(workdir)
+    result = train(QUICKSTART, f"--workdir={workdir}", "--dry_run")
+    scripts.assert_one_sentence(result, f"--workdir={workdir} belongs to another config: ")
+    assert result.returncode == 2
+    new = train(QUICKSTART, f"--workdir={tmp_path / 'new'}", "--dry_run")
+    assert f"\nworkdir     {tmp_path / 'new'}, new\n" in new.stdout
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_path_is_refused_where_the_source_reads_none_even_if_it_is_missing():

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 
 import pytest
 
 import libra_jax
 from configs import simulate
 from libra_jax import config, protocols
-from libra_jax.runs import api
+from libra_jax.runs import api, wiring
 from libra_jax.simulator import report
 
 QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
@@ -143,6 +144,74 @@ def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_nam
 def test_an_object_that_cannot_stand_for_a_name_is_refused(given, message):
     with pytest.raises(protocols.LibraError, match=message):
         api.with_objects(small(), **given)
+
+
+class Stock:
+    """A tool, which a config takes by its name only."""
+
+
+def raising(task, text):
+    raise KeyError("gold")
+
+
+def not_a_number(task, text):
+    return float("nan")
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reward": raising}, r"raising raised KeyError: 'gold' \(.*test_api\.py, line \d+\) for the first task"),
+        ({"reward": not_a_number}, r"not_a_number gave nan, which is not a finite number for the first task"),
+        ({"reward": lambda task: 1.0}, r"lambda must take \(task, text\) or \(task, transcript\), and takes \(task\)"),
+        ({"environment": Stock}, r"config\.task\.environment: .*Stock.* has no method reset"),
+        ({"model": "/nowhere/model"}, r"/nowhere/model: no such model directory"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_engine_starts(call, given, message, monkeypatch, tmp_path):
+    async def started(*_, **__):
+        raise AssertionError("engines start")
+
+    for function in ("train", "evaluate"):
+        monkeypatch.setattr(wiring, function, started)
+    run, objects = small(), dict(given)
+    if call == "train":
+        objects["workdir"] = tmp_path / "run"
+        run.model.path = objects.pop("model", "")
+    with pytest.raises(protocols.LibraError, match=message) as raised:
+        getattr(libra_jax, call)(run, tasks=QUESTIONS, **objects)
+    assert "resolving" not in str(raised.value)
+    assert "given:" not in str(raised.value)
+    shown = traceback.format_exception(raised.value)
+    assert len("".join(shown).splitlines()) <= 10, "the caller's line and the call's"
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_variable_keeps_the_whole_traceback(monkeypatch):
+    monkeypatch.setenv("LIBRA_JAX_TRACEBACK", "1")
+    with pytest.raises(protocols.ConfigError) as raised:
+        libra_jax.train(small(), tasks=QUESTIONS, reward=raising)
+    assert "try_rewards" in "".join(traceback.format_exception(raised.value))
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(protocols.ConfigError, match=r"config: must be a libra_jax\.config\.RunConfig, not a dict"):
+        libra_jax.train({}, tasks=QUESTIONS)
+    with pytest.raises(protocols.ConfigError, match=r"not the class RunConfig"):
+        libra_jax.train(config.RunConfig, tasks=QUESTIONS)
+
+
+def test_a_class_in_place_of_its_name_is_refused_with_the_name():
+    with pytest.raises(protocols.ConfigError, match=r"ToolsConfig\.use: must hold strings, .* as '.*test_api:Stock'"):
+        small().tools.use = (Stock,)
+
+
+def test_a_weight_of_the_environment_is_refused_beside_a_reward_that_replaces_it():
+    run = small()
+    run.reward.environment_weight = 0.5
+    with pytest.raises(protocols.ConfigError, match=r"reward\.environment_weight: 0\.5 has no effect beside"):
+        api.with_objects(run, reward=lambda task, text: 1.0)
 
 
 def test_objects_of_the_program_are_refused_where_workers_are_other_processes():

@@ -365,3 +365,12 @@ def test_a_value_that_no_run_could_use_is_refused_naming_its_field(field, value,
     with pytest.raises(protocols.ConfigError) as caught:
         config.parse(config.RunConfig, value)
     assert str(caught.value) == f"config.{field}: {problem}"
+
+
+def test_a_preset_that_a_model_directory_overrules_is_warned_of(tmp_path, capsys):
+    shipped = pathlib.Path(model_config.__file__).parent / "presets/Qwen3-0.6B.json"
+    (tmp_path / "config.json").write_text(shipped.read_text())
+    for preset, told in (("Qwen3-8B", True), ("Qwen3-0.6B", False), (config.ModelConfig().preset, False)):
+        preflight.warn(config.RunConfig(model=config.ModelConfig(path=str(tmp_path), preset=preset)))
+        sentence = f"config.model.preset: {preset} has no effect, because model.path={tmp_path} counts, and has 596 M"
+        assert (sentence in capsys.readouterr().err) == told

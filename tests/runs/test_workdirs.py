@@ -131,3 +131,18 @@ def test_a_setting_that_is_a_list_of_names_takes_names():
         config.parse(config.RunConfig, {"scheduler": {"learnt_from": (1,)}})
     with pytest.raises(protocols.ConfigError, match=r"config\.planner\.degrees: must hold integers"):
         config.parse(config.RunConfig, {"planner": {"degrees": ("1",)}})
+
+
+def test_a_dry_run_foresees_the_workdir_and_leaves_nothing_in_it(tmp_path):
+    run = tmp_path / "run"
+    assert workdirs.foreseen(settings(), str(run)) == f"{run}, new"
+    assert not run.exists()
+    workdirs.open_workdir(settings(), str(run))
+    before = sorted(run.iterdir())
+    with pytest.raises(protocols.ConfigError, match=r"another config: config\.seed is 0 there and 1 here\."):
+        workdirs.foreseen(settings(seed=1), str(run))
+    with_checkpoint(run, 3)
+    told = workdirs.foreseen(settings(seed=1), str(run), allow_changes=("seed",))
+    assert told == f"{run}, goes on from step 3, with other settings: config.seed is 0 there and 1 here"
+    assert json.loads((run / "config.json").read_text())["seed"] == 0
+    assert {file.name for file in set(run.iterdir()) - set(before)} == {"checkpoints"}

@@ -92,18 +92,21 @@ def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bo
     """
     field_name = f"reward.functions.{name}"
     made = resolving.call(check(name, function), function.factory, function.arguments, f"{field_name}.arguments")
-    where = f"{field_name}.factory"
-    config.check(callable(made), where, f"{function.factory} must return a function of (task, text), not {made!r}")
+    where, called = f"{field_name}.factory", resolving.shown(function.factory, function.arguments)
+    config.check(callable(made), where, f"{called} must return a function of (task, text), not {made!r}")
     try:
         signature = inspect.signature(made)
         signature.bind(None, "")
     except ValueError:  # a function written in C may have no readable signature
         return made, False
     except TypeError as error:
-        raise protocols.ConfigError(
-            f"config.{where}: {function.factory} must return a function of (task, text), and what it returns takes "
-            f"{signature} ({error})"
-        ) from error
+        if function.factory == resolving.ITSELF:
+            problem = f"{called} must take (task, text) or (task, transcript), and takes {signature}"
+        else:
+            problem = (
+                f"{called} must return a function of (task, text), and what it returns takes {signature} ({error})"
+            )
+        raise protocols.ConfigError(f"config.{where}: {problem}") from error
     # The name of the parameter tells: a transcript and a text are passed in the same place.
     second = [*signature.parameters][1:2]
     return made, second == ["transcript"]

@@ -20,6 +20,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from libra_jax import config, protocols
+from libra_jax.agents import resolving
 from libra_jax.agents.rewards import actors, scoring
 
 
@@ -152,7 +153,9 @@ class ComposedReward:
             if not problem:
                 return outcome
             if blamed and not left:
-                whose = f"config.reward.functions.{name} ({self._functions[name].factory}), task {task.prompt_id}"
+                function = self._functions[name]
+                called = resolving.shown(function.factory, function.arguments)
+                whose = f"config.reward.functions.{name} ({called}), task {task.prompt_id}"
                 raise protocols.RewardFailed(f"{whose}: it {problem}")
             left -= blamed  # a call that another one brought down costs no try
 

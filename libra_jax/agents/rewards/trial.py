@@ -12,6 +12,7 @@ from multiprocessing import connection, process
 
 from libra_jax import config, protocols
 from libra_jax.agents import child as children
+from libra_jax.agents import resolving
 from libra_jax.agents.rewards import actors, scoring
 
 TRY_SECONDS = 20.0
@@ -127,7 +128,12 @@ def _tried(reward: config.RewardConfig, example: Example | None, answer: connect
         answer.send("")
         if example is None:
             return
-        own = {name: takes for name, takes in made.items() if not reward.parsed()[name].factory.startswith(OURS)}
+        ours = [
+            name
+            for name, function in reward.parsed().items()
+            if function.factory.startswith(OURS) and function.factory != resolving.ITSELF
+        ]
+        own = {name: takes for name, takes in made.items() if name not in ours}
         answer.send(list(own))
         for name, takes_transcript in own.items():
             given = example.transcript if takes_transcript else example.transcript.text
