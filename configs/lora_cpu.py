@@ -13,6 +13,7 @@ from libra_jax import config as libra_config
 def get_config() -> libra_config.RunConfig:
     config = quickstart.get_config()
     config.name = "lora_cpu"
+    config.steps = 40
     config.model.lora.rank = 8
     config.model.lora.alpha = 16.0
     # Ten times the quickstart's: the two factors of an adapter start near zero, and their product moves slowly.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,11 @@ def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) 
     targets = tuple(name for name in run_config.PROJECTIONS if name in lora.targets)
     made = model_config.AdapterConfig(lora.rank, lora.alpha, targets, layers)
     return dataclasses.replace(shape, adapter=made)
+
+
+def parameter_count(config: model_config.TransformerConfig) -> int:
+    """Counts the parameters of the adapter; 0 without one."""
+    return sum(math.prod(entry.shape) for entry in hf_names.adapter_map(config))
 
 
 def to_peft(config: model_config.TransformerConfig, base: str) -> dict[str, Any]:

@@ -557,7 +557,7 @@ class TrainerActor:
         running.sourced = base_lib.digest(base) if sourced else None
 
     def _sourced_base(self, path: str, digest: str) -> Any:
-        """Returns the frozen weights that a checkpoint has the digest of: the present ones, or loaded anew.
+        """Returns the frozen weights that a checkpoint has the digest of: the present ones, or loaded again.
 
         Raises:
           DataError: the source holds other weights now.
