@@ -73,6 +73,7 @@ def main() -> None:
         if sizes is None:
             raise protocols.ConfigError(f"--topology: {_TOPOLOGY.value!r} is no topology; one looks like 2x8")
         grid = int(sizes[1]), int(sizes[2])
+        _tell_unused(grid, config.trainer)
     case, text = _compiled(config, shape, grid)
     for output in outputs:
         programs.write(output, [case])
@@ -90,6 +91,17 @@ def main() -> None:
         _refuse(case, config, shape, room)
     for output in outputs:
         print(f"wrote {output}")
+
+
+def _tell_unused(grid: tuple[int, int], trainer: libra_config.TrainerConfig) -> None:
+    """Says which devices of a topology the mesh uses, if there are more of them than the mesh has."""
+    total, used = math.prod(grid), trainer.devices
+    if total > used:
+        print(
+            f"note: --topology={grid[0]}x{grid[1]} has {total:,} devices, and the mesh uses the first {used:,} of "
+            "them; trainer.data, trainer.fsdp and trainer.tensor set its size.",
+            flush=True,
+        )
 
 
 def _compiled(
@@ -164,13 +176,20 @@ def _refuse(
     case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     """Raises the error of a config that does not fit, with settings that do."""
-    print("Looking for settings that fit ...")
+    print("Looking for settings that fit ...", flush=True)
+
+    def tell(setting: fitting.Setting, needed: float) -> None:
+        # Each takes up to a minute, so a search that is interrupted has shown what it found.
+        fits = "fits" if needed <= room else "does not fit"
+        print(f"  {fits}: {setting.flags} ({needed / 1e9:.1f} GB)", flush=True)
+
     found = fitting.search(
         config,
         shape,
         case.memory_bytes,
         room,
         lambda other: _compiled(other, shape, None, ("policy", "apply"))[0].memory_bytes,
+        tell,
     )
     said = "; ".join(
         f"{setting.flags} ({needed / 1e9:.1f} GB, {setting.config.trainer.devices} training devices)"
@@ -187,4 +206,4 @@ def _refuse(
 
 
 if __name__ == "__main__":
-    cli.run(main, needs_config=True)
+    cli.run(main, needs_config=True, interrupted="interrupted; settings listed above as fitting were compiled.")

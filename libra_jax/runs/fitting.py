@@ -100,6 +100,7 @@ def search(
     measured: float,
     room: float,
     measure: Callable[[libra_config.RunConfig], float],
+    tell: Callable[[Setting, float], None] = lambda _setting, _needed: None,
 ) -> list[tuple[Setting, float]]:
     """Returns settings that fit, with their bytes on a device.
 
@@ -109,6 +110,7 @@ def search(
       measured: its bytes on a device.
       room: bytes of a device.
       measure: returns the bytes on a device of another configuration, by compiling it.
+      tell: called with each setting that was compiled, and its bytes on a device.
     """
     # The formula ranks; how far it is off on the given configuration corrects it.
     off = measured / memory.trainer_bytes(config, shape)
@@ -121,6 +123,7 @@ def search(
             continue
         tried += 1
         needed = measure(setting.config)
+        tell(setting, needed)
         if needed <= room:
             found.append((setting, needed))
     return found

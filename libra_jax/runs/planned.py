@@ -195,7 +195,19 @@ class Case:
     length_flags: tuple[str, ...] = ()
 
     def searched(self) -> search.Search:
-        """Builds the search over the case's plans, with the seconds of a step that belong to no stage."""
+        """Builds the search over the case's plans, with the seconds of a step that belong to no stage.
+
+        Raises:
+          ConfigError: a rollout fits no row or no instance, or the model fits no mesh.
+        """
+        trainer, longest = self.run.trainer, max(script.context_tokens for script in self.work.scripts)
+        columns = max((trainer.row_tokens, *trainer.row_buckets))
+        if self.length_flags and longest > columns + 1:
+            raise protocols.ConfigError(
+                f"--{', --'.join(self.length_flags)}: rollouts of up to {longest:,} tokens do not fit the config's "
+                f"rows of {columns:,}; raise --config.trainer.row_tokens and --config.rollout.max_context, or give "
+                "smaller lengths"
+            )
         return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
@@ -380,16 +392,6 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
         raise protocols.ConfigError(
             "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
             "trace.jsonl of a run's folder, or --workload, or --generated_tokens=mean,P90"
-        )
-    longest, columns = (
-        max(script.context_tokens for script in drawn),
-        max((run.trainer.row_tokens, *run.trainer.row_buckets)),
-    )
-    if asked.lengths and longest > columns + 1:
-        raise protocols.ConfigError(
-            f"--{', --'.join(asked.length_flags)}: rollouts of up to {longest:,} tokens do not fit the config's rows "
-            f"of {columns:,}; raise --config.trainer.row_tokens and --config.rollout.max_context, or give smaller "
-            "lengths"
         )
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)

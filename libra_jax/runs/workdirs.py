@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
@@ -177,9 +176,9 @@ def _check_allowed(path: Path, allow_changes: Sequence[str]) -> None:
         )
 
 
-def _resolved(config: libra_config.RunConfig) -> dict[str, Any]:
+def _resolved(config: libra_config.RunConfig) -> changes.Settings:
     """Returns the content of the config's `config.json`."""
-    resolved: dict[str, Any] = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
+    resolved: changes.Settings = json.loads(json.dumps(escapes.redacted(libra_config.to_dict(config)), default=list))
     return resolved
 
 

@@ -30,6 +30,15 @@ def test_bad_input_is_answered_in_one_sentence(arguments, said, tmp_path):
     assert result.returncode == 2
 
 
+def test_a_topology_larger_than_the_mesh_is_told_with_what_the_mesh_uses(tmp_path):
+    nothing = {"LIBRA_JAX_ACCELERATORS": str(tmp_path / "none")}
+    arguments = (CONFIG, "--config.model.preset=Qwen3-0.6B", "--config.trainer.fsdp=4")
+    larger = compile_for(*arguments, "--topology=2x8", environment=nothing)
+    assert "note: --topology=2x8 has 16 devices, and the mesh uses the first 4 of them; " in larger.stdout
+    exact = compile_for(*arguments, "--topology=1x4", environment=nothing)
+    assert "note: " not in exact.stdout
+
+
 def run(**trainer: int) -> libra_config.RunConfig:
     config = libra_config.RunConfig()
     config.model.preset, config.model.remat = "Qwen3-8B", "dots"
@@ -48,7 +57,10 @@ def test_settings_that_fit_are_compiled_before_they_are_named():
         trainer = config.trainer
         return 160e9 / (trainer.fsdp * trainer.tensor) + (40e9 if config.model.remat == "dots" else 10e9)
 
-    found = fitting.search(run(fsdp=2), shape, 120e9, 70e9, measure)
+    told: list[tuple[fitting.Setting, float]] = []
+    found = fitting.search(run(fsdp=2), shape, 120e9, 70e9, measure, lambda *one: told.append(one))
+    assert len(told) == len(measured), "each is told as soon as it is compiled"
+    assert [one for one in told if one[1] <= 70e9] == found
     assert [setting.flags for setting, _ in found] == [
         "--config.model.remat=full --config.trainer.fsdp=4",
         "--config.model.remat=full --config.trainer.tensor=2",
@@ -65,3 +77,17 @@ def test_settings_that_do_not_divide_are_not_offered():
     for trainer in offered:
         assert trainer.rows_per_micro_batch % (trainer.data * trainer.fsdp) == 0
         assert shape.num_kv_heads % trainer.tensor == 0
+
+
+def test_an_interrupted_search_has_told_what_it_found():
+    shape, told = model_config.load_preset("Qwen3-8B"), []
+
+    def measure(config: libra_config.RunConfig) -> float:
+        if len(told) == 2:
+            raise KeyboardInterrupt
+        return 60e9
+
+    with pytest.raises(KeyboardInterrupt):
+        fitting.search(run(fsdp=2), shape, 120e9, 70e9, measure, lambda setting, _: told.append(setting.flags))
+    assert len(told) == 2
+    assert all(flags.startswith("--config.") for flags in told)

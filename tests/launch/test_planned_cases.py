@@ -46,7 +46,7 @@ def test_lengths_beyond_a_real_runs_rows_are_refused_by_their_flag():
     config = libra_config.to_dict(libra_config.RunConfig())
     asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=scripts.Wanted(PAIR))
     with pytest.raises(protocols.ConfigError, match=r"^--generated_tokens: .* raise --config\.trainer\.row_tokens and"):
-        planned.case(config, asked)
+        planned.case(config, asked).searched()
 
 
 def test_flags_name_machine_model_and_lengths_of_a_real_run():

@@ -45,7 +45,7 @@ def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
         ["bash", "-c", program], cwd=scripts.ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert shown.returncode == 0, shown.stderr
-    assert "wandb_project: it's mine" in shown.stdout
+    assert """--config.telemetry.wandb_project="it's mine"\n""" in shown.stdout
     assert "rollout-1 devices 2-3: tensor parallel 2" in shown.stdout
 
 

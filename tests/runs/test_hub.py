@@ -211,7 +211,7 @@ def test_a_run_reads_the_snapshot_and_its_workdir_keeps_the_id(cache, tmp_path):
     dry = scripts.run("train.py", *ids, "--dry_run", environment=environment)
     assert dry.returncode == 0, dry.stderr
     assert "8 to train on; the first: " in dry.stdout
-    assert "  path: acme/tiny\n" in dry.stdout, "the config is shown as it was given"
+    assert "--config.model.path='acme/tiny'\n" in dry.stdout, "the config is shown as it was given"
     assert "dataset acme/sums: snapshot 01234567 of the Hugging Face cache" in dry.stdout
     stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
     (tmp_path / "run").mkdir()
