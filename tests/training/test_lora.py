@@ -149,10 +149,9 @@ def wanted(make, small):
     return _sums(small, make())
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 4, 1, 1), (1, 1, 4, 1), (2, 2, 2, 1), (1, 2, 2, 2)])
 def test_gradients_on_a_mesh_equal_those_of_one_device(make, small, wanted, sizes):
-    data, fsdp, tensor = sizes
-    found = _sums(small, make(trainer={"data": data, "fsdp": fsdp, "tensor": tensor}))
+    found = _sums(small, make(trainer=dict(zip(state_lib.AXES, sizes, strict=True))))
     np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
     for ours, whole in zip(_on_host(found.gradients), _on_host(wanted.gradients), strict=True):
         np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
