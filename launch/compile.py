@@ -124,14 +124,15 @@ def _print(
     case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     gradient, foreseen = case.gradient, programs.expected(case, shape)
-    bound = least.volumes(shape, *case.mesh, case.columns)
+    bound = least.volumes(shape, *case.mesh, case.columns, case.context)
     moved = gradient.wire_bytes
     slow, fast = foreseen.mfu
     mesh = f"data {case.data} x fsdp {case.fsdp} x tensor {case.tensor}"
+    mesh += f" x context {case.context}" if case.context > 1 else ""
     rows = table.Table("a device", f"{case.target}, {mesh}", show_header=True)
     grid = f" of the {_TOPOLOGY.value}" if _TOPOLOGY.value else ""
     rollout = sum(config.rollout.tensor_parallel)
-    rows.add_row("devices", f"{math.prod(case.mesh)} train{grid}; {rollout} more for rollout, not compiled here")
+    rows.add_row("devices", f"{config.trainer.devices} train{grid}; {rollout} more for rollout, not compiled here")
     path = config.model.path
     elsewhere = f": {path} is not here" if path and not Path(path).exists() else ""
     rows.add_row("parameters", f"{case.parameters / 1e9:.2f} billion ({case.model}{elsewhere})")

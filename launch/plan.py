@@ -164,6 +164,7 @@ def _timed(searched: search.Search, devices: int) -> tuple[search.Split, float]:
 def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) -> None:
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+    shape += f" x context {mesh.context}" * (mesh.context > 1)
     rows.add_row("train", str(mesh.devices), shape, "", f"{best.train.seconds - case.besides:.1f}")
     for index, bucket in enumerate(best.rollout):
         last = index == len(best.rollout) - 1
@@ -270,8 +271,9 @@ def _cases(case: planned.Case) -> Iterator[tuple[str, planned.Case]]:
             scaled = work.scaled(factor)
             trainer, longest = run.trainer, max(script.context_tokens for script in scaled.scripts)
             if longest > max((trainer.row_tokens, *trainer.row_buckets)):
-                # A row must hold the longest sequence, and divide by the tensor degree.
-                whole = -(-longest // trainer.tensor) * trainer.tensor
+                # A row must hold the longest sequence, and divide by the degrees that split its tokens.
+                parts = trainer.tensor * trainer.context
+                whole = -(-longest // parts) * parts
                 trainer = dataclasses.replace(trainer, row_buckets=(*trainer.row_buckets, whole))
             yield f"x {factor:g}", dataclasses.replace(case, work=scaled, run=dataclasses.replace(run, trainer=trainer))
     else:
@@ -311,7 +313,7 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
     mesh = best.train
     return {
         "for": case.as_json(),
-        "train": {"devices": mesh.devices, "data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor},
+        "train": {name: getattr(mesh, name) for name in ("devices", "data", "fsdp", "tensor", "context")},
         "rollout": [dataclasses.asdict(bucket) for bucket in best.rollout],
         "predicted": {
             "train_seconds": best.train.seconds - case.besides,

@@ -67,6 +67,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
             segments_BxT,
             kernel=name,
             chunk=sizes.chunk,
+            heads=sizes.heads,
             head_dim=sizes.head_dim,
             dtype=sizes.dtype,
             on=on,

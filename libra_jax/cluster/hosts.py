@@ -136,10 +136,12 @@ def _training(trainer: libra_config.TrainerConfig, each: int) -> tuple[Place, ..
             "needed"
         )
     together = min(each // devices, trainer.processes)
-    if trainer.processes > together and together * devices % trainer.tensor:
+    inside = trainer.tensor * trainer.context
+    if trainer.processes > together and together * devices % inside:
         raise ConfigError(
-            f"config.trainer.tensor: the {trainer.tensor} devices that split a layer must be on one host, and a host "
-            f"has {together * devices} of the mesh (config.cluster.accelerators_per_host, config.trainer.processes)"
+            f"config.trainer.{'tensor' if trainer.tensor > 1 else 'context'}: the {inside} devices that split a layer "
+            f"or a row (tensor x context) must be on one host, and a host has {together * devices} of the mesh "
+            "(config.cluster.accelerators_per_host, config.trainer.processes)"
         )
     # Neighbours in the mesh share a host, so that the mesh is contiguous over the hosts' links.
     firsts = [process % together * devices for process in range(trainer.processes)]

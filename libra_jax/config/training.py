@@ -143,7 +143,10 @@ class TrainerConfig:
     data: int = 1  # number of data-parallel replicas
     fsdp: int = 1  # number of shards of parameters and optimizer
     tensor: int = 1  # number of shards of a layer's matrices
-    context: int = 1  # reserved size of a context axis; only 1
+    # Number of parts that the tokens of a row are split into (context parallelism), for rows too long for one device.
+    # The state is split over fsdp x context. Row lengths must divide by context x tensor. Fastest if it divides the
+    # query heads of a tensor shard.
+    context: int = 1
     row_tokens: int = 512  # tokens of a packed row; a longer trajectory gets a longer row from row_buckets
     # Further row lengths in tokens, ascending, all above row_tokens. Their programs compile in the background from the
     # trainer's start on.
@@ -183,12 +186,17 @@ class TrainerConfig:
         check(bool(self.compilation_cache), "trainer.compilation_cache", "must be auto, off or a path")
         check_finite(self.peak_flops, "trainer.peak_flops")
         check(self.peak_flops >= 0, "trainer.peak_flops", f"must not be negative, not {self.peak_flops}")
-        check(self.context == 1, "trainer.context", "is reserved: only 1 is supported")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
         for length in lengths:
             name = "row_tokens" if length == self.row_tokens else "row_buckets"
-            check(length % self.tensor == 0, f"trainer.{name}", f"{length} does not divide over tensor = {self.tensor}")
+            check(
+                length % (self.context * self.tensor) == 0,
+                f"trainer.{name}",
+                f"{length} does not divide over context x tensor = {self.context} x {self.tensor}"
+                if self.context > 1
+                else f"{length} does not divide over tensor = {self.tensor}",
+            )
         shards = self.data * self.fsdp
         check(
             self.rows_per_micro_batch % shards == 0,
@@ -197,9 +205,14 @@ class TrainerConfig:
         )
 
     @property
+    def replica_devices(self) -> int:
+        """Devices of one data-parallel replica."""
+        return self.fsdp * self.tensor * self.context
+
+    @property
     def devices(self) -> int:
         """Devices in the mesh."""
-        return self.data * self.fsdp * self.tensor * self.context
+        return self.data * self.replica_devices
 
 
 @group

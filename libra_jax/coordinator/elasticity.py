@@ -230,7 +230,7 @@ class PlanFollower:
     def _stay(self, plan: protocols.Plan, why: str) -> None:
         """Keeps `plan` in force, on the trainer's present mesh, because the decision could not be carried out."""
         present = self._resizing.sizes
-        plan = dataclasses.replace(plan, data=present.data, fsdp=present.fsdp, tensor=present.tensor)
+        plan = dataclasses.replace(plan, **dataclasses.asdict(present))
         self._followed = plan
         self._engines.trainer_holds(plan.train_devices)
         self._planner.refuse(plan)
@@ -242,7 +242,7 @@ def _counts(plan: protocols.Plan) -> dict[int, int]:
 
 
 def _mesh(plan: protocols.Plan) -> protocols.MeshSizes:
-    return protocols.MeshSizes(plan.data, plan.fsdp, plan.tensor)
+    return protocols.MeshSizes(plan.data, plan.fsdp, plan.tensor, plan.context)
 
 
 class Elasticity:

@@ -1,10 +1,11 @@
 """Causal attention within segments: one dense block for short rows, online softmax over blocks for long rows.
 
 On a current mesh, each device attends over its own rows and heads (`shard_map`), because no row or head needs data of
-another device. A platform's own kernel (Splash on TPU, cuDNN on GPU) takes the rows where it can compute them.
+another device. If `context` splits the tokens of rows, the devices exchange heads or keys first (`context_attention`).
+A platform's own kernel (Splash on TPU, cuDNN on GPU) takes the rows where it can compute them.
 
-Letters: B rows, T queries, S keys, C chunk, H query heads, N key and value heads, G = H / N query heads a key head,
-K head width.
+Letters: B rows, T queries, S keys, C chunk, I query blocks, H query heads, N key and value heads, G = H / N query heads
+a key head, K head width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from libra_jax.models import cudnn_attention, feasibility, sharding, splash_attention
+from libra_jax.models import context_attention, cudnn_attention, feasibility, sharding, splash_attention
 from libra_jax.planning import rows
 
 SAVED_NAMES = ("attention_output", "attention_normalizer")
@@ -30,10 +31,6 @@ _FLOOR = -1e20  # a query without a key has maximum _FLOOR, so that all its weig
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Attention over one set of segments: [B, T, H, K] from queries [B, T, H, K], keys and values [B, T, N, K]."""
-
-LocalAttention = Callable[..., jax.Array]
-"""Attention on one device: [B, T, H, K] from queries, keys, values, segment ids [B, T], and the kernel's own arrays,
-whose first axis is B."""
 
 
 def target(device: jax.Device) -> feasibility.Target:
@@ -49,6 +46,7 @@ def prepare(
     *,
     kernel: str,
     chunk: int,
+    heads: int,
     head_dim: int,
     dtype: str,
     on: feasibility.Target = feasibility.CPU,
@@ -62,6 +60,7 @@ def prepare(
       kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel if it can compute
         this case, else "chunked".
       chunk: number of queries and keys in a block of "chunked"; rows up to this length are one dense block.
+      heads: H.
       head_dim: K.
       dtype: dtype of queries, keys and values.
       on: device that runs the program.
@@ -71,8 +70,12 @@ def prepare(
       ConfigError: the kernel cannot run on this device or cannot compute this case.
     """
     tokens = segments_BxT.shape[1]
-    chosen = feasibility.choose_attention(kernel, on, tokens, head_dim, dtype, packed)
-    local: LocalAttention = functools.partial(chunked, chunk=chunk)
+    context, own_heads = sharding.ways("context"), heads // sharding.ways("tensor")
+    by_heads = feasibility.splits_heads(own_heads, context)
+    chosen = feasibility.choose_attention(kernel, on, tokens, head_dim, dtype, packed, whole_rows=by_heads)
+    local: context_attention.LocalAttention = functools.partial(chunked, chunk=chunk)
+    # Whole on every device of `context`: ids are small, and what follows from them is not.
+    segments_BxT = sharding.constrain(segments_BxT, ("batch", None))
     shared: tuple[jax.Array, ...] = (segments_BxT,)
     if chosen == "splash":
         local = functools.partial(splash_attention.attend, residual_name=SAVED_NAMES[0])
@@ -81,9 +84,12 @@ def prepare(
         local = cudnn_attention.attend
         shared += cudnn_attention.layout(segments_BxT, rows.max_segments(tokens, packed))
     if (mesh := sharding.current_mesh()) is not None:
-        heads, batch = sharding.spec(("batch", None, "heads", None)), sharding.spec(("batch",))
-        specs = (heads, heads, heads, *(batch for _ in shared))
-        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)
+        if context > 1:
+            part = functools.partial(chunked_part, chunk=chunk)
+            local = context_attention.over_heads(local) if by_heads else context_attention.over_queries(part)
+        split, batch = sharding.spec(("batch", "tokens", "heads", None)), sharding.spec(("batch",))
+        specs = (split, split, split, *(batch for _ in shared))
+        local = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
     return lambda q_BxTxHxK, k_BxTxNxK, v_BxTxNxK: local(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, *shared)
 
 
@@ -107,18 +113,58 @@ def chunked(
     Returns:
       [B, T, H, K]; 0 at padding.
     """
-    rows, tokens, heads, head_dim = q_BxTxHxK.shape
+    tokens = q_BxTxHxK.shape[1]
     if tokens <= chunk:
         return dense(q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT)
-    kv_heads = k_BxTxNxK.shape[2]
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, 0), (0, -tokens % chunk), *(((0, 0),) * (x.ndim - 2))))
 
-    q_BxNxGxTxK = pad(q_BxTxHxK).reshape(rows, -1, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    k_BxNxTxK, v_BxNxTxK = (pad(x).transpose(0, 2, 1, 3) for x in (k_BxTxNxK, v_BxTxNxK))
-    out_BxNxGxTxK = _flash(chunk, q_BxNxGxTxK, k_BxNxTxK, v_BxNxTxK, pad(segments_BxT))
-    return out_BxNxGxTxK.transpose(0, 3, 1, 2, 4).reshape(rows, -1, heads, head_dim)[:, :tokens]
+    q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT = map(pad, (q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT))
+    blocks_I = jnp.arange(-(-tokens // chunk))
+    return _in_blocks(chunk, q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, segments_BxT, blocks_I)[:, :tokens]
+
+
+def chunked_part(
+    q_BxTxHxK: jax.Array,
+    k_BxSxNxK: jax.Array,
+    v_BxSxNxK: jax.Array,
+    segments_BxS: jax.Array,
+    firsts: jax.Array,
+    chunk: int,
+) -> jax.Array:
+    """Computes attention of two halves of queries over all keys of their rows, in blocks like `chunked`.
+
+    Args:
+      q_BxTxHxK: queries; each half is a run of columns of the row.
+      k_BxSxNxK: keys of whole rows; S is a multiple of T / 2.
+      v_BxSxNxK: values of whole rows.
+      segments_BxS: segment ids of whole rows.
+      firsts: int [2], first column of each half, ascending, multiples of T / 2.
+      chunk: most queries and keys of a block.
+    """
+    half = q_BxTxHxK.shape[1] // 2
+    # Blocks of equal size that divide the halves, so that a block has one place in the row.
+    size = max(size for size in range(1, min(chunk, half) + 1) if half % size == 0)
+    blocks_I = (firsts[:, None] // size + jnp.arange(half // size)).reshape(-1)
+    return _in_blocks(size, q_BxTxHxK, k_BxSxNxK, v_BxSxNxK, segments_BxS, blocks_I)
+
+
+def _in_blocks(
+    chunk: int,
+    q_BxTxHxK: jax.Array,
+    k_BxSxNxK: jax.Array,
+    v_BxSxNxK: jax.Array,
+    segments_BxS: jax.Array,
+    blocks_I: jax.Array,
+) -> jax.Array:
+    """Runs the kernel on whole blocks; `blocks_I` is the place in the row of each block of queries, ascending."""
+    rows, _, heads, head_dim = q_BxTxHxK.shape
+    kv_heads = k_BxSxNxK.shape[2]
+    q_BxNxGxTxK = q_BxTxHxK.reshape(rows, -1, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    k_BxNxSxK, v_BxNxSxK = (x.transpose(0, 2, 1, 3) for x in (k_BxSxNxK, v_BxSxNxK))
+    out_BxNxGxTxK = _flash(chunk, q_BxNxGxTxK, k_BxNxSxK, v_BxNxSxK, segments_BxS, blocks_I)
+    return out_BxNxGxTxK.transpose(0, 3, 1, 2, 4).reshape(q_BxTxHxK.shape)
 
 
 def dense(q_BxTxHxK: jax.Array, k_BxTxNxK: jax.Array, v_BxTxNxK: jax.Array, segments_BxT: jax.Array) -> jax.Array:
@@ -150,30 +196,33 @@ def _mask(queries_BxT: jax.Array, keys_BxS: jax.Array, ahead: jax.Array | int) -
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The chunked kernel. Shapes: q, out [B, N, G, T, K]; k, v [B, N, T, K]; normalizer [B, N, G, T] (log of the sum of
-# exponentiated scores); T is a multiple of the chunk.
+# The chunked kernel. Shapes: q, out [B, N, G, T, K]; k, v [B, N, S, K]; normalizer [B, N, G, T] (log of the sum of
+# exponentiated scores); T and S are multiples of the chunk. Block n of the queries stands at block blocks_I[n] of the
+# row.
 # --------------------------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: jax.Array) -> jax.Array:
-    return _flash_forward(chunk, q, k, v, segments_BxT)[0]
+def _flash(
+    chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxS: jax.Array, blocks_I: jax.Array
+) -> jax.Array:
+    return _flash_forward(chunk, q, k, v, segments_BxS, blocks_I)[0]
 
 
 def _flash_forward(
-    chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxT: jax.Array
+    chunk: int, q: jax.Array, k: jax.Array, v: jax.Array, segments_BxS: jax.Array, blocks_I: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     # Each query block visits a contiguous range of key blocks; blocks of the range that are not needed are masked.
-    needed = _needed_blocks(segments_BxT, chunk)
+    needed = _needed_blocks(segments_BxS, chunk)[blocks_I]
     first = jnp.argmax(needed, axis=1)
-    stop = jnp.where(needed.any(axis=1), jnp.arange(len(needed)) + 1, first)
+    stop = jnp.where(needed.any(axis=1), blocks_I + 1, first)
 
-    def query_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q_i = _block(q, i, chunk)
+    def query_block(n: jax.Array) -> tuple[jax.Array, jax.Array]:
+        i, q_i = blocks_I[n], _block(q, n, chunk)
 
         def key_block(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             out, top, total = carry
-            scores = _scores(q_i, _block(k, j, chunk), segments_BxT, i, j, chunk)
+            scores = _scores(q_i, _block(k, j, chunk), segments_BxS, i, j, chunk)
             new_top = jnp.maximum(top, scores.max(-1))
             weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
             value = jnp.einsum(
@@ -183,7 +232,7 @@ def _flash_forward(
 
         shape = q_i.shape[:-1]
         start = (jnp.zeros(q_i.shape, jnp.float32), jnp.full(shape, _FLOOR), jnp.zeros(shape))
-        out, top, total = jax.lax.fori_loop(first[i], stop[i], key_block, start)
+        out, top, total = jax.lax.fori_loop(first[n], stop[n], key_block, start)
         # A query without a key gets a huge normalizer, so that exp(score - normalizer) in the backward pass is 0.
         normalizer = jnp.where(total == 0, -_MASKED, top + jnp.log(jnp.where(total == 0, 1.0, total)))
         return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype), normalizer
@@ -191,17 +240,17 @@ def _flash_forward(
     out, normalizer = jax.lax.map(query_block, jnp.arange(len(needed)))
     out = checkpoint_name(_unblock(out, -2), SAVED_NAMES[0])
     normalizer = checkpoint_name(_unblock(normalizer, -1), SAVED_NAMES[1])
-    return out, (q, k, v, segments_BxT, out, normalizer)
+    return out, (q, k, v, segments_BxS, blocks_I, out, normalizer)
 
 
 def _flash_backward(
     chunk: int, saved: tuple[jax.Array, ...], grad: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments_BxT, out, normalizer = saved
-    needed = _needed_blocks(segments_BxT, chunk)
-    count = len(needed)
-    # The mirror of the forward range: from the diagonal to the last query block that needs the key block.
-    stop = jnp.where(needed.any(axis=0), count - jnp.argmax(needed[::-1], axis=0), 0)
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    q, k, v, segments_BxS, blocks_I, out, normalizer = saved
+    needed = _needed_blocks(segments_BxS, chunk)[blocks_I]
+    # The mirror of the forward range: from the first query block that needs the key block to the last one.
+    first = jnp.argmax(needed, axis=0)
+    stop = jnp.where(needed.any(axis=0), len(needed) - jnp.argmax(needed[::-1], axis=0), 0)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # Sum over keys of weight * d(weight): the softmax gradient subtracts it (arXiv 2205.14135, appendix B.2).
     shared = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
@@ -209,26 +258,26 @@ def _flash_backward(
     def key_block(dq: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         k_j, v_j = _block(k, j, chunk), _block(v, j, chunk)
 
-        def query_block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def query_block(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             dq, dk_j, dv_j = carry
-            q_i, grad_i = _block(q, i, chunk), _block(grad, i, chunk)
+            q_i, grad_i = _block(q, n, chunk), _block(grad, n, chunk)
             weights = jnp.exp(
-                _scores(q_i, k_j, segments_BxT, i, j, chunk) - _block(normalizer, i, chunk, -1)[..., None]
+                _scores(q_i, k_j, segments_BxS, blocks_I[n], j, chunk) - _block(normalizer, n, chunk, -1)[..., None]
             )
             dv_j += dot("bngts,bngtk->bnsk", weights.astype(grad.dtype), grad_i)
-            dweights = dot("bngtk,bnsk->bngts", grad_i, v_j) - _block(shared, i, chunk, -1)[..., None]
+            dweights = dot("bngtk,bnsk->bngts", grad_i, v_j) - _block(shared, n, chunk, -1)[..., None]
             dscores = (weights * dweights * q.shape[-1] ** -0.5).astype(q.dtype)
             dk_j += dot("bngts,bngtk->bnsk", dscores, q_i)
-            dq_i = _block(dq, i, chunk) + dot("bngts,bnsk->bngtk", dscores, k_j)
-            return jax.lax.dynamic_update_slice_in_dim(dq, dq_i, i * chunk, axis=3), dk_j, dv_j
+            dq_i = _block(dq, n, chunk) + dot("bngts,bnsk->bngtk", dscores, k_j)
+            return jax.lax.dynamic_update_slice_in_dim(dq, dq_i, n * chunk, axis=3), dk_j, dv_j
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
-        dq, dk_j, dv_j = jax.lax.fori_loop(j, stop[j], query_block, (dq, zero, zero))
+        dq, dk_j, dv_j = jax.lax.fori_loop(first[j], stop[j], query_block, (dq, zero, zero))
         return dq, (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
 
-    dq, blocks = jax.lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(count))
+    dq, blocks = jax.lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(needed.shape[1]))
     dk, dv = (_unblock(block, -2) for block in blocks)
-    return dq.astype(q.dtype), dk, dv, None
+    return dq.astype(q.dtype), dk, dv, None, None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -10,7 +10,7 @@ Thread-safety: all functions are pure; the current mesh is a property of the thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -44,14 +44,16 @@ def per_device(function: Local, inputs: tuple[sharding.Axes, ...], outputs: Any)
     return cast(Local, split)
 
 
-def all_gather(x: jax.Array, name: str, axis: int) -> jax.Array:
-    """Joins the devices' shards along `axis`."""
-    return x if sharding.ways(name) == 1 else jax.lax.all_gather(x, name, axis=axis, tiled=True)
+def all_gather(x: jax.Array, names: str | tuple[str, ...], axis: int) -> jax.Array:
+    """Joins the devices' shards along `axis`; of several mesh axes, the first is the outermost."""
+    split = _split(names)
+    return jax.lax.all_gather(x, split, axis=axis, tiled=True) if split else x
 
 
-def reduce_scatter(x: jax.Array, name: str, axis: int) -> jax.Array:
-    """Sums over the devices; each keeps its own shard of the sum along `axis`."""
-    return x if sharding.ways(name) == 1 else jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+def reduce_scatter(x: jax.Array, names: str | tuple[str, ...], axis: int) -> jax.Array:
+    """Sums over the devices; each keeps its own shard of the sum along `axis`. The inverse of `all_gather`."""
+    split = _split(names)
+    return jax.lax.psum_scatter(x, split, scatter_dimension=axis, tiled=True) if split else x
 
 
 def all_to_all(x: jax.Array, name: str, split: int, join: int) -> jax.Array:
@@ -59,9 +61,14 @@ def all_to_all(x: jax.Array, name: str, split: int, join: int) -> jax.Array:
     return x if sharding.ways(name) == 1 else jax.lax.all_to_all(x, name, split, join, tiled=True)
 
 
+def permute(x: jax.Array, name: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Sends each device's array to one other device: `pairs` are the positions of sender and receiver."""
+    return x if sharding.ways(name) == 1 else jax.lax.ppermute(x, name, pairs)
+
+
 def sum_over(x: jax.Array, *names: str) -> jax.Array:
     """Sums over the devices of these mesh axes."""
-    split = tuple(name for name in names if sharding.ways(name) > 1)
+    split = _split(names)
     return jax.lax.psum(x, split) if split else x
 
 
@@ -73,3 +80,8 @@ def max_over(x: jax.Array, name: str) -> jax.Array:
 def first_index(name: str, size: int) -> jax.Array | int:
     """Returns the position of this device's first entry in an axis split over `name` into shards of `size`."""
     return 0 if sharding.ways(name) == 1 else jax.lax.axis_index(name) * size
+
+
+def _split(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Returns those of the mesh axes that have more than one device."""
+    return tuple(name for name in ((names,) if isinstance(names, str) else names) if sharding.ways(name) > 1)

@@ -5,6 +5,9 @@ computes its own experts' part of them. The parts are summed where the tokens ca
 and no token is dropped. An all-to-all of 8 experts a token on 8 devices sends 5.3 copies of a token where this sends 7,
 but needs room for the most unbalanced batch, or drops tokens.
 
+Over `context`, tokens stay where they are. The width of the weights is split, and gathered for the layer, because the
+bytes of weights do not grow with the rows.
+
 The rows of one expert are one group of `jax.lax.ragged_dot`. A device's rows are worked off in blocks of the size of a
 balanced batch, and blocks behind the last row are skipped.
 
@@ -21,10 +24,10 @@ import jax.numpy as jnp
 
 from libra_jax.models import collectives, sharding
 
-COLUMNS: sharding.Axes = ("experts", "mlp", None)
+COLUMNS: sharding.Axes = ("experts", "mlp", "expert_embed")
 """Axes of a projection [E, F, D] into an expert's columns."""
 
-ROWS: sharding.Axes = ("experts", None, "mlp")
+ROWS: sharding.Axes = ("experts", "expert_embed", "mlp")
 """Axes of a projection [E, D, F] out of them."""
 
 
@@ -37,6 +40,7 @@ class Weights(NamedTuple):
 
 
 _WEIGHTS = (COLUMNS, COLUMNS, ROWS)
+_WIDTH = tuple(axes.index("expert_embed") for axes in _WEIGHTS)
 
 
 def choose(logits_BxTxE: jax.Array, count: int, normalize: bool) -> tuple[jax.Array, jax.Array]:
@@ -95,7 +99,8 @@ mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(x: jax.Array, share: jax.Array, chosen: jax.Array, *weights: jax.Array) -> jax.Array:
-    return _scattered(_own_experts(_gathered(x), _gathered(share), _gathered(chosen), Weights(*weights)))
+    whole = _whole(Weights(*weights), x.dtype)
+    return _scattered(_own_experts(_gathered(x), _gathered(share), _gathered(chosen), whole))
 
 
 def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
@@ -106,14 +111,27 @@ def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Arra
         lambda x, share, weights: _own_experts(x, share, chosen, weights),
         _gathered(x),
         _gathered(share),
-        Weights(*weights),
+        _whole(Weights(*weights), x.dtype),
     )
     x_grad, share_grad, weight_grads = transposed(_gathered(grad))
+    scattered = map(collectives.reduce_scatter, weight_grads, ("context",) * 3, _WIDTH)
     return (
         _scattered(x_grad),
         _scattered(share_grad),
-        *(collectives.sum_over(leaf, "data", "context") for leaf in weight_grads),
+        *(collectives.sum_over(leaf, "data") for leaf in scattered),
     )
+
+
+def _whole(weights: Weights, dtype: jnp.dtype) -> Weights:
+    """Gathers the width of this device's experts over `context`."""
+    if sharding.ways("context") == 1:
+        return weights
+    # They travel in the compute dtype. Their gradients sum over blocks in the parameters' dtype, hence the cast back.
+    gathered = (
+        collectives.all_gather(leaf.astype(dtype), "context", axis).astype(leaf.dtype)
+        for leaf, axis in zip(weights, _WIDTH, strict=True)
+    )
+    return Weights(*gathered)
 
 
 def _gathered(x_BxTxD: jax.Array) -> jax.Array:

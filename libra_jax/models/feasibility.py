@@ -79,6 +79,76 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
         for name, size in sizes.items():
             if size % ways:
                 raise ConfigError(f"config.trainer.{axis}: {ways} does not divide the model's {name} = {size}.")
+    fsdp, context = mesh_shape.get("fsdp", 1), mesh_shape.get("context", 1)
+    # The state is split over both (`models.sharding`).
+    if config.hidden_size % (fsdp * context):
+        raise ConfigError(
+            f"config.trainer.context: fsdp x context = {fsdp} x {context} does not divide the model's hidden_size = "
+            f"{config.hidden_size}; lower trainer.context or trainer.fsdp."
+        )
+
+
+def check_context(config: TransformerConfig, mesh_shape: Mapping[str, int], row_tokens: int) -> None:
+    """Checks that attention can be computed if `context` splits rows of this length.
+
+    Raises:
+      ConfigError: `context` does not divide the query heads of a tensor shard, so it splits the queries, and the row
+        does not divide into an early and a late part for each device.
+    """
+    context = mesh_shape.get("context", 1)
+    heads = config.num_heads // mesh_shape.get("tensor", 1)
+    if not splits_heads(heads, context) and row_tokens % (2 * context):
+        raise ConfigError(
+            f"config.trainer.row_tokens: context = {context} does not divide the {heads} query heads of a tensor "
+            f"shard, so each device takes two parts of a row, and {row_tokens} does not divide into "
+            f"2 x {context}; choose another row length, or a trainer.context that divides the heads."
+        )
+
+
+@dataclass(frozen=True)
+class ContextHeads:
+    """Key and value heads that devices of `context` send to each other, so that each can attend with its query heads.
+
+    Attributes:
+      each: heads that one device is sent.
+      copies: heads in the order in which they are sent, `each` for each device in turn.
+      of_query: for each device, the place among its heads of each query head's head; None if equally many query heads
+        in a row share each head, as attention kernels take it.
+    """
+
+    each: int
+    copies: tuple[int, ...]
+    of_query: tuple[tuple[int, ...], ...] | None
+
+
+def splits_heads(heads: int, context: int) -> bool:
+    """Returns whether attention over `context` devices exchanges tokens for heads; if not, it splits the queries.
+
+    Args:
+      heads: query heads of a `tensor` shard.
+      context: devices that a row is split over.
+    """
+    return heads % context == 0
+
+
+def context_heads(heads: int, kv_heads: int, context: int) -> ContextHeads:
+    """Returns which key and value heads each of `context` devices needs for its part of the query heads.
+
+    Args:
+      heads: query heads of a `tensor` shard, a multiple of `context`.
+      kv_heads: key and value heads of that shard.
+      context: devices that a row is split over.
+    """
+    group, own = heads // kv_heads, heads // context
+    needed = [[query // group for query in range(device * own, (device + 1) * own)] for device in range(context)]
+    each = max(of[-1] - of[0] + 1 for of in needed)
+    # A device that needs fewer is sent a further one, because an exchange has equal parts.
+    firsts = [min(of[0], kv_heads - each) for of in needed]
+    places = tuple(tuple(head - first for head in of) for of, first in zip(needed, firsts, strict=True))
+    # Kernels take it that each head serves the next own / each queries.
+    even = own % each == 0 and set(places) == {tuple(query * each // own for query in range(own))}
+    copies = tuple(first + number for first in firsts for number in range(each))
+    return ContextHeads(each, copies, None if even else places)
 
 
 @dataclass(frozen=True)
@@ -98,7 +168,9 @@ class Target:
 CPU = Target("cpu", (0, 0))
 
 
-def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dtype: str, packed: bool) -> str:
+def choose_attention(
+    kernel: str, target: Target, tokens: int, head_dim: int, dtype: str, packed: bool, *, whole_rows: bool = True
+) -> str:
     """Returns the attention kernel to run: "chunked", "splash" or "cudnn".
 
     Args:
@@ -108,6 +180,7 @@ def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dt
       head_dim: width of a head.
       dtype: dtype of the queries.
       packed: several sequences may share a row.
+      whole_rows: each device attends with all queries of a row; False if `context` splits them.
 
     Raises:
       ConfigError: the requested kernel cannot run on this device, or not with these shapes and dtype.
@@ -126,6 +199,9 @@ def choose_attention(kernel: str, target: Target, tokens: int, head_dim: int, dt
         problems["cudnn"] = f"needs an NVIDIA GPU of the {generation} generation or later for {rows}"
     elif dtype != "bfloat16" or head_dim > 128 or head_dim % 8:
         problems["cudnn"] = f"needs bfloat16 and heads of at most 128, not {dtype}, {head_dim}"
+    if not whole_rows:
+        needs = "needs a trainer.context that divides the query heads of each tensor shard"
+        problems = {"splash": needs, "cudnn": needs} | problems
     if kernel == "auto":
         return next((name for name in ("splash", "cudnn") if name not in problems), "chunked")
     if kernel in problems:

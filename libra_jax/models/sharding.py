@@ -1,8 +1,9 @@
 """How arrays lie on the mesh: logical axis names, their mesh axes, the pinning of activations, and gathering.
 
-The mesh has four axes: `data` (copies), `fsdp` (rows, and parameters split over it), `tensor` (matrices of a layer,
-split by heads or columns) and `context` (reserved, size 1). All are of type `jax.sharding.AxisType.Auto`. If
-`jax.set_mesh` has made that mesh current, the forward pass also pins its activations.
+The mesh has four axes: `data` (copies), `fsdp` (rows), `tensor` (matrices of a layer, split by heads or columns) and
+`context` (the tokens of a row). The state is split over `fsdp` and `context` together, because both hold the same
+parameters otherwise. All axes are of type `jax.sharding.AxisType.Auto`. If `jax.set_mesh` has made that mesh current,
+the forward pass also pins its activations.
 
 Tensor parallelism is Megatron's with sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2): tokens
 of the residual stream are split over `tensor`, gathered before a projection that splits its columns, and summed and
@@ -29,11 +30,12 @@ Axes = tuple[str | None, ...]
 RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
     "layers": None,
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "experts": "fsdp",
+    "expert_embed": "context",
     "router": None,
     "norm": None,
     "batch": ("data", "fsdp"),

@@ -72,12 +72,13 @@ class Linear(nnx.Module):
           x_BxTxD: every device of `tensor` holds the same tokens (`sharding.gather_tokens`).
         """
         x = x_BxTxD
-        # Cast before it is gathered over `fsdp`, so that fewer bytes travel. Its gradient is summed over the rows and
-        # split again.
+        # Cast before it is gathered over `fsdp` and `context`, so that fewer bytes travel. Its gradient is summed over
+        # the rows and split again.
         whole = tuple(None if name == "embed" else name for name in self.names)
         weight = sharding.reshard(self.weight[...].astype(x.dtype), whole, self.names)
-        if sharding.ways("tensor") > 1:
-            # With the token axis apart: the compiler only finds the reduce-scatter over it if nothing reshapes the sum.
+        if sharding.ways("tensor") > 1 or sharding.ways("context") > 1:
+            # With the token axis apart: the compiler only finds the reduce-scatter over it if nothing reshapes the sum,
+            # and it would gather tokens that are split over `context` to join them with the rows.
             y = jnp.einsum("bti,oi->bto", x, weight)
         else:
             # With one token axis: given two, XLA's CPU backend first transposes each factor of the weight's gradient.
@@ -223,11 +224,14 @@ class Transformer(nnx.Module):
         self, tokens_BxT: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array, options: ComputeOptions
     ) -> jax.Array:
         config = self.config
-        cos, sin = rope.tables(config.rope, config.head_dim, positions_BxT)
+        angles = rope.tables(config.rope, config.head_dim, positions_BxT)
+        # Each device rotates its own tokens, before attention exchanges them.
+        cos, sin = (sharding.constrain(table, sharding.WHOLE_TOKENS) for table in angles)
         attend = attention.prepare(
             segments_BxT,
             kernel=options.attention,
             chunk=options.attention_chunk,
+            heads=config.num_heads,
             head_dim=config.head_dim,
             dtype=options.compute_dtype,
             on=options.target,

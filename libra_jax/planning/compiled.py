@@ -87,7 +87,7 @@ class Sizes:
       mesh: size of each mesh axis, outermost first.
       vocabulary: rows of the embedding table.
       hidden: width of the model.
-      tokens: tokens of a micro-batch on each device's rows.
+      tokens: tokens of a micro-batch on each device.
       logits_chunk: tokens whose logits exist at once.
     """
 
@@ -125,7 +125,8 @@ def count(text: str, sizes: Sizes) -> Counts:
             # [heads, tokens, head_dim]; the kernel's scratch space has two axes.
             splash = instruction.shapes if target[1] == "tpu_custom_call" else ()
             tokens = max((shape.sizes[1] for shape in splash if len(shape.sizes) == 3), default=math.inf)
-            whole = place.executions * min(1.0, tokens / sizes.tokens)
+            # Attention sees whole rows, of which `context` splits the tokens elsewhere.
+            whole = place.executions * min(1.0, tokens / (sizes.tokens * sizes.mesh.get("context", 1)))
             forward += whole * passes[0]
             backward += whole * passes[1]
         product = _product_flops(instruction, operands)

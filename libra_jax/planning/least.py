@@ -2,8 +2,9 @@
 
 Parallelism that is well compiled moves each parameter over `fsdp` once in the forward pass and once in the backward
 pass, in the compute dtype, and sums each gradient once. Over `tensor`, activations travel as in Megatron-LM with
-sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2). The planner predicts with these formulas,
-and the tests of compiled programs compare with them.
+sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Over `context`, attention exchanges tokens
+for heads in each pass (Ulysses, arXiv 2309.14509), and the state is split as over `fsdp`. The planner predicts with
+these formulas, and the tests of compiled programs compare with them.
 
 All bytes are wire bytes: bytes that a device sends in a ring algorithm. Over n devices, a gather or a scatter of an
 array of S bytes takes S (n - 1) / n, an all-reduce twice as much.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libra_jax.models import config as model_config
+from libra_jax.models import feasibility
 from libra_jax.planning import hardware
 
 COMPUTE_BYTES = 2
@@ -28,19 +30,21 @@ class Volumes:
     """Wire bytes of a device, by the axis that they travel over.
 
     Attributes:
-      fsdp: parameters gathered and gradients scattered.
+      fsdp: parameters gathered and gradients scattered, over `fsdp` and `context` together.
       data: gradients reduced over the replicas.
       tensor: activations.
+      context: heads and tokens that attention exchanges.
     """
 
     fsdp: float
     data: float
     tensor: float
+    context: float = 0.0
 
     @property
     def total(self) -> float:
         """Wire bytes over all axes."""
-        return self.fsdp + self.data + self.tensor
+        return self.fsdp + self.data + self.tensor + self.context
 
 
 def share(devices: int) -> float:
@@ -63,7 +67,33 @@ def over_tensor(columns: float, hidden_size: int, tensor: int, moves: float) -> 
     return moves * columns * hidden_size * COMPUTE_BYTES * share(tensor)
 
 
-def volumes(shape: model_config.TransformerConfig, data: int, fsdp: int, tensor: int, columns: int) -> Volumes:
+def over_context(
+    shape: model_config.TransformerConfig, columns: float, tensor: int, context: int, passes: float
+) -> float:
+    """Returns the bytes that attention of all layers sends over `context`.
+
+    Args:
+      shape: shape of the model.
+      columns: tokens of a device.
+      tensor: ways that a layer's matrices are split.
+      context: ways that a row is split.
+      passes: forward and backward passes; each moves queries, keys, values and outputs, or their gradients, once.
+    """
+    if context == 1:
+        return 0.0
+    heads, kv_heads = shape.num_heads // tensor, shape.num_kv_heads // tensor
+    if feasibility.splits_heads(heads, context):
+        sent = feasibility.context_heads(heads, kv_heads, context)
+        vectors = 2 * (heads + len(sent.copies)) * share(context)
+    else:
+        # Each device's keys and values go to all others. Two of three parts of the queries find another device.
+        vectors = 2 * kv_heads * (context - 1) + 2 * heads
+    return passes * shape.num_layers * columns * vectors * shape.head_dim * COMPUTE_BYTES
+
+
+def volumes(
+    shape: model_config.TransformerConfig, data: int, fsdp: int, tensor: int, columns: int, context: int = 1
+) -> Volumes:
     """Returns the least wire bytes of one micro-batch's forward and backward pass.
 
     Args:
@@ -71,8 +101,10 @@ def volumes(shape: model_config.TransformerConfig, data: int, fsdp: int, tensor:
       data: replicas.
       fsdp: ways that parameters are split.
       tensor: ways that a layer's matrices are split.
-      columns: tokens of the micro-batch on each data and fsdp shard.
+      columns: tokens of the micro-batch on each data, fsdp and context shard.
+      context: ways that a row is split.
     """
+    state = fsdp * context  # the devices that the state is split over
     tables = shape.vocab_size * shape.hidden_size / tensor
     layers = model_config.parameter_count(shape) / tensor - tables * (1 if shape.tie_word_embeddings else 2)
     # Experts stay where they are, and tokens travel to them.
@@ -80,20 +112,23 @@ def volumes(shape: model_config.TransformerConfig, data: int, fsdp: int, tensor:
     layers -= experts
     # The projection onto the vocabulary is gathered once, and its gradient sums over all tokens in float32. The lookup
     # needs no table, only the rows of its tokens, and sends their gradients back.
-    gathered = over_fsdp(layers, fsdp, 2, COMPUTE_BYTES) + over_fsdp(tables, fsdp, 1, SUM_BYTES)
-    gathered += 2 * COMPUTE_BYTES * columns * shape.hidden_size / tensor * share(fsdp)
+    gathered = over_fsdp(layers, state, 2, COMPUTE_BYTES) + over_fsdp(tables, state, 1, SUM_BYTES)
+    gathered += 2 * COMPUTE_BYTES * columns * shape.hidden_size / tensor * share(state)
     if shape.num_experts:
         # To each other device that holds an expert of theirs, of experts that are taken equally often: the input and
         # the sum in the forward pass; the input again, its gradient and the sum's in the backward pass.
         copies = (fsdp - 1) * (1 - (1 - 1 / fsdp) ** shape.experts_per_token)
         gathered += 5 * shape.num_layers * copies * columns * shape.hidden_size / tensor * COMPUTE_BYTES
-    reduced = over_data((layers + experts) / fsdp, data, COMPUTE_BYTES)
-    reduced += over_data(tables / fsdp, data, SUM_BYTES) * (1 if shape.tie_word_embeddings else 2)
+        # Over `context`, the weights of a device's experts travel instead.
+        gathered += over_fsdp(experts / fsdp, context, 2, COMPUTE_BYTES)
+    reduced = over_data((layers + experts) / state, data, COMPUTE_BYTES)
+    reduced += over_data(tables / state, data, SUM_BYTES) * (1 if shape.tie_word_embeddings else 2)
     # Two gathers and two scatters a layer and pass, and two gathers more in the backward pass: the inputs of the
     # projections are kept split. The projection onto the vocabulary gathers its input in each pass and scatters its
     # gradient; the lookup scatters its output and gathers its gradient.
     moves = 10 * shape.num_layers + 5
-    return Volumes(gathered, reduced, over_tensor(columns, shape.hidden_size, tensor, moves))
+    exchanged = over_context(shape, columns, tensor, context, 2)
+    return Volumes(gathered, reduced, over_tensor(columns, shape.hidden_size, tensor, moves), exchanged)
 
 
 def rate(sheet: hardware.HardwareSheet, span: int, link_share: float, network_share: float) -> float:

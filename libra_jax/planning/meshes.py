@@ -3,13 +3,14 @@
 A step models the trainer. The batch is packed into rows (`rows`, by the trainer's own rule). Each of the data x fsdp
 shards then processes micro-batches of these rows one after another, and one update follows. A micro-batch takes the
 longer of two times: its slowest shard's arithmetic, or the collectives that hide behind it. Those collectives gather
-parameters twice and scatter gradients over `fsdp`, and reduce gradients over `data`. The all-reduces over `tensor` come
-on top, because nothing hides them. Devices that are parts of one CPU take turns, and nothing hides behind anything. A
-device has to hold its part of the state, its rows' activations and one chunk of logits.
+parameters twice and scatter gradients over `fsdp` and `context`, and reduce gradients over `data`. The all-reduces over
+`tensor` and the exchanges of attention over `context` come on top, because nothing hides them. Devices that are parts
+of one CPU take turns, and nothing hides behind anything. A device has to hold its part of the state, its tokens'
+activations and one chunk of logits.
 
 The tree of meshes is pruned from above. Tensor degrees must stay inside a node and divide the model. Then come the
-sizes of `fsdp` with which the state fits, then `data`. Of the remaining meshes, those that no other beats in both
-devices and time are kept.
+sizes of `fsdp` with which the state fits, then `data`. The size of `context` stays the config's. Of the remaining
+meshes, those that no other beats in both devices and time are kept.
 
 Memory and communication of a mesh come from the compiled programs where they were compiled for this model, these rows
 and this mesh (`Trainer.compiled`), and from formulas elsewhere.
@@ -64,6 +65,8 @@ class Trainer:
       cores: cores of the CPU on which all devices take turns, so that nothing hides behind anything else; None if
         each device is an accelerator.
       compiled: programs that were compiled for this trainer.
+      context: parts that the tokens of a row are split into. Every mesh has this many devices for each of data x fsdp
+        x tensor.
     """
 
     lengths: tuple[int, ...]
@@ -75,6 +78,7 @@ class Trainer:
     rows: int = 1
     cores: int | None = None
     compiled: tuple[programs.Case, ...] = ()
+    context: int = 1
 
     @classmethod
     def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
@@ -93,6 +97,7 @@ class Trainer:
             rows=run.trainer.rows_per_micro_batch,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
             compiled=programs.read(Path(run.planner.compiled)) if run.planner.compiled else (),
+            context=run.trainer.context,
         )
 
     def case(self, parameters: int, mesh: tuple[int, int, int]) -> programs.Case | None:
@@ -102,10 +107,11 @@ class Trainer:
           parameters: parameters of the model.
           mesh: sizes of data, fsdp and tensor.
         """
-        wanted = (parameters, mesh, self.rows, self.lengths[-1], self.packed, self.remat, self.reference_bytes > 0)
+        micro_batch = self.rows, self.lengths[-1], self.packed
+        wanted = (parameters, mesh, *micro_batch, self.remat, self.reference_bytes > 0, self.context)
         for case in self.compiled:
             micro_batch = case.rows, case.row_tokens, case.packed
-            if (case.parameters, case.mesh, *micro_batch, case.remat, case.reference) == wanted:
+            if (case.parameters, case.mesh, *micro_batch, case.remat, case.reference, case.context) == wanted:
                 return case
         return None
 
@@ -120,6 +126,7 @@ class Mesh:
       tensor: ways a layer's matrices are split.
       seconds: seconds of a step.
       memory_bytes: bytes on each device.
+      context: ways the tokens of a row are split.
     """
 
     data: int
@@ -127,11 +134,12 @@ class Mesh:
     tensor: int
     seconds: float
     memory_bytes: float
+    context: int = 1
 
     @property
     def devices(self) -> int:
         """Devices in the mesh."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.context
 
 
 def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, int], field: str) -> None:
@@ -149,10 +157,10 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
     data, fsdp, tensor = sizes
     # Memory depends on the rows alone, so one short sequence is enough.
     made = Training(model, [2], trainer)
-    if tensor not in made.tensor_degrees() or model.shape.hidden_size % fsdp:
+    if tensor not in made.tensor_degrees() or model.shape.hidden_size % (fsdp * trainer.context):
         raise protocols.ConfigError(
             f"config.{field}: (data, fsdp, tensor) = {sizes} does not divide the model: tensor is one of "
-            f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size}"
+            f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size // trainer.context}"
         )
     needed, room = made.memory_bytes(data, fsdp, tensor), model.sheet.memory_bytes * model.coefficients.memory_fraction
     if needed > room:
@@ -198,8 +206,8 @@ class Training:
         if (case := self._trainer.case(self._model.parameters, (data, fsdp, tensor))) is not None:
             return case.memory_bytes
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
-        state = (MASTER_BYTES + trainer.reference_bytes) * self._model.parameters / (fsdp * tensor)
-        columns = -(-trainer.rows // (data * fsdp)) * row  # of a micro-batch, on each shard
+        state = (MASTER_BYTES + trainer.reference_bytes) * self._model.parameters / (fsdp * tensor * trainer.context)
+        columns = -(-trainer.rows // (data * fsdp)) * row / trainer.context  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor
         logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
@@ -212,7 +220,8 @@ class Training:
         known, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))
-        cores, devices, total = self._trainer.cores, data * fsdp * tensor, known.train_overhead
+        cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
+        devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
         for length, squares in self._rows.items():
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
@@ -222,13 +231,13 @@ class Training:
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
             passes = 3.0 + again + self._trainer.scored_again
-            slowest = passes * forward / (tensor * self._model.sheet.flops * known.train_flops_share)
+            slowest = passes * forward / (tensor * context * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + known.micro_batch_overhead)
-            hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length, case)
+            hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length // context, case)
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
             total += len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
-        return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * rate)
+        return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * context * rate)
 
     def costing(self, model: costs.CostModel) -> Training:
         """Returns the same steps with other costs."""
@@ -239,7 +248,8 @@ class Training:
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
         """Returns the mesh of these sizes, even if it does not fit."""
-        return Mesh(data, fsdp, tensor, self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor))
+        seconds, held = self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor)
+        return Mesh(data, fsdp, tensor, seconds, held, self._trainer.context)
 
     def front(self, most: int, *, whole_rows: bool = False) -> tuple[Mesh, ...]:
         """Returns meshes over at most `most` devices, fewest first, each faster than all with fewer.
@@ -252,15 +262,15 @@ class Training:
           ConfigError: the model fits on none; the message says what is short.
         """
         room = self._model.sheet.memory_bytes * self._model.coefficients.memory_fraction
-        hidden_size = self._model.shape.hidden_size
+        hidden_size, context = self._model.shape.hidden_size, self._trainer.context
         found: list[Mesh] = []
         for tensor in self.tensor_degrees():
-            for fsdp in range(1, min(hidden_size, most // tensor) + 1):
-                if hidden_size % fsdp:
+            for fsdp in range(1, min(hidden_size, most // (tensor * context)) + 1):
+                if hidden_size % (fsdp * context):
                     continue
                 # More replicas would have no rows.
                 enough = -(-max(map(len, self._rows.values())) // fsdp)
-                for data in range(1, min(enough, most // (fsdp * tensor)) + 1):
+                for data in range(1, min(enough, most // (fsdp * tensor * context)) + 1):
                     divides = self._trainer.rows % (data * fsdp) == 0 or not whole_rows
                     if divides and self.memory_bytes(data, fsdp, tensor) <= room:
                         found.append(self.mesh(data, fsdp, tensor))
@@ -270,8 +280,12 @@ class Training:
                 front.append(mesh)
         if not front:
             sheet, row = self._model.sheet, self._trainer.lengths[-1]
-            degrees = [tensor for tensor in self.tensor_degrees() if tensor <= most]
-            needed = min(self.memory_bytes(1, most // tensor, tensor) for tensor in degrees)
+            degrees = [tensor for tensor in self.tensor_degrees() if tensor * context <= most]
+            if not degrees:
+                raise protocols.ConfigError(
+                    f"config.trainer.context: {context} needs more than the {most} devices that there are; lower it"
+                )
+            needed = min(self.memory_bytes(1, most // (tensor * context), tensor) for tensor in degrees)
             advice = [self._enough(room), "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
             if self._trainer.remat != "full":
                 advice.append("model.remat='full'")
@@ -284,11 +298,12 @@ class Training:
 
     def _enough(self, room: float) -> str:
         """Advises the fewest training devices on which one replica fits into `room` bytes a device."""
+        context = self._trainer.context
         shards = (
-            (fsdp * tensor, fsdp, tensor)
+            (fsdp * tensor * context, fsdp, tensor)
             for tensor in self.tensor_degrees()
-            for fsdp in range(1, MOST_SHARDS // tensor + 1)
-            if self._model.shape.hidden_size % fsdp == 0
+            for fsdp in range(1, MOST_SHARDS // (tensor * context) + 1)
+            if self._model.shape.hidden_size % (fsdp * context) == 0
         )
         fitting = (devices for devices, fsdp, tensor in sorted(shards) if self.memory_bytes(1, fsdp, tensor) <= room)
         fewest = next(fitting, None)
@@ -296,39 +311,42 @@ class Training:
 
     def tensor_degrees(self) -> list[int]:
         """Returns the tensor degrees that stay inside a node and divide heads, feed-forward columns and rows."""
-        shape = self._model.shape
+        shape, context = self._model.shape, self._trainer.context
         heads, columns = (shape.num_heads, shape.num_kv_heads), model_config.feed_forward_columns(shape)
         sizes = *heads, columns, shape.vocab_size, *self._trainer.lengths
         return [
             degree
             for degree in TENSOR_DEGREES
-            if degree <= self._model.sheet.devices_per_node and not any(size % degree for size in sizes)
+            if degree <= self._model.sheet.devices_per_node
+            and not any(size % degree for size in sizes)
+            and not any(length % (degree * context) for length in self._trainer.lengths)
         ]
 
     def volumes(self, data: int, fsdp: int, tensor: int, columns: int) -> least.Volumes:
-        """Returns the wire bytes of a device and a micro-batch of `columns` columns a shard, by formula."""
-        shape, again = self._model.shape, self._trainer.scored_again
+        """Returns the wire bytes of a device and a micro-batch of `columns` columns a device, by formula."""
+        shape, again, context = self._model.shape, self._trainer.scored_again, self._trainer.context
         # Over `tensor`: two all-reduces a layer and pass, of one hidden vector a token. Each takes as much as a gather
         # and a scatter.
-        moves = 2 * 2 * shape.num_layers * (2.0 + RECOMPUTED[self._trainer.remat] + again)
+        passes = 2.0 + RECOMPUTED[self._trainer.remat] + again
         return least.Volumes(
             # Parameters travel in bfloat16, gradients in float32.
-            least.over_fsdp(self._model.parameters / tensor, fsdp, 2.0 + again, least.SUM_BYTES),
-            least.over_data(self._model.parameters / (fsdp * tensor), data, least.SUM_BYTES),
-            least.over_tensor(columns, shape.hidden_size, tensor, moves),
+            least.over_fsdp(self._model.parameters / tensor, fsdp * context, 2.0 + again, least.SUM_BYTES),
+            least.over_data(self._model.parameters / (fsdp * tensor * context), data, least.SUM_BYTES),
+            least.over_tensor(columns, shape.hidden_size, tensor, 4 * shape.num_layers * passes),
+            least.over_context(shape, columns, tensor, context, passes),
         )
 
     def _collective_seconds(
         self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
     ) -> tuple[float, float]:
         """Returns the seconds of a micro-batch's collectives: of those over `fsdp` and `data`, which its arithmetic may
-        hide, and of those over `tensor`, which nothing hides.
+        hide, and of those over `tensor` and of attention over `context`, which nothing hides.
 
         Args:
           data: replicas.
           fsdp: ways that the state is sharded.
           tensor: ways that a layer's matrices are split.
-          columns: columns of the micro-batch on each shard.
+          columns: columns of the micro-batch on each device.
           case: the programs that were compiled for the mesh, if there are any.
         """
         sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scored_again
@@ -342,11 +360,14 @@ class Training:
             return hidden, case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
         shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
         volumes = self.volumes(data, fsdp, tensor, columns)
+        context, passes = self._trainer.context, 2.0 + RECOMPUTED[self._trainer.remat] + again
         # Groups along `fsdp` lie inside those along `data`, so they span fewer neighbouring devices.
-        hidden = volumes.fsdp / least.rate(sheet, fsdp * tensor, *shares)
-        hidden += volumes.data / least.rate(sheet, data * fsdp * tensor, *shares)
-        messages = layers * ((3.0 + again) * (fsdp > 1) + (data > 1))
-        latencies = 2 * layers * (2.0 + RECOMPUTED[self._trainer.remat] + again) * known.large_message_latency
-        # `tensor` stays inside a node.
+        hidden = volumes.fsdp / least.rate(sheet, fsdp * tensor * context, *shares)
+        hidden += volumes.data / least.rate(sheet, data * fsdp * tensor * context, *shares)
+        messages = layers * ((3.0 + again) * (fsdp * context > 1) + (data > 1))
+        # A layer and pass has two exchanges over `tensor`, and four over `context`: queries, keys, values, outputs.
+        latencies = layers * passes * (2 * (tensor > 1) + 4 * (context > 1)) * known.large_message_latency
+        # `tensor` stays inside a node; `context` is the innermost axis of the mesh.
         exposed = latencies + volumes.tensor / (sheet.node_link_bytes_per_second * known.large_message_share)
-        return hidden + messages * known.large_message_latency, exposed if tensor > 1 else 0.0
+        exposed += volumes.context / least.rate(sheet, context, *shares)
+        return hidden + messages * known.large_message_latency, exposed

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -415,7 +416,8 @@ class GlobalPlanner:
         """Returns the seconds that a move costs: training stands still while its mesh changes, and new instances
         start."""
         config = self._config
-        resized = (present.data, present.fsdp, present.tensor) != (best.data, best.fsdp, best.tensor)
+        mesh = operator.attrgetter("data", "fsdp", "tensor", "context")
+        resized = mesh(present) != mesh(best)
         before = {bucket.tensor_parallel: bucket.count for bucket in present.rollout}
         new = sum(
             bucket.tensor_parallel * max(0, bucket.count - before.get(bucket.tensor_parallel, 0))

@@ -39,7 +39,7 @@ def of_run(run: configuration.RunConfig, mesh: tuple[int, int, int]) -> protocol
         protocols.PlannedBucket(degree, counts[degree], bound)
         for degree, bound in zip(sorted(counts), bounds, strict=True)
     ]
-    return protocols.Plan(*mesh, tuple(rollout))
+    return protocols.Plan(*mesh, tuple(rollout), run.trainer.context)
 
 
 def read(path: Path) -> protocols.Plan:
@@ -51,7 +51,8 @@ def read(path: Path) -> protocols.Plan:
     try:
         written = json.loads(path.read_text())
         train, rollout = written["train"], written["rollout"]
-        plan = of_values({**{name: train[name] for name in ("data", "fsdp", "tensor")}, "rollout": rollout})
+        mesh = {name: train[name] for name in ("data", "fsdp", "tensor")}
+        plan = of_values({**mesh, "context": train.get("context", 1), "rollout": rollout})
         devices = train["devices"]
     except OSError as error:
         raise protocols.DataError(f"{path}: the plan cannot be read ({error.strerror or error})") from error
@@ -59,7 +60,7 @@ def read(path: Path) -> protocols.Plan:
         raise protocols.DataError(f"{path}: this is no plan of launch/plan.py: it has no {error.args[0]}") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise protocols.DataError(f"{path}: this is no plan of launch/plan.py ({error})") from error
-    sizes = [plan.data, plan.fsdp, plan.tensor]
+    sizes = [plan.data, plan.fsdp, plan.tensor, plan.context]
     sizes += [size for bucket in plan.rollout for size in dataclasses.astuple(bucket)]
     if not plan.rollout or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise protocols.DataError(
@@ -69,7 +70,7 @@ def read(path: Path) -> protocols.Plan:
         raise protocols.DataError(f"{path}: a plan has at most {MOST_DEVICES:,} accelerators")
     if devices != plan.train_devices:
         raise protocols.DataError(
-            f"{path}: train.devices is {devices}, and data x fsdp x tensor are {plan.train_devices}"
+            f"{path}: train.devices is {devices}, and data x fsdp x tensor x context are {plan.train_devices}"
         )
     # Buckets are found by bisection of degrees and bounds (`scheduling.buckets.Levels`).
     ranges = [(bucket.tensor_parallel, bucket.max_remaining_tokens) for bucket in plan.rollout]
@@ -101,15 +102,24 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
         "scheduler": {**values["scheduler"], "max_remaining_tokens": bounds},
     }
     if simulation:
+        configuration.check(
+            plan.context == 1, "simulation.train_mesh", f"has no context, and the plan's is {plan.context}"
+        )
         sizes = {"train_devices": plan.train_devices, "train_mesh": tuple(mesh.values()), "slots": slots}
         return {**laid_out, "simulation": {**simulation, **sizes}}
     # A micro-batch needs the same rows on every shard.
     shards, rows = plan.data * plan.fsdp, values["trainer"]["rows_per_micro_batch"]
-    trainer = {**values["trainer"], **mesh, "rows_per_micro_batch": -(-rows // shards) * shards}
+    trainer = {
+        **values["trainer"],
+        **mesh,
+        "context": plan.context,
+        "rows_per_micro_batch": -(-rows // shards) * shards,
+    }
     return {**laid_out, "trainer": trainer}
 
 
 def of_values(values: Mapping[str, Any]) -> protocols.Plan:
     """Returns the plan whose `dataclasses.asdict` gives these values."""
     rollout = tuple(protocols.PlannedBucket(**bucket) for bucket in values["rollout"])
-    return protocols.Plan(values["data"], values["fsdp"], values["tensor"], rollout)
+    # Checkpoints and files of versions without a context axis do not name it.
+    return protocols.Plan(values["data"], values["fsdp"], values["tensor"], rollout, values.get("context", 1))

@@ -25,8 +25,6 @@ MATMUL_SHARE = 0.6
 """Share of peak that large bfloat16 products and fused attention reach. FlashAttention-3 (arXiv 2407.08608, section
 4.1) measures 0.4 to 0.6 on an H100 for causal backward passes, and cuBLAS 0.6 to 0.7."""
 
-AXES = ("data", "fsdp", "tensor")
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -139,6 +137,7 @@ class Case:
       parameter_bytes: bytes of the parameters alone.
       programs: the compiled programs by name: "policy" is the gradient of a micro-batch; "apply"; "score".
       reference: the state holds a frozen reference model.
+      context: ways that the tokens of a row are split.
     """
 
     model: str
@@ -155,6 +154,7 @@ class Case:
     parameter_bytes: float
     programs: Mapping[str, Program]
     reference: bool = False
+    context: int = 1
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -168,8 +168,8 @@ class Case:
 
     @property
     def columns(self) -> int:
-        """Tokens of a micro-batch on each data and fsdp shard."""
-        return self.rows // (self.data * self.fsdp) * self.row_tokens
+        """Tokens of a micro-batch on each data, fsdp and context shard."""
+        return self.rows // (self.data * self.fsdp) * self.row_tokens // self.context
 
     @property
     def memory_bytes(self) -> float:
@@ -244,10 +244,11 @@ def expected(case: Case, shape: model_config.TransformerConfig, known: costs.Coe
     known, sheet = known or costs.Coefficients(), hardware.sheet(case.target)
     rows = case.rows // (case.data * case.fsdp)
     # A layer's causal attention in the forward pass; the backward pass has twice as much.
-    attention = rows * 2.0 * shape.num_heads * shape.head_dim * case.row_tokens**2 / case.tensor
+    parts = case.tensor * case.context  # `context` splits attention by heads or evenly by queries, all else by tokens
+    attention = rows * 2.0 * shape.num_heads * shape.head_dim * case.row_tokens**2 / parts
     sequences = [case.row_tokens] * rows
-    model = costs.train_flops(shape, model_config.multiplied_parameter_count(shape), sequences) / case.tensor
-    head = 2.0 * shape.vocab_size * shape.hidden_size * rows * case.row_tokens / case.tensor
+    model = costs.train_flops(shape, model_config.multiplied_parameter_count(shape), sequences) / parts
+    head = 2.0 * shape.vocab_size * shape.hidden_size * rows * case.row_tokens / parts
     layers = model / 3 - head
     executed = case.gradient.matmul_flops
     if case.gradient.attention_forward:

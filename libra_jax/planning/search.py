@@ -55,7 +55,8 @@ class Split:
     @property
     def plan(self) -> protocols.Plan:
         """The split as a plan."""
-        return protocols.Plan(self.train.data, self.train.fsdp, self.train.tensor, self.rollout)
+        train = self.train
+        return protocols.Plan(train.data, train.fsdp, train.tensor, self.rollout, train.context)
 
     @property
     def devices(self) -> int:

@@ -51,17 +51,19 @@ class Plan:
       fsdp: number of ways to shard the trainer's state.
       tensor: number of ways to split its layers' matrices.
       rollout: rollout instances, the narrowest first.
+      context: number of ways to split the tokens of a row; plans keep that of the config.
     """
 
     data: int
     fsdp: int
     tensor: int
     rollout: tuple[PlannedBucket, ...]
+    context: int = 1
 
     @property
     def train_devices(self) -> int:
         """Number of devices in the trainer's mesh."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.context
 
     @property
     def rollout_devices(self) -> int:

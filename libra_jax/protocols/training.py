@@ -34,7 +34,7 @@ class TrainerInfo:
     @property
     def sizes(self) -> MeshSizes:
         """The sizes of the mesh's axes."""
-        return MeshSizes(self.mesh["data"], self.mesh.get("fsdp", 1), self.mesh.get("tensor", 1))
+        return MeshSizes(self.mesh["data"], *(self.mesh.get(name, 1) for name in ("fsdp", "tensor", "context")))
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,21 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Axis sizes of a trainer's mesh: copies, ways to shard the state, ways to split a layer's matrices."""
+    """Axis sizes of a trainer's mesh: copies, ways to shard the state, to split a layer's matrices, to split rows."""
 
     data: int
     fsdp: int
     tensor: int
+    context: int = 1
 
     @property
     def devices(self) -> int:
         """The number of devices in the mesh."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.tensor * self.context
 
     def __str__(self) -> str:
-        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}"
+        over_context = f" x context {self.context}" if self.context > 1 else ""
+        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor}{over_context}"
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
         state = costs.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
         state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
         of_trainer = (
-            f": {size(state / (trainer.fsdp * trainer.tensor))} of parameters and optimizer a device, about "
+            f": {size(state / trainer.replica_devices)} of parameters and optimizer a device, about "
             f"{size(memory.trainer_bytes(config, shape))} with gradients, activations and logits"
         )
     lines = [
@@ -135,7 +135,7 @@ def _elastic(config: libra_config.RunConfig) -> list[str]:
     if elastic.hybrid:
         count = len(config.rollout.tensor_parallel)
         names = ", ".join(placement.instance_name(number) for number in range(count - elastic.hybrid, count))
-        replica = config.trainer.fsdp * config.trainer.tensor
+        replica = config.trainer.replica_devices
         over = f"{replica} device{'s' * (replica > 1)}"
         lines.append(f"hybrid      {names}: also a data-parallel replica of the trainer, over {over}")
     if elastic.resize:

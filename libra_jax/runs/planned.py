@@ -64,7 +64,16 @@ SHARED = (
 OF_SIMULATION = (*SHARED, "scheduler", "simulation", "workload")
 """Fields of a simulated run's config that a plan reads; the name of a group covers all of its fields."""
 
-OF_RUN = (*SHARED, "model.path", "model.preset", "planner.hardware", "trainer.data", "trainer.fsdp", "trainer.tensor")
+OF_RUN = (
+    *SHARED,
+    "model.path",
+    "model.preset",
+    "planner.hardware",
+    "trainer.context",
+    "trainer.data",
+    "trainer.fsdp",
+    "trainer.tensor",
+)
 """Fields of a real run's config that a plan reads."""
 
 COUNTS_IN_RUN = {"simulation.hardware": "planner.hardware", "simulation.model": "model.preset"}

@@ -117,7 +117,11 @@ def _unread_preset(config: libra_config.RunConfig, shape: model_config.Transform
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:
     """Checks the model's shape against the mesh, the engines' degrees, vLLM, attention kernels and lengths."""
-    feasibility.check_mesh(shape, {"fsdp": config.trainer.fsdp, "tensor": config.trainer.tensor})
+    trainer = config.trainer
+    mesh = {"fsdp": trainer.fsdp, "tensor": trainer.tensor, "context": trainer.context}
+    feasibility.check_mesh(shape, mesh)
+    for tokens in (trainer.row_tokens, *trainer.row_buckets):
+        feasibility.check_context(shape, mesh, tokens)
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
     if config.rollout.engine == "vllm":
@@ -135,14 +139,15 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     # If the config names no platform, compilation finds out whether a kernel takes the rows.
     platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}.get(config.trainer.platform)
     if platform is not None:
-        for tokens in (config.trainer.row_tokens, *config.trainer.row_buckets):
+        for tokens in (trainer.row_tokens, *trainer.row_buckets):
             feasibility.choose_attention(
                 config.model.attention,
                 feasibility.Target(platform),
                 tokens,
                 shape.head_dim,
                 config.model.compute_dtype,
-                config.trainer.pack,
+                trainer.pack,
+                whole_rows=feasibility.splits_heads(shape.num_heads // trainer.tensor, trainer.context),
             )
     if on_cpu and shape.expert_intermediate_size % CPU_EXPERT_COLUMNS:
         raise protocols.ConfigError(
@@ -253,14 +258,14 @@ def _check_elastic(config: libra_config.RunConfig) -> None:
             "config.elastic.hybrid: a training side is a JAX process of its own; hybrid workers need "
             "--config.cluster.backend=ray"
         )
-    needed = trainer.fsdp * trainer.tensor
+    needed = trainer.replica_devices
     hybrid = list(enumerate(placement.partition(config).instances))[-config.elastic.hybrid :]
     for number, devices in hybrid:
         if trainer.platform == "cuda" and needed > len(devices):
             raise protocols.ConfigError(
                 "config.elastic.hybrid: a training side is a data-parallel replica of the trainer (fsdp "
-                f"{trainer.fsdp} x tensor {trainer.tensor}: {needed} devices), and hybrid instance {number} has "
-                f"{len(devices)}; make it wider"
+                f"{trainer.fsdp} x tensor {trainer.tensor} x context {trainer.context}: {needed} devices), and hybrid "
+                f"instance {number} has {len(devices)}; make it wider"
             )
 
 

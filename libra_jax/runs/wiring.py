@@ -120,7 +120,7 @@ def training_side_specs(config: libra_config.RunConfig, workdir: Path) -> list[p
     count, trainer = config.elastic.hybrid, config.trainer
     if not count:
         return []
-    needed, specs = trainer.fsdp * trainer.tensor, []
+    needed, specs = trainer.replica_devices, []
     # The hybrid instances are the last ones (`placement.Engines`).
     instances = list(enumerate(placement.partition(config).instances))
     for place, (number, devices) in enumerate(instances[-count:]):

@@ -51,6 +51,11 @@ class SimulatedRun(configuration.RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Set here, these fields would change nothing, and the user would believe that another machine was simulated.
+        configuration.check(
+            self.trainer.context == 1,
+            "trainer.context",
+            f"simulated training has no context axis, and it says {self.trainer.context}; set it to 1",
+        )
         plain = configuration.RunConfig()
         for name in ("planner.hardware", "model.preset", "model.path"):
             group, _, leaf = name.partition(".")

@@ -52,8 +52,8 @@ def case(
         mesh=dict(made.layout.mesh.shape),
         vocabulary=model.vocab_size,
         hidden=model.hidden_size,
-        # Of one device: rows are split over data and fsdp.
-        tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens,
+        # Of one device: rows are split over data and fsdp, their tokens over context.
+        tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens // trainer.context,
         logits_chunk=config.model.logits_chunk,
     )
     found: dict[str, programs.Program] = {}
@@ -87,6 +87,7 @@ def case(
         parameter_bytes=_bytes(made.layout.state.params),
         programs=found,
         reference=made.layout.state.reference is not None,
+        context=trainer.context,
     )
 
 

@@ -4,10 +4,10 @@ The hidden states are projected onto the vocabulary one chunk of tokens at a tim
 again, so the logits of at most `chunk` tokens exist at once on a device, in both directions. The idea comes from Liger
 Kernel's fused linear cross entropy (arXiv 2410.10989, section 3.2).
 
-On a mesh, each device loops over its own rows, with its own part of the vocabulary. Everything that travels does so
-outside the loop, once a pass: the output projection over `fsdp` in the compute dtype, the hidden states and three
-numbers a token over `tensor`, and the projection's gradient, a float32 sum. Left to the compiler, the projection and
-its gradient travelled in every iteration.
+On a mesh, each device loops over its own tokens, with its own part of the vocabulary. Everything that travels does so
+outside the loop, once a pass: the output projection over `fsdp` and `context` in the compute dtype, the hidden states
+and three numbers a token over `tensor`, and the projection's gradient, a float32 sum. Left to the compiler, the
+projection and its gradient travelled in every iteration.
 
 Letters: B rows, T tokens of a row, C tokens of a chunk, D model width, V vocabulary; in the
 functions of one device, of its own shards.
@@ -29,6 +29,8 @@ Outputs = TypeVar("Outputs")
 
 HEAD: sharding.Axes = ("embed", "vocab")
 PER_TOKEN: sharding.Axes = ("batch", "tokens")
+STATE_AXES = ("fsdp", "context")
+"""Mesh axes over which the rows of the output projection are split, the outermost first."""
 
 
 Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -111,7 +113,7 @@ def _local_scores(
     settings: Settings, hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[jax.Array, ...]:
     hidden_BxTxD = collectives.all_gather(hidden_BxTxD, "tensor", 1)
-    head_DxV = collectives.all_gather(head_DxV.astype(hidden_BxTxD.dtype), "fsdp", 0)
+    head_DxV = collectives.all_gather(head_DxV.astype(hidden_BxTxD.dtype), STATE_AXES, 0)
 
     def score(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, ...]]:
         hidden_CxD, targets_C = inputs
@@ -143,7 +145,7 @@ def _local_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     dtype, head_dtype = hidden_BxTxD.dtype, head_DxV.dtype
     hidden_BxTxD = collectives.all_gather(hidden_BxTxD, "tensor", 1)
-    head_DxV = collectives.all_gather(head_DxV.astype(dtype), "fsdp", 0)
+    head_DxV = collectives.all_gather(head_DxV.astype(dtype), STATE_AXES, 0)
 
     def add(head_grad_DxV: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         hidden_CxD, targets_C, entropy_C, normalizer_C, log_prob_grad_C, entropy_grad_C = inputs
@@ -163,8 +165,8 @@ def _local_gradients(
     zeros_DxV = jnp.zeros(head_DxV.shape, jnp.float32)
     head_grad_DxV, hidden_grad_BxTxD = _scan(settings.chunk, add, zeros_DxV, inputs)
     hidden_grad_BxTxD = collectives.reduce_scatter(hidden_grad_BxTxD, "tensor", 1)
-    head_grad_DxV = collectives.reduce_scatter(head_grad_DxV, "fsdp", 0)
-    return hidden_grad_BxTxD, collectives.sum_over(head_grad_DxV, "data", "context").astype(head_dtype)
+    head_grad_DxV = collectives.reduce_scatter(head_grad_DxV, STATE_AXES, 0)
+    return hidden_grad_BxTxD, collectives.sum_over(head_grad_DxV, "data").astype(head_dtype)
 
 
 def _scan(

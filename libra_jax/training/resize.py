@@ -71,10 +71,10 @@ class Resize:
             )
         before = present.config.trainer
         try:
-            trainer = dataclasses.replace(before, data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
+            trainer = dataclasses.replace(before, **dataclasses.asdict(sizes))
         except protocols.ConfigError as error:
             raise protocols.ConfigError(f"a mesh of {sizes} cannot be: {error}") from error
-        if sizes == protocols.MeshSizes(before.data, before.fsdp, before.tensor):
+        if sizes == protocols.MeshSizes(before.data, before.fsdp, before.tensor, before.context):
             raise protocols.ConfigError(f"the trainer's mesh is {sizes} already")
         self.sizes = sizes
         self._present = present

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, transformer
+from libra_jax.models import feasibility, sharding, transformer
 
 PyTree = Any
 
@@ -73,7 +73,7 @@ class Layout:
       mesh: the devices.
       state: `jax.ShapeDtypeStruct` leaves with their shardings, in the structure of `TrainState`.
       accumulator: `jax.ShapeDtypeStruct` leaves in the structure of `Accumulator`.
-      rows: sharding of a [rows, tokens] array: rows over data and fsdp.
+      rows: sharding of a [rows, tokens] array: rows over data and fsdp, tokens over context.
       everywhere: sharding of an array that every device holds whole.
     """
 
@@ -102,7 +102,7 @@ def make_mesh(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -
         sizes = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True) if size > 1)
         raise protocols.ConfigError(
             f"config.trainer: the mesh ({sizes or 'one device'}) needs {config.devices} devices and there are "
-            f"{len(devices)}; lower data, fsdp or tensor, or start with more devices"
+            f"{len(devices)}; lower data, fsdp, tensor or context, or start with more devices"
         )
     grid = arranged(shape, devices[: config.devices])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -198,7 +198,7 @@ def layout(
             loss=scalar,
             count=scalar,
         ),
-        rows=NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None)),
+        rows=NamedSharding(mesh, sharding.spec(("batch", "tokens"))),
         everywhere=everywhere,
     )
 

@@ -84,7 +84,7 @@ class TrainerActor:
         self._channels = shares_lib.Channels(config.elastic, config.deadlines.transition, host)
         self._model = model_shape(config.model)
         self._multiplied = model_config.multiplied_parameter_count(self._model)
-        self._replica_devices = config.trainer.fsdp * config.trainer.tensor  # of a hybrid worker
+        self._replica_devices = config.trainer.replica_devices  # of a hybrid worker
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
         self._running: Running | None = None
         self._resize: resize.Resize | None = None

@@ -26,9 +26,11 @@ class Gate:
     rows: int
     row_tokens: int = 8192
     remat: str = "dots"
+    context: int = 1
 
     def __str__(self) -> str:
-        return f"{self.target}-{self.model}-{'x'.join(map(str, self.mesh))}-{self.row_tokens}-{self.remat}"
+        mesh = "x".join(map(str, (*self.mesh, self.context)))
+        return f"{self.target}-{self.model}-{mesh}-{self.row_tokens}-{self.remat}"
 
     def shape(self) -> model_config.TransformerConfig:
         if self.model != "narrow-32B":
@@ -52,6 +54,7 @@ class Gate:
             "trainer.data": data,
             "trainer.fsdp": fsdp,
             "trainer.tensor": tensor,
+            "trainer.context": self.context,
             "trainer.rows_per_micro_batch": self.rows,
             "trainer.row_tokens": self.row_tokens,
             "rollout.max_context": self.row_tokens,
@@ -66,6 +69,7 @@ GATES = [
             Gate("h100", "Qwen3-1.7B", (1, 4, 2), 8),
             Gate("h100", "Qwen3-1.7B", (2, 8, 1), 16),  # two hosts
             Gate("h100", "Qwen3-8B", (1, 8, 1), 8, 32_768, "full"),
+            Gate("h100", "Qwen3-8B", (1, 1, 1), 1, 131_072, "full", context=8),
             Gate("h100", "Qwen3-8B", (2, 4, 2), 8),  # two hosts
             Gate("h100", "narrow-32B", (1, 2, 8), 2),  # two hosts
             Gate("v6e", "Qwen3-1.7B", (1, 8, 1), 8),
@@ -81,7 +85,7 @@ def test_compiled_programs_do_little_more_than_they_must(gate, compiled, tmp_pat
     case, shape = compiled(gate.target, gate.settings(tmp_path)), gate.shape()
     gradient, foreseen = case.gradient, programs.expected(case, shape)
     faults = []
-    wire = gradient.wire_bytes / least.volumes(shape, *case.mesh, case.columns).total
+    wire = gradient.wire_bytes / least.volumes(shape, *case.mesh, case.columns, case.context).total
     if wire > WIRE_BYTES:
         faults.append(f"wire bytes are {wire:.2f} x the least possible, not at most {WIRE_BYTES}")
     flops = foreseen.executed_flops / (foreseen.model_flops + foreseen.recomputed_flops)

@@ -259,7 +259,7 @@ def test_a_kernel_of_another_platform_is_refused_with_a_sentence():
     segments = jnp.ones((1, 128), jnp.int32)
     for kernel, needs in (("splash", "TPU"), ("cudnn", "GPU")):
         with pytest.raises(ConfigError, match=rf"config.model.attention: {kernel} needs a {needs} \(this is cpu\)"):
-            attention.prepare(segments, kernel=kernel, chunk=128, head_dim=128, dtype="bfloat16")
+            attention.prepare(segments, kernel=kernel, chunk=128, heads=4, head_dim=128, dtype="bfloat16")
 
 
 def test_a_device_names_its_platform_and_generation():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from libra_jax.models import config as model_config
-from libra_jax.models import transformer
+from libra_jax.models import sharding, transformer
 from libra_jax.training import logprobs
 
 TOKENS, VOCABULARY, CHUNK = 32_768, 4096, 1024
@@ -53,6 +53,40 @@ def test_a_row_of_32k_tokens_runs_without_a_quadratic_or_vocabulary_array():
     loss, gradient = step(*inputs)
     assert abs(float(loss) - np.log(VOCABULARY)) < 0.1
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+
+
+def test_no_device_holds_the_activations_of_a_whole_row_of_128k_tokens():
+    """Compiled only. Memory beside the parameters falls with the devices that a row is split over."""
+    config = dataclasses.replace(
+        model_config.load_preset("libra-tiny"),
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=8,
+    )
+    options = transformer.ComputeOptions(attention_chunk=CHUNK, remat="full")
+
+    def temporary_bytes(context):
+        axes, types = ("data", "fsdp", "tensor", "context"), (jax.sharding.AxisType.Auto,) * 4
+        mesh = jax.make_mesh((1, 1, 1, context), axes, axis_types=types, devices=jax.devices()[:context])
+        where = transformer.shardings(config, mesh)
+        params = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            transformer.abstract_params(config),
+            where,
+        )
+        rows = jax.sharding.NamedSharding(mesh, sharding.spec(("batch", "tokens")))
+        ids = jax.ShapeDtypeStruct((1, 4 * TOKENS), np.int32, sharding=rows)
+        with jax.set_mesh(mesh):
+            step = _loss(config, options).lower(params, ids, ids, ids).compile(compiling.OPTIMISED)
+        return step.memory_analysis().temp_size_in_bytes
+
+    whole = temporary_bytes(1)
+    for context in (2, 4, 8):
+        assert whole / context * 0.8 < temporary_bytes(context) < whole / context * 1.2
 
 
 def test_the_program_does_not_grow_with_depth():

@@ -51,12 +51,12 @@ def reference(config, batch):
     return params, jax.jit(_step, static_argnums=0)(config, params, *batch)
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 1, 1), (1, 4, 2, 1), (2, 2, 2, 1)])
+@pytest.mark.parametrize("shape", [(1, 8, 1, 1), (1, 4, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2)])
 def test_sharded_loss_and_gradient_equal_unsharded(config, batch, reference, shape, capfd):
     params, (loss, gradient) = reference
     mesh = _mesh(shape)
     placed = jax.device_put(params, transformer.shardings(config, mesh))
-    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))
     with jax.set_mesh(mesh):
         step = jax.jit(_step, static_argnums=0, out_shardings=(None, transformer.shardings(config, mesh)))
         got_loss, got = step(config, placed, *(jax.device_put(array, rows) for array in batch))
@@ -104,13 +104,13 @@ def test_parameters_are_drawn_where_they_live(config, reference):
 
 def test_every_matrix_is_split_over_fsdp_and_tensor():
     config = model_config.untied(model_config.load_preset("Qwen3-1.7B"))
-    mesh = jax.sharding.AbstractMesh((2, 2, 4, 1), AXES, axis_types=(AxisType.Auto,) * 4)
+    mesh = jax.sharding.AbstractMesh((2, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     shardings = jax.tree.leaves(transformer.shardings(config, mesh))
     shapes = jax.tree.leaves(transformer.abstract_params(config))
     for shape, where in zip(shapes, shardings, strict=True):
         assert len(where.spec) == len(shape.shape)
         if shape.size > 10_000_000:
-            assert {"fsdp", "tensor"} <= set(where.spec)
+            assert {("fsdp", "context"), "tensor"} <= set(where.spec)
     held = sum(np.prod(where.shard_shape(shape.shape)) for shape, where in zip(shapes, shardings, strict=True))
     assert held < 1.01 * model_config.parameter_count(config) / 8
 

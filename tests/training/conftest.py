@@ -121,9 +121,9 @@ def start_trainer(small, model_directory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def hybrid_config(small, model_directory):
-    """Of a core of 2 x 2 devices with one hybrid worker."""
+    """Of a core of 2 x 2 devices with one hybrid worker; both split the tokens of rows over two devices."""
     made = small.config(
-        trainer={"data": 2, "fsdp": 2, "rows_per_micro_batch": 4, "row_buckets": (64,), "pack": False},
+        trainer={"data": 2, "context": 2, "rows_per_micro_batch": 4, "row_buckets": (64,), "pack": False},
         model={"path": model_directory},
         optimizer=config_lib.OptimizerConfig(learning_rate=1e-3, eps=1e-6),
         elastic=config_lib.ElasticConfig(hybrid=0, late_min_seconds=120),

@@ -64,7 +64,7 @@ def remote(hybrid_config, small):
     """A started training side's process, which several tests use."""
     made = RemoteTrainingSide(hybrid_config)
     info = made("start")
-    assert info.mesh == {"data": 1, "fsdp": 2, "tensor": 1, "context": 1}
+    assert info.mesh == {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
     made("init_weight_transfer", {"kind": "memfd"})
     yield made
     made("shutdown")

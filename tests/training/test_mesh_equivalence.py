@@ -1,4 +1,4 @@
-"""Every way of splitting over data, fsdp and tensor trains the same policy as one device."""
+"""Every way of splitting over data, fsdp, tensor and context trains the same policy as one device."""
 
 import itertools
 
@@ -11,7 +11,18 @@ from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, state
 
 SPLITS = [split for split in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(split) <= 8]
-SPARSE_SPLITS = [(1, 1, 2), (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 2, 1)]
+SPLITS += [(1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 2, 2)]
+SPARSE_SPLITS = [
+    (1, 1, 2),
+    (1, 2, 1),
+    (1, 4, 1),
+    (1, 8, 1),
+    (2, 2, 2),
+    (1, 4, 2),
+    (4, 2, 1),
+    (1, 2, 1, 2),
+    (1, 2, 2, 2),
+]
 STEPS = 60
 RATE = 3e-3
 # Every advantage negative and the clip far away: the loss is a smooth positive number that falls, fit for a curve.
@@ -34,8 +45,7 @@ def _batches(small, config):
 
 def _train(small, split):
     """Gradients, parameters after one SGD step, and the loss curve, of both batches on one mesh."""
-    data, fsdp, tensor = split
-    trainer = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    trainer = dict(zip(("data", "fsdp", "tensor", "context"), split, strict=False))
     config = small.config(trainer=trainer, algorithm=ALGORITHM, optimizer=ADAM)
     adam = small.learner(config)
     sgd = small.learner(small.config(trainer=trainer, algorithm=ALGORITHM, optimizer=SGD))

@@ -27,8 +27,8 @@ def _beginning(small):
     """A maker of learners that have taken a step, with the batch that they were given."""
 
     def make(sizes=(8, 1, 1), rows=8):
-        data, fsdp, tensor = sizes
-        trainer = {"data": data, "fsdp": fsdp, "tensor": tensor, "rows_per_micro_batch": rows}
+        mesh = dataclasses.asdict(protocols.MeshSizes(*sizes))
+        trainer = {**mesh, "rows_per_micro_batch": rows}
         config = small.config(trainer=trainer, algorithm=ALGORITHM, optimizer=ADAM)
         made = small.learner(config)
         packed = packing.pack(small.examples(rows, longest=20), config.trainer)
@@ -78,6 +78,21 @@ def test_no_bit_of_the_state_changes_over_a_chain_of_meshes(begun_of_each):
         step(following)
         assert len(following.programs.shapes) == compiled  # nothing was left to compile
         learner = following
+
+
+def test_no_bit_changes_where_the_mesh_splits_rows_and_it_learns_the_same(sparse):
+    begun = _beginning(sparse)
+    steady, step = begun((4, 1, 1, 2))
+    wanted = [step(steady) for _ in range(3)]
+    learner, step = begun((4, 1, 1, 2))
+    got = []
+    for sizes in [(1, 2, 1, 2), (1, 2, 2, 2), (2, 2, 1)]:  # 8 devices, then 4, 8, and 4 whose rows are whole
+        before = on_host(learner)
+        learner, _ = resized(learner, sizes)
+        assert dict(learner.layout.mesh.shape)["context"] == protocols.MeshSizes(*sizes).context
+        assert all(np.array_equal(a, b) for a, b in zip(on_host(learner), before, strict=True))
+        got.append(step(learner))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
 def test_a_mesh_of_six_is_accepted_where_rows_divide_and_takes_the_same_steps(begun):

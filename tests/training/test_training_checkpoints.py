@@ -15,7 +15,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import checkpoints, packing
 
-MESHES = {"one": {}, "split": {"data": 2, "fsdp": 2, "tensor": 2}}
+MESHES = {"one": {}, "split": {"fsdp": 2, "tensor": 2, "context": 2}}
 
 
 @pytest.fixture(scope="module")

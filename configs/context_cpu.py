@@ -1,0 +1,19 @@
+"""Trains the quickstart's agent with context parallelism: two CPU devices of one process share the tokens of each row.
+
+On accelerators `trainer.context` is for rows that are too long for one device. On two cores it only shows that it
+works: JAX makes two virtual CPU devices, and attention exchanges tokens for heads between them.
+
+Expected: as configs/quickstart.py (docs/results/context.md).
+
+  python launch/train.py --config=configs/context_cpu.py
+"""
+
+from configs import quickstart
+from libra_jax import config as libra_config
+
+
+def get_config() -> libra_config.RunConfig:
+    config = quickstart.get_config()
+    config.name = "context_cpu"
+    config.trainer.context = 2
+    return config
