@@ -84,7 +84,7 @@ sleep_preserve_parameter_names""",
     "keeps weights where a weight sync does not put them": """
 offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group offload_prefetch_step
 offload_params""",
-    "is about adapters, and the engine serves the merged weights of a weight sync": """
+    "is about adapters, which config.model.lora sets": """
 enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
 enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
 max_lora_cls_labels""",

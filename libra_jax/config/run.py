@@ -106,6 +106,7 @@ class RunConfig:
                 "files; lower it, or raise that",
             )
         self._check_elastic()
+        self._check_lora()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
             longest >= self.rollout.max_context,
@@ -163,6 +164,22 @@ class RunConfig:
             name,
             "vLLM returns experts only with prefix caching; leave enable_prefix_caching out of "
             "rollout.engine_arguments, or set this to off",
+        )
+
+    def _check_lora(self) -> None:
+        lora = self.model.lora
+        if not lora.rank:
+            return
+        check(
+            lora.sync == "merge" or self.rollout.transport == "memfd",
+            "model.lora.sync",
+            f"adapter travels through shared memory, and rollout.transport is {self.rollout.transport}; set "
+            "model.lora.sync=merge, or rollout.transport=memfd",
+        )
+        check(
+            lora.sync == "adapter" or not self.elastic.hybrid,
+            "model.lora.sync",
+            "merge sends no adapter, which hybrid workers train; set model.lora.sync=adapter, or elastic.hybrid=0",
         )
 
     def _check_elastic(self) -> None:

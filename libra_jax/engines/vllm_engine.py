@@ -30,7 +30,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols, turns
-from libra_jax.engines import vllm_weights
+from libra_jax.engines import vllm_lora, vllm_weights
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ def create(
     cpu_cores: str = "auto",
     log_path: str = "",
     hybrid: bool = False,
+    lora: Mapping[str, Any] | None = None,
     return_routing: bool = False,
 ) -> VllmEngine:
     """Makes an instance. `start` starts its processes.
@@ -63,6 +64,7 @@ def create(
       cpu_cores: on CPU, vLLM's VLLM_CPU_OMP_THREADS_BIND, or "auto" (`vllm_launch.core_binding`).
       log_path: file for vLLM's log. If empty, the log is kept only until shutdown.
       hybrid: True if the engine will be put to sleep. It then uses memory that vLLM can free.
+      lora: fields of `config.LoraConfig`, if weight syncs bring an adapter for vLLM's LoRA runtime; else None.
       return_routing: return the experts of every token (`protocols.TokenDelta.routing`).
 
     Raises:
@@ -85,10 +87,11 @@ def create(
                 "config.rollout.kv_transfer: the nixl package is not installed; install it with `pip install nixl`, "
                 "or use 'none', which prefills again"
             )
+    adapter = config.parse(config.LoraConfig, lora or {}, "model.lora.")
     launch = vllm_launch.Launch(
-        name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, return_routing
+        name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
     )
-    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weights.Checker(name, model_config))
+    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weights.Checker(name, model_config, adapter))
 
 
 class VllmEngine(protocols.RolloutEngine):
@@ -109,6 +112,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._update = update
         self._loading = False
         self._init_info: Mapping[str, Any] | None = None
+        self._lora_request: vllm_lora.request.LoRARequest | None = None  # from the first adapter on
         self._starting: asyncio.Future[async_llm.AsyncLLM] | None = None
         self._engine: async_llm.AsyncLLM | None = None
         self._watches: list[int] = []
@@ -220,7 +224,7 @@ class VllmEngine(protocols.RolloutEngine):
         queue, finished = None, False
         self._running += 1
         try:
-            queue = await engine.add_request(request.request_id, prompt, params)
+            queue = await engine.add_request(request.request_id, prompt, params, lora_request=self._lora_request)
             # Keep the state: vLLM forgets it when the request ends, perhaps before its last output is read here.
             state = engine.output_processor.request_states.get(queue.request_id)
             sent, routing = 0, Routing(state, len(request.token_ids) - request.routed_tokens)
@@ -267,7 +271,7 @@ class VllmEngine(protocols.RolloutEngine):
             extra_args={KV_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False, **remote}},
         )
         try:
-            outputs = self._serving().generate(prompt, giving, request.request_id)
+            outputs = self._serving().generate(prompt, giving, request.request_id, lora_request=self._lora_request)
             kept = [output.kv_transfer_params async for output in outputs][-1]
         except exceptions.EngineDeadError:
             raise self._lost() from None
@@ -297,6 +301,7 @@ class VllmEngine(protocols.RolloutEngine):
         engine = self._serving()
         if self._launch.sleeps:
             # Level 2 drops the weights, too: the next update brings new ones.
+            self._update.frozen = ""
             await self._call("go to sleep", engine.sleep(level=2))
         else:
             await self._call("stand still", engine.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
@@ -338,8 +343,10 @@ class VllmEngine(protocols.RolloutEngine):
           LibraError: a tensor is not the model's by name or shape, or the bytes are damaged.
         """
         engine = self._serving()
-        self._update.add(chunk)
-        request = weight_transfer.WeightTransferUpdateRequest(update_info=vllm_weights.payload(chunk, self.name))
+        if not self._update.add(chunk):
+            return
+        info = vllm_weights.payload(chunk, self.name, self._update.scale)
+        request = weight_transfer.WeightTransferUpdateRequest(update_info=info)
         init_info = chunk.transport.get("instances", {}).get(self.name, {}).get("init_info")
         if init_info is not None and init_info != self._init_info:
             opening = weight_transfer.WeightTransferInitRequest(init_info=dict(init_info))
@@ -360,6 +367,8 @@ class VllmEngine(protocols.RolloutEngine):
         self._update.finish(policy_version)
         await self._call("finish its weight update", engine.finish_weight_update(weight_version=str(policy_version)))
         self._loading = False
+        if self._update.scale is not None:
+            self._lora_request = vllm_lora.REQUEST
 
     async def health(self) -> Mapping[str, float]:
         """Asks the engine's core process. Raises `WorkerLost` if it is gone. `running` counts requests here."""

@@ -57,7 +57,7 @@ if _collects:
     gc.enable()
 
 from libra_jax import config, protocols
-from libra_jax.engines import logprob_contract, scratch, vllm_plugin
+from libra_jax.engines import logprob_contract, scratch, vllm_lora, vllm_plugin
 
 _STARTER_NAME = "vllm-start"
 
@@ -134,6 +134,7 @@ class Launch:
       cpu_cores: see `core_binding`.
       log_path: file for the output of vLLM's processes. If empty, the output is kept for error messages only.
       hybrid: True if the engine will be put to sleep.
+      lora: adapter that weight syncs bring; rank 0 for none.
       return_routing: the engine returns the experts of every token.
 
     Attributes:
@@ -152,9 +153,11 @@ class Launch:
         cpu_cores: str,
         log_path: str,
         hybrid: bool = False,
+        lora: config.LoraConfig | None = None,
         return_routing: bool = False,
     ) -> None:
         self.name = name
+        self._lora = lora or config.LoraConfig()
         self.sleeps = hybrid and current_platform.is_sleep_mode_available()
         self._model_config = model_config
         self._rollout = rollout
@@ -306,6 +309,14 @@ class Launch:
             options["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="NixlConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
             )
+        if self._lora.rank:
+            # One adapter, that of the policy. Only its projections get vLLM's wrappers.
+            options |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": vllm_lora.served_rank(self._lora.rank),
+                "lora_target_modules": list(self._lora.targets),
+            }
         if self._in_core:
             options["distributed_executor_backend"] = uniproc_executor.UniProcExecutor
         return arg_utils.AsyncEngineArgs(
