@@ -98,7 +98,8 @@ def environment_factory(
             not tools.names,
             "tools.use",
             f"names {', '.join(tools.names)}, but {resolving.shown(task.environment)} offers no tools (its factory has "
-            "no parameter 'tools'); take one of libra_jax.agents.environments, or clear tools.use",
+            "no parameter 'tools'); take libra_jax.agents.environments.math:environment, a factory of yours that has "
+            "the parameter and returns a dialogue.Dialogue, or clear tools.use",
         )
     resolving.check_arguments(factory, task.environment, arguments, field)
     # A class shows its methods without being called; what a function makes is looked at by `demonstrator`.

@@ -97,6 +97,9 @@ class Engines:
         self._config = config
         self._model = model_config.to_hf(shape)
         self._workdir = workdir.resolve()
+        lora = config.model.lora
+        # With merged weights, an engine knows of no adapter.
+        self._lora = {"lora": libra_config.to_dict(lora)} if lora.rank and lora.sync == "adapter" else {}
         self._partition = partition(config)
         rollout = config.rollout
         self._layout = hosts.layout(config)
@@ -146,6 +149,8 @@ class Engines:
                 "log_path": str(self._workdir / f"{name}.log"),
                 "cpu_cores": "|".join(map(str, cores)) or "auto",
                 "hybrid": count - config.elastic.hybrid <= number < count,
+                **({"return_routing": True} if config.algorithm.routing_replay == "rollout" else {}),
+                **self._lora,
             },
             gpus=len(devices) if on_gpu else 0,
             environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, local))} if on_gpu else {},

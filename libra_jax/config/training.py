@@ -9,6 +9,57 @@ from typing import Any
 from libra_jax.config.checks import check, check_choice, check_finite
 from libra_jax.config.group import group
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Projections of a layer, as Hugging Face names them."""
+
+MOST_RANK = 512
+"""Largest rank that vLLM's LoRA runtime serves (vllm/config/lora.py, 0.32)."""
+
+
+@group
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685). A run with a rank above 0 trains adapters, and freezes all weights.
+
+    The frozen weights are stored once, in model.compute_dtype, without gradients and optimizer moments. They are also
+    the reference model of the KL term. A warm start still trains all weights, and the adapters begin after it.
+    """
+
+    rank: int = 0  # rank of the adapters, 1 to 512; 0 is off: the run trains all weights
+    alpha: float = 32.0  # the product of an adapter is scaled by alpha / rank
+    # Projections that get an adapter. With experts: q_proj, k_proj, v_proj and o_proj only.
+    targets: tuple[str, ...] = PROJECTIONS
+    layers: tuple[int, ...] = ()  # numbers of the layers that get adapters, ascending from 0; empty: all layers
+    # What a weight sync sends: adapter (the adapter alone, to vLLM's LoRA runtime; needs rollout.transport=memfd), or
+    # merge (all weights, with the adapter added). With merge and rollout.dtype=bfloat16, the sum is rounded.
+    sync: str = "adapter"
+    path: str = ""  # directory of a PEFT adapter to start from; empty: A is random and B is 0
+
+    def __post_init__(self) -> None:
+        check(
+            0 <= self.rank <= MOST_RANK,
+            "model.lora.rank",
+            f"must lie in [0, {MOST_RANK}], not {self.rank}; 0 trains all weights",
+        )
+        check_finite(self.alpha, "model.lora.alpha")
+        check(self.alpha > 0, "model.lora.alpha", f"must be positive, not {self.alpha}")
+        check(len(self.targets) > 0, "model.lora.targets", f"must name a projection: {', '.join(PROJECTIONS)}")
+        for name in self.targets:
+            check_choice(name, PROJECTIONS, "model.lora.targets")
+        check(len(set(self.targets)) == len(self.targets), "model.lora.targets", "names a projection twice")
+        layers = list(self.layers)
+        check(
+            layers == sorted(set(layers)) and all(layer >= 0 for layer in layers),
+            "model.lora.layers",
+            f"must ascend from 0 or more, not {self.layers}",
+        )
+        check_choice(self.sync, ("adapter", "merge"), "model.lora.sync")
+        check(
+            self.rank > 0 or not self.path,
+            "model.lora.path",
+            "has no effect with model.lora.rank=0; set the adapter's rank, or leave it out",
+        )
+
 
 @group
 @dataclass
@@ -29,6 +80,7 @@ class ModelConfig:
     attention_chunk: int = 512  # queries and keys of a block of the chunked online softmax
     # Tokens whose vocabulary logits are in memory at once, on each device. Each device loops over its own rows.
     logits_chunk: int = 1024
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         check_choice(self.compute_dtype, ("float32", "bfloat16"), "model.compute_dtype")
@@ -81,6 +133,9 @@ class AlgorithmConfig:
     kl_estimator: str = "k3"
     kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss
     entropy_coefficient: float = 0.0  # weight of the entropy that the loss rewards
+    # Experts of a mixture's tokens in training: off (the trainer's own), rollout (those that the engine chose: routing
+    # replay, which keeps the ratio of engine and trainer near 1).
+    routing_replay: str = "off"
 
     def __post_init__(self) -> None:
         check_choice(self.advantage, ADVANTAGES, "algorithm.advantage")
@@ -89,6 +144,7 @@ class AlgorithmConfig:
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
         check_choice(self.correction, CORRECTIONS, "algorithm.correction")
         check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
+        check_choice(self.routing_replay, ("off", "rollout"), "algorithm.routing_replay")
         for name in ("kl_coefficient", "entropy_coefficient", "sequence_length_constant"):
             check_finite(getattr(self, name), f"algorithm.{name}")
         check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")

@@ -46,6 +46,7 @@ class StepReport:
       version: the version that trained.
       groups: groups of the batch.
       trainer: the trainer's own metrics.
+      sync_bytes: bytes that each engine loaded in the weight sync after the step.
       counts: counts of the dispatcher since the step before.
       routing: counts of routing since the step before.
       replaced: number of groups replaced since the step before, by reason.
@@ -62,6 +63,7 @@ class StepReport:
     groups: Sequence[protocols.Group]
     trainer: Mapping[str, float]
     times: StepTimes = field(default_factory=StepTimes)
+    sync_bytes: int = 0
     counts: dispatch.Counts = field(default_factory=dispatch.Counts)
     routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class StepReport:
             "rollout/wait_seconds": times.wait,
             "train/seconds": times.train,
             "sync/seconds": times.sync,
+            "sync/bytes": self.sync_bytes,
             "checkpoint/seconds": times.checkpoint,
             "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
             "rollout/resumed": counts.resumed,

@@ -277,6 +277,7 @@ class Coordinator:
         report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task, peak_flops=flops)
         try:
             times.sync = await self._ending.race(self._sync_weights())
+            report.sync_bytes = self._parts.weight_sync.nbytes
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)

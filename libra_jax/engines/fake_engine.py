@@ -216,6 +216,7 @@ def create(
     cpu_cores: str = "nobind",
     log_path: str = "",
     hybrid: bool = False,
+    lora: Mapping[str, Any] | None = None,
     script: str = "",
     tokens_per_second: float = 20_000.0,
     fail_after_tokens: int | None = None,
@@ -232,12 +233,13 @@ def create(
       cpu_cores: unused.
       log_path: unused.
       hybrid: unused.
+      lora: unused.
       script: `"module:function"` of a `Script`. Empty stands for `scramble`.
       tokens_per_second: rate of one request, in event-loop seconds.
       fail_after_tokens: number of tokens over all requests after which the engine dies. None disables this.
       kind: class of the double.
     """
-    del model_config, seed, cpu_cores, log_path, hybrid
+    del model_config, seed, cpu_cores, log_path, hybrid, lora
     found: Script | None = None
     if script:
         module, _, function = script.partition(":")

@@ -20,9 +20,10 @@ from vllm import platforms
 from vllm.distributed.weight_transfer import base, nccl_engine
 from vllm.model_executor.model_loader import reload
 
-from libra_jax import protocols
+from libra_jax import config, protocols
+from libra_jax.engines import vllm_lora
+from libra_jax.models import adapters, hf_names
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names
 from libra_jax.weights import memfd
 
 
@@ -32,14 +33,25 @@ class Checker:
     Args:
       name: name of the engine, for errors.
       model_config: content of the config.json from which the engine was started.
+      lora: adapter that weight syncs bring beside the weights; rank 0 for none.
+
+    Attributes:
+      vocab_size: tokens of the model.
+      scale: factor of the adapter's product; None without an adapter.
+      version: version of the update under way.
+      frozen: digest of the frozen weights that the engine holds under the adapter (`WeightChunk.frozen`); else empty.
     """
 
-    def __init__(self, name: str, model_config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, model_config: Mapping[str, Any], lora: config.LoraConfig | None = None) -> None:
         shape = models_config.untied(models_config.from_hf(model_config))
+        shape = adapters.adapted(shape, lora or config.LoraConfig())
         self.vocab_size = shape.vocab_size
+        self.scale = shape.adapter.scale if shape.adapter else None
         self._name = name
-        self._expected = {entry.hf_name: entry.shape for entry in hf_names.weight_map(shape)}
+        entries = (*hf_names.weight_map(shape), *hf_names.adapter_map(shape))
+        self._expected = {entry.hf_name: entry.shape for entry in entries}
         self.version: int | None = None
+        self.frozen = self._arriving = ""
         self._count = 0
         self._indices: set[int] = set()
         self._names: set[str] = set()
@@ -47,10 +59,10 @@ class Checker:
     def start(self, version: int) -> None:
         """Starts an update, regardless of the last one's outcome."""
         self.version, self._count = version, 0
-        self._indices, self._names = set(), set()
+        self._indices, self._names, self._arriving = set(), set(), ""
 
-    def add(self, chunk: protocols.WeightChunk) -> None:
-        """Checks a chunk before it is loaded.
+    def add(self, chunk: protocols.WeightChunk) -> bool:
+        """Checks a chunk before it is loaded. Returns False if the engine holds its tensors already.
 
         Raises:
           LibraError: the chunk is of another version, or a tensor is not the model's by name or shape.
@@ -66,6 +78,14 @@ class Checker:
         self._count = chunk.count
         self._indices.add(chunk.index)
         self._names.update(entry.name for entry in chunk.entries)
+        if not chunk.frozen:
+            return True
+        self._arriving = chunk.frozen
+        if chunk.frozen == self.frozen:
+            return False
+        # From here to the end of the update, the engine holds neither the old weights nor the new ones.
+        self.frozen = ""
+        return True
 
     def finish(self, version: int) -> None:
         """Checks that the update is complete, before it takes effect.
@@ -79,14 +99,20 @@ class Checker:
             self._refuse(f"{len(self._indices)} of {self._count} weight chunks of version {version} came")
         if missing := sorted(set(self._expected) - self._names):
             self._refuse(f"version {version} lacks {missing[0]} ({len(missing)} tensors in all)")
-        self.version = None
+        self.version, self.frozen = None, self._arriving
 
     def _refuse(self, problem: str) -> None:
         raise protocols.LibraError(f"engine {self._name} cannot take these weights: {problem}")
 
 
-def payload(chunk: protocols.WeightChunk, name: str) -> dict[str, Any]:
-    """Returns the chunk as plain values, for the weight-transfer engine of the workers of instance `name`."""
+def payload(chunk: protocols.WeightChunk, name: str, scale: float | None = None) -> dict[str, Any]:
+    """Returns the chunk as plain values, for the weight-transfer engine of the workers of instance `name`.
+
+    Args:
+      chunk: the chunk.
+      name: name of the instance.
+      scale: factor of the adapter's product; None without an adapter.
+    """
     # vLLM's own CUDA engines define the payload of their transports; the sender has written it into the address.
     if chunk.transport["kind"] != "memfd":
         return dict(chunk.transport["instances"][name]["update_info"])
@@ -100,6 +126,7 @@ def payload(chunk: protocols.WeightChunk, name: str) -> dict[str, Any]:
         "nbytes": chunk.nbytes,
         "transport": dict(chunk.transport),
         "checksum": chunk.checksum,
+        "scale": scale,
     }
 
 
@@ -110,7 +137,10 @@ class MemfdInitInfo(base.WeightTransferInitInfo):
 
 @dataclass
 class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
-    """A `protocols.WeightChunk` as plain values. Entries are (name, dtype, shape, offset, nbytes)."""
+    """A `protocols.WeightChunk` as plain values. Entries are (name, dtype, shape, offset, nbytes).
+
+    `scale` is the factor of an adapter's product.
+    """
 
     policy_version: int
     index: int
@@ -119,6 +149,7 @@ class MemfdUpdateInfo(base.WeightTransferUpdateInfo):
     nbytes: int
     transport: dict[str, Any]
     checksum: str | None = None
+    scale: float | None = None
 
 
 class NcclWeightTransferEngine(nccl_engine.NCCLWeightTransferEngine):
@@ -139,13 +170,19 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._peers = memfd.PeerMemory()
+        self._reloading = False
+        self._adapter: dict[str, torch.Tensor] = {}
+        self._scale = 1.0
+        if self.vllm_config.lora_config is not None:
+            vllm_lora.install()
 
     def init_transfer_engine(self, init_info: MemfdInitInfo) -> None:
         """Does nothing: the first chunk carries its address."""
 
     def start_weight_update(self) -> None:
-        """Prepares every layer for new weights."""
-        reload.initialize_layerwise_reload(self.model)
+        """Forgets an update that was given up. The first chunk of weights prepares the layers, not an adapter's."""
+        self._reloading = False
+        self._adapter.clear()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Loads one chunk. Overrides the base method, which synchronises an accelerator that a CPU does not have."""
@@ -174,12 +211,25 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
                 kind = getattr(torch, dtype)
                 flat = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset)
                 tensors.extend(hf_names.split(name, flat.view(shape)))
-        # An incomplete layer keeps views of its tensors, until the update finishes at the latest. The trainer keeps
-        # every chunk of the snapshot in place until then.
+        if any(vllm_lora.is_adapter(name) for name, _ in tensors):
+            # Views: the trainer keeps every chunk of the snapshot in place until the update finishes.
+            self._adapter |= dict(tensors)
+            self._scale = update_info.scale or self._scale
+            return
+        if not self._reloading:
+            reload.initialize_layerwise_reload(self.model)
+            self._reloading = True
+        # An incomplete layer keeps views of its tensors, until the update finishes at the latest.
         self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         """Switches to the new weights. `Checker` has checked that they are complete."""
+        if self._adapter:
+            vllm_lora.keep(self._adapter, self._scale)
+            self._adapter.clear()
+        if not self._reloading:
+            return
+        self._reloading = False
         reload.finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)

@@ -64,6 +64,28 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters on the projections of a model (LoRA, arXiv 2106.09685).
+
+    Attributes:
+      rank: rows of A and columns of B.
+      alpha: numerator of `scale`.
+      targets: names of the adapted projections.
+      layers: numbers of the adapted layers, ascending.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    layers: tuple[int, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """The shape of a decoder-only transformer: the fields of config.json under this project's names.
 
@@ -92,6 +114,7 @@ class TransformerConfig:
       experts_per_token: experts that each token takes.
       expert_intermediate_size: width of an expert.
       normalize_expert_shares: the shares of a token's experts sum to 1.
+      adapter: adapters on the model; None without. No field of config.json.
     """
 
     architecture: str
@@ -118,11 +141,22 @@ class TransformerConfig:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     normalize_expert_shares: bool = False
+    adapter: AdapterConfig | None = None
 
     @property
     def longest_context(self) -> int:
         """Returns the maximum number of tokens in a sequence; a linear factor multiplies it, as in vLLM."""
         return int(self.max_position_embeddings * (self.rope.factor if self.rope.kind == "linear" else 1))
+
+    @property
+    def routing_width(self) -> int:
+        """Number of experts that a token takes, over all layers; 0 without experts."""
+        return self.num_layers * self.experts_per_token
+
+    @property
+    def routing_dtype(self) -> str:
+        """Numpy's name of the smallest unsigned integer that numbers the experts, little-endian."""
+        return "<u1" if self.num_experts <= 256 else "<u2"
 
 
 def feed_forward_columns(config: TransformerConfig) -> int:

@@ -37,7 +37,7 @@ _COMPARED_ROWS = 4096
 def load(
     directory: str | pathlib.Path,
     config: model_config.TransformerConfig,
-    dtype: str = "float32",
+    dtype: str | transformer.Params = "float32",
     shardings: Any = None,
 ) -> transformer.Params:
     """Reads the weights of a Hugging Face directory.
@@ -45,7 +45,8 @@ def load(
     Args:
       directory: directory with `model.safetensors`, or else the shards that `model.safetensors.index.json` lists.
       config: shape of the model (`config.read_directory`).
-      dtype: dtype of every leaf; the files may hold another dtype.
+      dtype: dtype of every leaf, or a tree of the parameters' nesting whose leaves have the wanted dtypes. The files
+        may hold another dtype.
       shardings: a Sharding for each leaf, in the parameters' nesting; None places all on the default device.
 
     Raises:
@@ -60,7 +61,8 @@ def load(
             place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else _get(shardings, path)
             *parents, name = path
             module = functools.reduce(lambda tree, key: tree.setdefault(key, {}), parents, params)
-            module[name] = _read_leaf(entries, tensors, dtype, place)
+            kind = dtype if isinstance(dtype, str) else str(_get(dtype, path).dtype)
+            module[name] = _read_leaf(entries, tensors, kind, place)
     return params
 
 

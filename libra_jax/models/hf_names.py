@@ -58,6 +58,30 @@ def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Projections of the attention block; the others are of the feed-forward block."""
+
+
+def adapter_map(config: model_config.TransformerConfig) -> tuple[HfEntry, ...]:
+    """Lists the tensors of the adapter, layer by layer, under PEFT's names without their prefix "base_model.model.".
+
+    An entry's layer counts adapted layers only, because the leaves hold no others.
+    """
+    adapter, entries = config.adapter, []
+    if adapter is None:
+        return ()
+    outer = {entry.hf_name: entry.shape for entry in weight_map(config)}
+    for place, layer in enumerate(adapter.layers):
+        for target in adapter.targets:
+            block = "self_attn" if target in ATTENTION else "mlp"
+            module = f"model.layers.{layer}.{block}.{target}"
+            size_out, size_in = outer[f"{module}.weight"]
+            for part, shape in (("A", (adapter.rank, size_in)), ("B", (size_out, adapter.rank))):
+                path = ("layers", block, target, f"lora_{part.lower()}")
+                entries.append(HfEntry(f"{module}.lora_{part}.weight", path, place, shape))
+    return tuple(entries)
+
+
 def weight_map(config: model_config.TransformerConfig) -> tuple[HfEntry, ...]:
     """Lists all tensors of the checkpoint in file order: embedding, layer by layer, norm, head.
 

@@ -37,6 +37,7 @@ RULES: Mapping[str | None, str | tuple[str, ...] | None] = {
     "experts": "fsdp",
     "expert_embed": "context",
     "router": None,
+    "rank": None,
     "norm": None,
     "batch": ("data", "fsdp"),
     "tokens": "context",

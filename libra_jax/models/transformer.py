@@ -2,24 +2,25 @@
 
 The modules define the parameters and the computation of a layer. Other rooms use a functional interface: parameters are
 a nested plain dict of arrays, and `forward` is a pure function of the dict. Axis 0 of the leaves under "layers" is the
-layer.
+layer. If the shape has an adapter, its leaves are part of the dict (`models.lora`).
 
 Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from libra_jax import config as run_config
-from libra_jax.models import attention, embedding, experts, feasibility, rope, sharding
+from libra_jax.models import attention, embedding, experts, feasibility, lora, rope, sharding
 from libra_jax.models import config as model_config
 
 Params = Mapping[str, Any]
@@ -54,16 +55,43 @@ class ComputeOptions:
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 
 
+class Routing(NamedTuple):
+    """Experts of each token in every layer, chosen elsewhere.
+
+    Attributes:
+      experts_BxTxLxK: unsigned; L layers, K experts of a token.
+      known_BxT: bool, tokens whose experts are given; other tokens take the routers' own choice.
+    """
+
+    experts_BxTxLxK: jax.Array
+    known_BxT: jax.Array
+
+
 class Linear(nnx.Module):
     """A projection whose weight has Hugging Face's layout, [out, in].
 
     A projection into "embed" has its rows split over `tensor`, every other projection its columns (`models.sharding`).
+
+    With an adapter, the result is x W^T + scale (x A^T) B^T, where A is `lora_a` [rank, in] and B `lora_b` [out, rank].
     """
 
-    def __init__(self, size_in: int, size_out: int, bias: bool, names: tuple[str, str], rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        bias: bool,
+        names: tuple[str, str],
+        rngs: nnx.Rngs,
+        adapter: model_config.AdapterConfig | None = None,
+    ) -> None:
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (size_out, size_in)), logical_axes=names)
         self.bias = nnx.Param(jnp.zeros((size_out,)), logical_axes=names[:1]) if bias else None
         self.names = names
+        self.scale = adapter.scale if adapter else 0.0
+        rank = adapter.rank if adapter else 0
+        # Only their shapes count here: `lora.init` draws them.
+        self.lora_a = nnx.Param(jnp.zeros((rank, size_in)), logical_axes=("rank", names[1])) if rank else None
+        self.lora_b = nnx.Param(jnp.zeros((size_out, rank)), logical_axes=(names[0], "rank")) if rank else None
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         """Projects the last axis.
@@ -86,11 +114,37 @@ class Linear(nnx.Module):
         if self.names[0] == "embed":
             # Sums over `tensor`, which splits the rows of this weight, and splits the tokens.
             y = sharding.reshard(y, sharding.RESIDUAL, sharding.WHOLE_TOKENS)
+        if self.lora_a is not None:
+            y = y + self._adapter_product(x)
         if self.bias is None:
             return y
         # The forward sum rounds once either way. The bias gradient sums over tokens and would stop growing in bfloat16.
         bias = self.bias[...].astype(x.dtype).astype(jnp.float32)
         return (y.astype(jnp.float32) + bias).astype(x.dtype)
+
+    def _adapter_product(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Returns scale (x A^T) B^T. Letters: R the rank of the adapter, O the outputs."""
+        assert self.lora_a is not None
+        assert self.lora_b is not None
+
+        def whole(leaf: nnx.Param, names: tuple[str, str]) -> jax.Array:
+            gathered = tuple(None if name == "embed" else name for name in names)
+            return sharding.reshard(leaf[...].astype(x_BxTxD.dtype), gathered, names)
+
+        a_RxD = whole(self.lora_a, ("rank", self.names[1]))
+        b_OxR = whole(self.lora_b, (self.names[0], "rank"))
+        inner_BxTxR = jnp.einsum("btd,rd->btr", x_BxTxD, a_RxD)
+        if self.names[0] == "embed":
+            # `tensor` splits the columns of A: the sum is taken here, where it has rank columns and not D.
+            inner_BxTxR = sharding.reshard(inner_BxTxR, sharding.RESIDUAL, sharding.WHOLE_TOKENS)
+        else:
+            inner_BxTxR = sharding.constrain(inner_BxTxR, sharding.WHOLE_TOKENS)
+        return jnp.einsum("btr,or->bto", self.scale * inner_BxTxR, b_OxR)
+
+
+def _adapter_on(config: model_config.TransformerConfig, name: str) -> model_config.AdapterConfig | None:
+    """Returns the adapter of a projection, or None if it has none."""
+    return config.adapter if config.adapter is not None and name in config.adapter.targets else None
 
 
 class RMSNorm(nnx.Module):
@@ -113,10 +167,11 @@ class Attention(nnx.Module):
         width, head_dim = config.hidden_size, config.head_dim
         query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim = head_dim
-        self.q_proj = Linear(width, query, config.qkv_bias, ("heads", "embed"), rngs)
-        self.k_proj = Linear(width, kv, config.qkv_bias, ("kv_heads", "embed"), rngs)
-        self.v_proj = Linear(width, kv, config.qkv_bias, ("kv_heads", "embed"), rngs)
-        self.o_proj = Linear(query, width, config.output_bias, ("embed", "heads"), rngs)
+        on = functools.partial(_adapter_on, config)
+        self.q_proj = Linear(width, query, config.qkv_bias, ("heads", "embed"), rngs, on("q_proj"))
+        self.k_proj = Linear(width, kv, config.qkv_bias, ("kv_heads", "embed"), rngs, on("k_proj"))
+        self.v_proj = Linear(width, kv, config.qkv_bias, ("kv_heads", "embed"), rngs, on("v_proj"))
+        self.o_proj = Linear(query, width, config.output_bias, ("embed", "heads"), rngs, on("o_proj"))
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -139,11 +194,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
         width, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs)
-        self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs)
-        self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs)
+        on = functools.partial(_adapter_on, config)
+        self.gate_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("gate_proj"))
+        self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("up_proj"))
+        self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs, on("down_proj"))
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, given: experts.Given | None) -> jax.Array:
+        del given  # a dense layer has no experts
         x_BxTxD = sharding.gather_tokens(x_BxTxD)
         hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
         return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
@@ -175,8 +232,8 @@ class SparseMLP(nnx.Module):
         self.experts_per_token = config.experts_per_token
         self.normalize = config.normalize_expert_shares
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        chosen_BxTxK, share_BxTxK = experts.choose(self.gate(x_BxTxD), self.experts_per_token, self.normalize)
+    def __call__(self, x_BxTxD: jax.Array, given: experts.Given | None) -> jax.Array:
+        chosen_BxTxK, share_BxTxK = experts.choose(self.gate(x_BxTxD), self.experts_per_token, self.normalize, given)
         of = self.experts
         weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         return experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
@@ -191,9 +248,16 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMLP(config, rngs) if config.num_experts else MLP(config, rngs)
 
-    def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attend: attention.Attend,
+        given: experts.Given | None,
+    ) -> jax.Array:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
-        x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD))
+        x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD), given)
         return sharding.constrain(x_BxTxD, sharding.RESIDUAL)
 
 
@@ -221,7 +285,12 @@ class Transformer(nnx.Module):
         self.lm_head = None if config.tie_word_embeddings else Table(config, rngs)
 
     def __call__(
-        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array, options: ComputeOptions
+        self,
+        tokens_BxT: jax.Array,
+        positions_BxT: jax.Array,
+        segments_BxT: jax.Array,
+        options: ComputeOptions,
+        routing: Routing | None,
     ) -> jax.Array:
         config = self.config
         angles = rope.tables(config.rope, config.head_dim, positions_BxT)
@@ -239,10 +308,14 @@ class Transformer(nnx.Module):
         )
         graph, stacked = nnx.split(self.layers)
 
-        def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
+        def layer(x_BxTxD: jax.Array, own: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, None]:
+            state, experts_BxTxK = own
+            given = (
+                None if routing is None or experts_BxTxK is None else experts.Given(experts_BxTxK, routing.known_BxT)
+            )
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, given), None
 
-        scanned: Callable[[jax.Array, nnx.State], tuple[jax.Array, None]] = layer
+        scanned: Callable[[jax.Array, tuple[nnx.State, jax.Array | None]], tuple[jax.Array, None]] = layer
         if options.remat != "none":
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
@@ -251,7 +324,8 @@ class Transformer(nnx.Module):
             # A scan already prevents the merging of both passes that prevent_cse guards against.
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, stacked)
+        experts_LxBxTxK = None if routing is None else jnp.moveaxis(routing.experts_BxTxLxK, 2, 0)
+        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, (stacked, experts_LxBxTxK))
         return self.norm(x_BxTxD)
 
 
@@ -265,8 +339,9 @@ def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: s
       dtype: dtype of every leaf.
 
     Returns:
-      The parameters. To draw each shard on its device, `jit` with `out_shardings=shardings(...)`.
+      The parameters without an adapter. To draw each shard on its device, `jit` with `out_shardings=shardings(...)`.
     """
+    config = dataclasses.replace(config, adapter=None)
     params = nnx.to_pure_dict(nnx.state(Transformer(config, nnx.Rngs(params=key)), nnx.Param))
 
     def scaled(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
@@ -285,25 +360,27 @@ def forward(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
+    routing: Routing | None = None,
 ) -> jax.Array:
     """Returns the hidden states after the final norm.
 
     Args:
-      params: parameters of the model.
+      params: parameters of the model, with the leaves of its adapter.
       config: shape of the model.
       options: dtypes, rematerialisation and attention kernel.
       tokens_BxT: int, token ids.
       positions_BxT: int, position of each token in its own segment.
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its segment.
+      routing: experts of a mixture's tokens, chosen elsewhere; None: the routers choose.
 
     Returns:
       [B, T, D] in the compute dtype; values at padding are finite and meaningless.
     """
     graph, state = _abstract(config)
     state = nnx.clone(state)
-    nnx.replace_by_pure_dict(state, dict(params))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options)
+    nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, routing)
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:
@@ -312,9 +389,16 @@ def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.A
 
 
 def abstract_params(config: model_config.TransformerConfig, dtype: str = "float32") -> Params:
-    """Returns the parameters' shapes as `jax.ShapeDtypeStruct` leaves without a sharding."""
+    """Returns the parameters' shapes, adapter included, as `jax.ShapeDtypeStruct` leaves without a sharding."""
     _, state = _abstract(config)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), nnx.to_pure_dict(state))
+
+    def shape(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        # The modules of all layers are alike, and only adapted layers have leaves of the adapter.
+        adapted = config.adapter is not None and path[-1].key in lora.LEAVES
+        rows = (len(config.adapter.layers),) if config.adapter is not None and adapted else leaf.shape[:1]
+        return jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), dtype)
+
+    return jax.tree_util.tree_map_with_path(shape, nnx.to_pure_dict(state))
 
 
 def shardings(config: model_config.TransformerConfig, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Any:

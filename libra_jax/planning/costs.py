@@ -17,6 +17,7 @@ from typing import Self, TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import hardware, rows
 
@@ -110,7 +111,8 @@ def train_flops(shape: model_config.TransformerConfig, parameters: int, lengths:
     `6 N D = 6 * parameters * sum(lengths)`: 2 for the forward pass and 4 for the backward pass, a multiplication and an
     addition each. Attention: `12 * layers * heads * head_dim * T^2 / 2` of each sequence of T tokens. This is the count
     of PaLM (arXiv 2204.02311, appendix B) with half of its attention, because a causal token attends to half of its
-    sequence on average. What rematerialisation computes again does not count.
+    sequence on average. What rematerialisation computes again does not count. Frozen weights under an adapter have no
+    gradient, which saves 2 of their 6; the adapter's own parameters count 6.
 
     Args:
       shape: shape of the model.
@@ -119,7 +121,8 @@ def train_flops(shape: model_config.TransformerConfig, parameters: int, lengths:
     """
     squares = float(sum(length * length for length in lengths))
     attention = 6.0 * shape.num_layers * shape.num_heads * shape.head_dim * squares
-    return 6.0 * parameters * sum(lengths) + attention
+    each = 6.0 * parameters if shape.adapter is None else 4.0 * parameters + 6.0 * adapters.parameter_count(shape)
+    return each * sum(lengths) + attention
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, least, programs, rows
 
@@ -61,6 +62,7 @@ class Trainer:
       logits_chunk: tokens whose vocabulary logits exist at once.
       scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
       reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
+      frozen_bytes: bytes of each frozen weight under an adapter; 0 if all weights are trained.
       rows: rows of a micro-batch, over all shards; at least one each.
       cores: cores of the CPU on which all devices take turns, so that nothing hides behind anything else; None if
         each device is an accelerator.
@@ -75,6 +77,7 @@ class Trainer:
     logits_chunk: int = 1024
     scored_again: bool = False
     reference_bytes: int = 0
+    frozen_bytes: int = 0
     rows: int = 1
     cores: int | None = None
     compiled: tuple[programs.Case, ...] = ()
@@ -87,13 +90,16 @@ class Trainer:
         Raises:
           ConfigError: the file of `planner.compiled` is missing, or is no file of launch/compile.py.
         """
+        value = costs.VALUE_BYTES[run.model.compute_dtype]
         return cls(
             lengths=(run.trainer.row_tokens, *run.trainer.row_buckets),
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
             scored_again=run.algorithm.objective == "decoupled",
-            reference_bytes=costs.VALUE_BYTES[run.model.compute_dtype] if run.algorithm.kl_coefficient else 0,
+            # Frozen weights under an adapter are the reference model, too.
+            reference_bytes=value if run.algorithm.kl_coefficient and not run.model.lora.rank else 0,
+            frozen_bytes=value if run.model.lora.rank else 0,
             rows=run.trainer.rows_per_micro_batch,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
             compiled=programs.read(Path(run.planner.compiled)) if run.planner.compiled else (),
@@ -206,7 +212,10 @@ class Training:
         if (case := self._trainer.case(self._model.parameters, (data, fsdp, tensor))) is not None:
             return case.memory_bytes
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
-        state = (MASTER_BYTES + trainer.reference_bytes) * self._model.parameters / (fsdp * tensor * trainer.context)
+        state = float((MASTER_BYTES + trainer.reference_bytes) * self._model.parameters)
+        if trainer.frozen_bytes:
+            state = trainer.frozen_bytes * self._model.parameters + MASTER_BYTES * adapters.parameter_count(shape)
+        state /= fsdp * tensor * trainer.context
         columns = -(-trainer.rows // (data * fsdp)) * row / trainer.context  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor

@@ -39,6 +39,8 @@ class WeightChunk:
       nbytes: number of bytes in use.
       transport: transport-specific address, e.g. {"kind": "memfd", "pid": 1, "fd": 7}; plain values only.
       checksum: digest of the bytes, or None if checksums are off.
+      frozen: digest of the weights under an adapter, if the chunk is a part of them; else empty. These bytes are the
+        same in every version, so a receiver that holds weights of this digest skips the chunk.
     """
 
     policy_version: int
@@ -49,6 +51,7 @@ class WeightChunk:
     # Plain values, because vLLM's messages carry no types of ours.
     transport: Mapping[str, Any]
     checksum: str | None = None
+    frozen: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from libra_jax.cluster import hosts, placement
 from libra_jax.coordinator import checkpoint_store, checkpoints, evaluation, fencing, rollouts, stopping
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
 from libra_jax.runs import observing
@@ -37,11 +38,15 @@ RELAY = "libra_jax.weights.relay:create"
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
-    """Returns the policy's shape: from `model.path` if it is set and exists, else from `model.preset`."""
+    """Returns the policy's shape with its adapter: from `model.path` if it is set and exists, else `model.preset`.
+
+    Raises:
+      ConfigError: the model cannot have the adapter of `model.lora`.
+    """
     path = config.model.path
-    if path and (need_weights or Path(path).exists()):
-        return model_config.read_directory(path)
-    return model_config.load_preset(config.model.preset)
+    here = path and (need_weights or Path(path).exists())
+    shape = model_config.read_directory(path) if here else model_config.load_preset(config.model.preset)
+    return adapters.adapted(shape, config.model.lora)
 
 
 def known_shape(config: libra_config.RunConfig) -> model_config.TransformerConfig | None:

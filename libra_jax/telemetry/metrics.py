@@ -91,6 +91,7 @@ _STEP = _table(
         "known peak (`trainer.peak_flops`) it is left out",
     ),
     ("sync/seconds", "seconds", "time of the weight sync to all engines"),
+    ("sync/bytes", "bytes", "bytes that each engine loaded in the weight sync"),
     ("checkpoint/seconds", "seconds", "time spent in checkpoints since the step before"),
     ("coordinator/seconds_per_request", "seconds", "coordinator's own time for a request, a mean"),
     ("tokens_per_second", "tokens/second", "tokens generated for training since the step before, over `step/seconds`"),

@@ -18,7 +18,7 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import attention, transformer
+from libra_jax.models import attention, lora, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, world
 from libra_jax.training import state as state_lib
@@ -40,6 +40,7 @@ class Learner:
 
     Attributes:
       config: the run's configuration, with this learner's mesh.
+      compares: True if the objective compares the policy with a reference model.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
       accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
@@ -68,6 +69,7 @@ class Learner:
         self.config = config
         self._model = model
         self._transform = optimizer.transform(config.optimizer)
+        self.compares = config.algorithm.kl_coefficient > 0
         mesh = state_lib.make_mesh(config.trainer, devices)
         # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
@@ -76,12 +78,15 @@ class Learner:
             mesh,
             self._transform,
             dtype=config.model.param_dtype,
-            reference=config.model.compute_dtype if config.algorithm.kl_coefficient > 0 else None,
+            # The frozen weights under an adapter are the reference model: it needs no copy.
+            reference=config.model.compute_dtype if self.compares and model.adapter is None else None,
+            base=None if model.adapter is None else config.model.compute_dtype,
         )
         options = transformer.ComputeOptions.from_config(
             config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
         )
         scorer = losses.Scorer(model, options, config.model.logits_chunk)
+        reference = losses.Scorer(dataclasses.replace(model, adapter=None), options, config.model.logits_chunk)
         policy = functools.partial(
             losses.policy,
             scorer=scorer,
@@ -94,7 +99,7 @@ class Learner:
             self.layout,
             self._transform,
             losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
-            score=lambda params, batch: scorer(params, batch, temperature=temperature)[0],
+            score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -107,8 +112,25 @@ class Learner:
 
     @property
     def params(self) -> Any:
-        """The policy's parameters."""
+        """The trained parameters: of the adapter if there is one, else of the whole policy."""
         return self.train_state().params
+
+    @property
+    def policy(self) -> Any:
+        """All parameters of the policy: with an adapter, the frozen weights and its leaves."""
+        state = self.train_state()
+        return state.params if state.base is None else lora.join(state.base, state.params)
+
+    def merged(self, dtype: str) -> Any:
+        """Returns the policy's weights without an adapter, which is added to them, in a dtype.
+
+        With an adapter this is a second copy of the weights on the devices. Weights of norms keep their dtype.
+        """
+        state = self.train_state()
+        if state.base is None:
+            return state.params
+        add = functools.partial(lora.merged, config=self._model, dtype=dtype)
+        return jax.jit(add, out_shardings=state_lib.shardings_of(self.layout.state.base))(state.base, state.params)
 
     def train_state(self) -> state_lib.TrainState:
         """Returns `state`. Raises LibraError if there is none yet."""
@@ -116,10 +138,20 @@ class Learner:
             raise protocols.LibraError("the trainer holds no state yet: call start first.")
         return self.state
 
-    def begin(self, params: Any = None) -> None:
-        """Starts a fresh state, optimizer and reference model around `params`, or around the present parameters."""
-        params = self.params if params is None else params
-        self.state = state_lib.begin(params, self.layout, self._transform, self.config.seed)
+    def begin(self, params: Any = None, base: Any = None, seed: int | None = None) -> None:
+        """Starts a fresh state, optimizer and reference model.
+
+        Args:
+          params: parameters to train; None takes the present ones, or draws a fresh adapter if `base` is given.
+          base: frozen weights under an adapter; None takes the present ones.
+          seed: seed of the state's random key and of a fresh adapter; None takes the run's.
+        """
+        seed = self.config.seed if seed is None else seed
+        if params is None:
+            params = self.params if base is None else state_lib.random_adapter(self.layout, seed)
+        if base is None and self.layout.state.base is not None:
+            base = self.train_state().base
+        self.state = state_lib.begin(params, self.layout, self._transform, seed, base)
 
     def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
         """Returns a learner like this one on another mesh, without programs or a state.
@@ -152,8 +184,9 @@ class Learner:
 
     def _shapes(self) -> Sequence[step.Shape]:
         """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
-        names = [SUPERVISED] * (self.config.warm_start.steps > 0)
-        names += [step.SCORE] * (self.layout.state.reference is not None)
+        # A warm start comes before the adapter and trains all weights: another learner takes its steps.
+        names = [SUPERVISED] * (self.config.warm_start.steps > 0 and self.layout.state.base is None)
+        names += [step.SCORE] * self.compares
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):
             for name in (*names, POLICY):
@@ -173,14 +206,18 @@ class Learner:
         if name == POLICY:
             # The extras of `batch.prepare`: a batch with other arrays would be another program.
             extras = ["advantages"]
-            extras += ["reference"] * (self.layout.state.reference is not None)
+            extras += ["reference"] * self.compares
             extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
+            if self.config.algorithm.routing_replay == "rollout":
+                width, dtype = self._model.routing_width, self._model.routing_dtype
+                batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
         """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch."""
-        reference = self.train_state().reference
+        state = self.train_state()
+        reference = state.reference if state.base is None else state.base
         return [self.programs.score(reference, self.programs.put(vars(item))) for item in packed.micro_batches]
 
     def sums(
@@ -195,7 +232,7 @@ class Learner:
 
         Args:
           loss: `POLICY` or `SUPERVISED`.
-          params: parameters on this learner's mesh.
+          params: all parameters of the policy on this learner's mesh, as `policy` nests them.
           packed: the global batch.
           extras: further [B, T] arrays of each micro-batch.
           indices: micro-batches to sum over; an empty iterable gives zeros.
@@ -204,8 +241,9 @@ class Learner:
           LibraError: the devices ran out of memory.
         """
         parts: list[step.Report] = []
+        trained, base = (params, None) if self.layout.state.base is None else lora.split(params)
         try:
-            accumulator = self._accumulate(loss, params, packed, extras, indices, self.programs.zeros(), parts)
+            accumulator = self._accumulate(loss, trained, packed, extras, indices, self.programs.zeros(), parts, base)
             return accumulator, _combined(jax.device_get(parts))
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
@@ -225,7 +263,7 @@ class Learner:
           loss: `POLICY` or `SUPERVISED`.
           packed: the global batch.
           learning_rate: learning rate of this step.
-          extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
+          extras: further arrays of each micro-batch (`batch.Prepared`).
           own: micro-batches to compute here first; default: all.
           rest: yields the sums or indices of the other micro-batches, in the same order in all processes. If it raises,
             the state is unchanged.
@@ -246,7 +284,7 @@ class Learner:
         began = time.monotonic()
         try:
             own = range(len(packed.micro_batches)) if own is None else own
-            accumulator = self._accumulate(loss, state.params, packed, extras, own, accumulator, parts)
+            accumulator = self._accumulate(loss, state.params, packed, extras, own, accumulator, parts, state.base)
             if rest is not None:
                 # The seconds passed to `rest` set its deadline, so the core's own work must really be done.
                 jax.block_until_ready(accumulator)
@@ -255,7 +293,9 @@ class Learner:
                         accumulator = self.programs.add(accumulator, item)
                         parts.append(item.report)
                     else:
-                        accumulator = self._accumulate(loss, state.params, packed, extras, item, accumulator, parts)
+                        accumulator = self._accumulate(
+                            loss, state.params, packed, extras, item, accumulator, parts, state.base
+                        )
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate)
             # Reports come to the host once per step, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
@@ -279,6 +319,7 @@ class Learner:
         indices: Iterable[int],
         accumulator: state_lib.Accumulator,
         parts: list[step.Report],
+        base: Any,
     ) -> state_lib.Accumulator:
         """Adds micro-batches to an accumulator, which is consumed, and appends their reports to `parts`."""
         for index in indices:
@@ -288,7 +329,7 @@ class Learner:
             if self.abort.is_set():
                 raise protocols.StepAborted(f"the step was aborted after {len(parts)} of its micro-batches.")
             arrays = self.programs.put({**vars(packed.micro_batches[index]), **extras[index]})
-            accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays)
+            accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays, base)
             parts.append(part)
         return accumulator
 

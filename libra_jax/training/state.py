@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, sharding, transformer
+from libra_jax.models import feasibility, lora, sharding, transformer
 
 PyTree = Any
 
@@ -36,10 +36,12 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, number of steps taken, including skipped steps: the policy version.
-      params: master weights.
+      params: master weights: of the adapter if there is one, else of the whole model.
       opt_state: state of the optax transformation.
       rng: uint32 [2], key data of the run's JAX random key. The initial parameters are drawn from it.
       reference: parameters of the frozen reference model, or None if the objective needs none.
+      base: frozen weights under the adapter, or None without an adapter. No program consumes them, so they stay the
+        same arrays from step to step, and several states may share them. They are also the reference model.
     """
 
     step: jax.Array
@@ -47,6 +49,7 @@ class TrainState:
     opt_state: PyTree
     rng: jax.Array
     reference: PyTree = None
+    base: PyTree = None
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +78,7 @@ class Layout:
       accumulator: `jax.ShapeDtypeStruct` leaves in the structure of `Accumulator`.
       rows: sharding of a [rows, tokens] array: rows over data and fsdp, tokens over context.
       everywhere: sharding of an array that every device holds whole.
+      weights: the part of `state` that holds the model's own weights: `base` under an adapter, else `params`.
     """
 
     mesh: Mesh
@@ -82,6 +86,10 @@ class Layout:
     accumulator: Accumulator
     rows: NamedSharding
     everywhere: NamedSharding
+
+    @property
+    def weights(self) -> PyTree:
+        return self.state.params if self.state.base is None else self.state.base
 
 
 def make_mesh(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -150,6 +158,7 @@ def layout(
     *,
     dtype: str,
     reference: str | None = None,
+    base: str | None = None,
 ) -> Layout:
     """Returns the layout of the state: optimizer moments like their parameters, scalars on every device.
 
@@ -159,6 +168,7 @@ def layout(
       transform: the optimizer.
       dtype: dtype of master weights and moments.
       reference: compute dtype of the frozen reference model; None: the state holds none.
+      base: compute dtype of the frozen weights under an adapter; None without an adapter.
 
     Raises:
       ConfigError: a size of the model is not divisible by an axis of the mesh.
@@ -171,6 +181,11 @@ def layout(
     def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
+    frozen = None
+    if base is not None:
+        # Everything below sees the adapter only: moments and sums of the frozen weights do not exist.
+        (shapes, weights), (shardings, places) = lora.split(shapes), lora.split(shardings)
+        frozen = _frozen(jax.tree.map(placed, weights, places), base)
     params = jax.tree.map(placed, shapes, shardings)
     opt_state = optax.tree_utils.tree_map_params(
         transform,
@@ -189,6 +204,7 @@ def layout(
             opt_state=opt_state,
             rng=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere),
             reference=None if reference is None else _frozen(params, reference),
+            base=frozen,
         ),
         accumulator=Accumulator(
             # float32 for any parameter dtype: a sum over many micro-batches would lose small gradients in bfloat16.
@@ -204,7 +220,7 @@ def layout(
 
 
 def _frozen(params: PyTree, dtype: str) -> PyTree:
-    """Returns the shapes of the reference model: matrices, tables and biases in the compute dtype.
+    """Returns the shapes of frozen weights: matrices, tables and biases in the compute dtype.
 
     The forward pass casts them to that dtype before it uses them, so the stored cast changes no bit of its result. It
     uses the weights of norms in float32.
@@ -223,17 +239,34 @@ def shardings_of(structure: PyTree) -> PyTree:
 
 
 def random_params(config: model_config.TransformerConfig, where: Layout, seed: int) -> PyTree:
-    """Draws the initial parameters: the same values on every mesh, each shard made on its own device."""
-    dtype = str(jax.tree.leaves(where.state.params)[0].dtype)
-    draw = jax.jit(
-        lambda: transformer.init_params(config, jax.random.key(seed), dtype),
-        out_shardings=shardings_of(where.state.params),
-    )
-    return draw()
+    """Draws the model's initial weights: the same values on every mesh, each shard made on its own device."""
+
+    def draw() -> PyTree:
+        return cast_like(transformer.init_params(config, jax.random.key(seed)), where.weights)
+
+    return jax.jit(draw, out_shardings=shardings_of(where.weights))()
 
 
-def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int) -> TrainState:
-    """Builds the state before the first step. It takes over `params`; the reference model is a copy of them."""
+def random_adapter(where: Layout, seed: int) -> PyTree:
+    """Draws a fresh adapter, whose product is zero: the same values on every mesh."""
+    places = where.state.params
+    # Another stream than that of `random_params`, which has the same seed.
+    key = jax.random.fold_in(jax.random.key(seed), 1)
+    return jax.jit(lambda: lora.init(places, key), out_shardings=shardings_of(places))()
+
+
+def cast_like(tree: PyTree, places: PyTree) -> PyTree:
+    """Returns a tree in the dtypes of another tree of the same structure."""
+    return jax.tree.map(lambda leaf, place: leaf.astype(place.dtype), tree, places)
+
+
+def begin(
+    params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int, base: PyTree = None
+) -> TrainState:
+    """Builds the state before the first step. It takes over `params` and `base`.
+
+    The reference model, if the layout has one, is a copy of `params`.
+    """
     step, rng = jax.jit(
         lambda: (jnp.int32(0), jax.random.key_data(jax.random.key(seed))), out_shardings=where.everywhere
     )()
@@ -247,4 +280,5 @@ def begin(params: PyTree, where: Layout, transform: optax.GradientTransformation
         reference=None
         if where.state.reference is None
         else jax.tree.map(lambda leaf, place: jnp.array(leaf, place.dtype, copy=True), params, where.state.reference),
+        base=base,
     )

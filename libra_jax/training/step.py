@@ -10,6 +10,7 @@ Thread-safety: any thread may compile programs; one thread runs them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -23,6 +24,7 @@ import numpy as np
 import optax
 
 from libra_jax.algorithms import objective
+from libra_jax.models import lora
 from libra_jax.training import state as state_lib
 
 Batch = Mapping[str, jax.Array]
@@ -40,12 +42,15 @@ Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
 
 
 def grad_step(
-    loss: Loss, params: Any, accumulator: state_lib.Accumulator, batch: Batch
+    loss: Loss, params: Any, accumulator: state_lib.Accumulator, batch: Batch, base: Any = None
 ) -> tuple[state_lib.Accumulator, Report]:
-    """Adds one micro-batch. Returns the accumulator and the micro-batch's metric sums and maxima."""
+    """Adds one micro-batch. Returns the accumulator and the micro-batch's metric sums and maxima.
+
+    If `base` is given, `params` are an adapter on it, and gradients of the adapter alone are computed.
+    """
 
     def total(params: Any) -> tuple[jax.Array, objective.ObjectiveSums]:
-        sums = loss(params, batch)
+        sums = loss(params if base is None else lora.join(base, params), batch)
         return sums.loss_sum, sums
 
     gradients, sums = jax.grad(total, has_aux=True)(params)
@@ -84,7 +89,7 @@ def apply_step(
         (params, opt_state),
         (state.params, state.opt_state),
     )
-    advanced = state_lib.TrainState(state.step + 1, params, opt_state, state.rng, state.reference)
+    advanced = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
     report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
     return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
 
@@ -126,7 +131,7 @@ class Programs:
           where: shapes and shardings.
           transform: gradient to update direction.
           losses: loss functions by name.
-          score: (params, batch) -> log-probabilities [B, T].
+          score: (params, batch) -> log-probabilities [B, T] of the reference model.
           helped: sums may be computed elsewhere, so `compile` also compiles the program that adds them.
         """
         self.shapes: list[Shape] = []
@@ -163,8 +168,10 @@ class Programs:
 
     def _compile(self, name: str, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         where = self._where
-        params, state = state_lib.shardings_of(where.state.params), state_lib.shardings_of(where.state)
-        sums = state_lib.shardings_of(where.accumulator)
+        # Without the frozen weights: no update reads them, and a donation would take them from other states.
+        trained = dataclasses.replace(where.state, base=None)
+        params, state = state_lib.shardings_of(where.state.params), state_lib.shardings_of(trained)
+        sums, base = state_lib.shardings_of(where.accumulator), state_lib.shardings_of(where.state.base)
         shapes = {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in batch.items()}
         arrays = dict.fromkeys(batch, where.rows)
         function: Callable[..., Any]
@@ -175,20 +182,20 @@ class Programs:
         donated: tuple[int, ...] = ()
         if name == APPLY:
             function = functools.partial(apply_step, self._transform)
-            inputs = where.state, where.accumulator, jax.ShapeDtypeStruct((), jnp.float32)
+            inputs = trained, where.accumulator, jax.ShapeDtypeStruct((), jnp.float32)
             shardings = results = state, sums, where.everywhere
             donated = 0, 1
         elif name == ADD:
             function, inputs = functools.partial(jax.tree.map, jnp.add), (where.accumulator, where.accumulator)
             shardings, results, donated = (sums, sums), sums, (0,)
         elif name == SCORE:
-            # Of the reference model if there is one; else of the policy.
-            function, inputs = self._score, (where.state.reference or where.state.params, shapes)
-            shardings, results = (params, arrays), where.rows
+            # Of the reference model if there is one; else of the model's own weights.
+            function, inputs = self._score, (where.state.reference or where.weights, shapes)
+            shardings, results = (state_lib.shardings_of(where.weights), arrays), where.rows
         else:
             function = functools.partial(grad_step, self._losses[name])
-            inputs = where.state.params, where.accumulator, shapes
-            shardings, results, donated = (params, sums, arrays), (sums, where.everywhere), (1,)
+            inputs = where.state.params, where.accumulator, shapes, where.state.base
+            shardings, results, donated = (params, sums, arrays, base), (sums, where.everywhere), (1,)
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=results, donate_argnums=donated)
         # The model pins its activations on the current mesh (`models.sharding.constrain`).
         with jax.set_mesh(where.mesh):
@@ -248,16 +255,18 @@ class Programs:
         }
 
     def grad_step(
-        self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch
+        self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch, base: Any = None
     ) -> tuple[state_lib.Accumulator, Report]:
         """Runs `grad_step` of the named loss; consumes the given accumulator."""
-        return self._needed(loss, batch)(params, accumulator, batch)
+        return self._needed(loss, batch)(params, accumulator, batch, base)
 
     def apply_step(
         self, state: state_lib.TrainState, accumulator: state_lib.Accumulator, learning_rate: float
     ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
-        """Runs `apply_step`; consumes the given state and accumulator."""
-        return self._needed(APPLY)(state, accumulator, np.float32(learning_rate))
+        """Runs `apply_step`; consumes the given state, except for its frozen weights, and the accumulator."""
+        trained = dataclasses.replace(state, base=None)
+        advanced, zeroed, report = self._needed(APPLY)(trained, accumulator, np.float32(learning_rate))
+        return dataclasses.replace(advanced, base=state.base), zeroed, report
 
     def add(self, accumulator: state_lib.Accumulator, received: Received) -> state_lib.Accumulator:
         """Adds sums that were computed elsewhere; consumes the given accumulator.

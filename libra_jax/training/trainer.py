@@ -10,6 +10,8 @@ counts. Only process 0 receives `reserve`, `listen`, `stage_weights` and `is_sav
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -21,18 +23,23 @@ import jax
 
 from libra_jax import checksums, machine, protocols, turns
 from libra_jax import config as config_lib
+from libra_jax.models import adapters, hf, peft
 from libra_jax.models import config as model_config
-from libra_jax.models import hf
 from libra_jax.planning import costs, hardware
+from libra_jax.training import base as base_lib
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, world
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
+from libra_jax.weights import adapter_snapshot
 from libra_jax.weights import create as weights_create
 from libra_jax.weights import snapshot as weight_snapshot
 
 MIB = 2**20
+
+ADAPTER = "adapter"
+"""Folder of the adapter in an exported policy. transformers looks for an adapter beside config.json only."""
 
 
 def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> TrainerActor:
@@ -51,8 +58,9 @@ def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> Trainer
 
 
 def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfig:
-    """Returns the model's shape, from the model directory if the config names one, else from the preset."""
-    return model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
+    """Returns the model's shape with its adapter: from the model directory if the config names one, else the preset."""
+    shape = model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
+    return adapters.adapted(shape, config.lora)
 
 
 @dataclass
@@ -61,6 +69,8 @@ class Running:
 
     Attributes:
       learner: the train state and its programs. A finished resize replaces it.
+      warming: learner of the warm start, which trains all weights before an adapter; None after it, or without one.
+      sourced: digest of the frozen weights under an adapter, if `base.load` gives them again; else None.
       weights: the snapshot that weight syncs read.
       checkpointer: saves and restores the run's checkpoints.
       handover: saves the state for another trainer.
@@ -70,6 +80,8 @@ class Running:
     weights: weights_create.Snapshot
     checkpointer: checkpoints.Checkpointer
     handover: checkpoints.Checkpointer
+    warming: learner_lib.Learner | None = None
+    sourced: str | None = None
 
 
 class TrainerActor:
@@ -121,16 +133,18 @@ class TrainerActor:
           DataError: the model directory cannot be used.
         """
         config, info = self._config, self.stand_by()
-        learner = self.running().learner
-        if config.model.path:
-            shardings = state_lib.shardings_of(learner.layout.state.params)
-            params = hf.load(config.model.path, self._model, config.model.param_dtype, shardings)
+        running = self.running()
+        learner = running.learner
+        if self._model.adapter is None:
+            learner.begin(base_lib.load(config, self._model, learner.layout))
+        elif config.warm_start.steps:
+            running.warming = self._warming_learner()
+            running.warming.begin(base_lib.load(config, self._model, running.warming.layout))
         else:
-            params = state_lib.random_params(self._model, learner.layout, config.seed)
-        learner.begin(params)
+            self._begin_adapter(base_lib.load(config, self._model, learner.layout), sourced=True)
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
-            learner.compile(learner_lib.SUPERVISED)
+            (running.warming or learner).compile(learner_lib.SUPERVISED)
         # From now on, because the trainer is idle until the first groups are finished, and may need any row then.
         learner.ahead.begin()
         return info
@@ -160,6 +174,7 @@ class TrainerActor:
             config.rollout.checksum or config.elastic.hybrid > 0 or config.cluster.accelerators_per_host > 0,
             config.deadlines.weight_sync,
             self._host,
+            adapter=self._model.adapter is not None and config.model.lora.sync == "adapter",
         )
         # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         handover = checkpoints.Checkpointer(compress=False)
@@ -194,10 +209,11 @@ class TrainerActor:
         Raises:
           LibraError: training has begun, or no token in `sequences` is under the loss mask.
         """
-        learner = self.running().learner
-        if self._version:
+        running = self.running()
+        learner = running.learner if self._model.adapter is None else running.warming
+        if self._version or learner is None:
             raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
-        examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
+        examples = batch_lib.examples(sequences, self._version, self._model)
         packed = batch_lib.pack(self._config, examples)
         self._warm = True
         # The parameters change without a new version, so the synced snapshot no longer matches.
@@ -227,13 +243,13 @@ class TrainerActor:
                 f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
             )
         self._end_warm_start()
-        prepared = batch_lib.prepare(self._config, batch, self._model.vocab_size, learner.reference_log_probs)
+        prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs)
         own, collection = None, None
         if shares:
             own, *ranges = shares_lib.split(prepared.work, shares)
             weights = self.running().weights
             # Hybrid workers read parameters from host memory: the config refuses any other transport.
-            assert isinstance(weights, weight_snapshot.HostSnapshot)
+            assert isinstance(weights, weight_snapshot.HostSnapshot | adapter_snapshot.AdapterSnapshot)
             # Without a sync of this version, no hybrid worker can hold its parameters. Of several processes, the first
             # alone has the snapshot; it checks for all.
             known = self._synced == self._version and jax.process_index() == 0
@@ -347,7 +363,10 @@ class TrainerActor:
         running = self.running()
         if policy_version != self._version:
             raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
-        count = running.weights.open(policy_version, running.learner.params, destinations)
+        if running.warming is not None:
+            # The weights are cast to the compute dtype once, so that engines sample from what training scores.
+            self._end_warm_start()
+        count = running.weights.open(policy_version, self._synced_params(), destinations)
         self._synced = policy_version
         return count
 
@@ -387,12 +406,21 @@ class TrainerActor:
         Raises:
           DataError: the directory is missing, incomplete, damaged, of another model or optimizer, or not finite.
         """
-        running = self.running()
-        state = running.checkpointer.restore(path, running.learner.layout.state)
-        running.learner.state = state
+        running, host = self.running(), checkpoints.host_state(path)
+        self._warm, self._synced, warming = False, None, host.get("warming", False)
+        # A save in the middle of a warm start holds all weights as trained, and no adapter yet.
+        running.warming = (running.warming or self._warming_learner()) if warming else None
+        learner = running.warming or running.learner
+        structure, digest = learner.layout.state, host.get("base")
+        if digest is not None:
+            structure = dataclasses.replace(structure, base=None)
+        state = running.checkpointer.restore(path, structure)
+        if digest is not None:
+            state = dataclasses.replace(state, base=self._sourced_base(path, digest))
+        running.sourced = digest
+        learner.state = state
         self._version = int(state.step)
-        self._warm, self._synced = False, None
-        self._skipped_in_a_row = checkpoints.host_state(path).get("skipped_in_a_row", 0)
+        self._skipped_in_a_row = host.get("skipped_in_a_row", 0)
         return self._version
 
     def policy_version(self) -> int:
@@ -431,25 +459,43 @@ class TrainerActor:
     def _save(self, checkpointer: checkpoints.Checkpointer, path: str) -> state_lib.TrainState:
         """Ends the warm start, starts to save the state, and returns it."""
         # A restored trainer knows of no warm start, so the moments that it left must be gone before the save.
-        self._end_warm_start()
-        state = self.running().learner.train_state()
+        running = self.running()
+        host: dict[str, Any] = {"skipped_in_a_row": self._skipped_in_a_row}
+        if running.warming is not None:
+            running.warming.begin()
+            state, host["warming"] = running.warming.train_state(), True
+        else:
+            self._end_warm_start()
+            state = running.learner.train_state()
+        if running.sourced is not None:
+            # The bytes of the frozen weights are many times the adapter's, and can be had again where they came from.
+            state, host["base"] = dataclasses.replace(state, base=None), running.sourced
         # The host's part is what a step depends on beside the train state.
-        checkpointer.save(path, state, {"skipped_in_a_row": self._skipped_in_a_row})
+        checkpointer.save(path, state, host)
         return state
 
     def export(self, path: str) -> None:
-        """Writes the parameters as a Hugging Face directory, sealed with the checksums of its files.
+        """Writes the policy as a Hugging Face directory, sealed with the checksums of its files.
+
+        With an adapter, the directory holds the merged weights, and its folder `ADAPTER` the adapter in PEFT's format.
 
         Raises:
           LibraError: a parameter is not finite; nothing is written.
         """
-        params = self.running().learner.params
+        if self.running().warming is not None:
+            self._end_warm_start()
+        learner = self.running().learner
+        # float32, because the sum of weights and adapter in bfloat16 would lose most of what was learnt.
+        params = learner.merged(self._config.model.param_dtype)
         if not checkpoints.is_finite(params):
             raise protocols.LibraError(
                 f"{path}: not written, because version {self._version} of the policy {checkpoints.NOT_FINITE}: go back "
                 "to an earlier checkpoint, and lower optimizer.learning_rate or look at the rewards."
             )
         hf.save(params, self._model, path)
+        if self._model.adapter is not None:
+            base = self._config.model.path or self._config.model.preset
+            peft.save(learner.params, self._model, pathlib.Path(path) / ADAPTER, base)
         # Process 0 alone writes (`hf.save`), so it alone seals.
         if jax.process_index() == 0:
             try:
@@ -466,7 +512,7 @@ class TrainerActor:
             self._running.checkpointer.close()
             self._running.handover.close()
             # Dropped before waits that may take seconds: the state is most of the memory.
-            self._running.learner.state = self._running.learner.accumulator = None
+            self._running.learner.state = self._running.learner.accumulator = self._running.warming = None
         # A process should not end while XLA compiles. Half of the deadline, because this is not all of the shutdown.
         self._stop_compiling(self._config.deadlines.shutdown / 2)
         self._resize = self._running = None
@@ -488,9 +534,52 @@ class TrainerActor:
 
     def _end_warm_start(self) -> None:
         """Starts training with a fresh optimizer, and with the warm-started policy as reference model."""
-        if self._warm:
-            self.running().learner.begin()
-            self._warm = False
+        running = self.running()
+        if running.warming is not None:
+            weights = running.warming.params
+            places = running.learner.layout.weights
+            running.warming = None
+            # Not sourced: nothing but this trainer holds the warm-started weights.
+            self._begin_adapter(_frozen(weights, places), sourced=False)
+        elif self._warm:
+            running.learner.begin()
+        self._warm = False
+
+    def _warming_learner(self) -> learner_lib.Learner:
+        """Returns a learner that trains all weights, for the warm start before an adapter."""
+        return learner_lib.Learner(self._config, dataclasses.replace(self._model, adapter=None), jax.devices())
+
+    def _begin_adapter(self, base: Any, *, sourced: bool) -> None:
+        """Starts to train an adapter, from `model.lora.path` or afresh, on frozen weights."""
+        running, path = self.running(), self._config.model.lora.path
+        where = running.learner.layout
+        running.learner.begin(peft.load(path, self._model, where.state.params) if path else None, base)
+        running.sourced = base_lib.digest(base) if sourced else None
+
+    def _sourced_base(self, path: str, digest: str) -> Any:
+        """Returns the frozen weights that a checkpoint has the digest of: the present ones, or loaded again.
+
+        Raises:
+          DataError: the source holds other weights now.
+        """
+        running = self.running()
+        if running.sourced == digest and running.learner.state is not None:
+            return running.learner.state.base
+        base = base_lib.load(self._config, self._model, running.learner.layout)
+        if (found := base_lib.digest(base)) != digest:
+            source = self._config.model.path or f"the preset {self._config.model.preset}"
+            raise protocols.DataError(
+                f"{path}: its adapter was trained on weights with digest {digest}, and {source} holds weights with "
+                f"digest {found}; bring the former weights back, or start a new workdir."
+            )
+        return base
+
+    def _synced_params(self) -> Any:
+        """Returns what a weight sync sends: the policy, or with `model.lora.sync=merge` its merged weights."""
+        learner = self.running().learner
+        if self._model.adapter is not None and self._config.model.lora.sync == "merge":
+            return learner.merged(self._config.rollout.dtype)
+        return learner.policy
 
     def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
         """Adds the host's metrics of the step, and stops a run whose steps are not finite."""
@@ -516,3 +605,10 @@ class TrainerActor:
             "compiled_shapes": float(len(learner.programs.shapes)),
             "train/compile_seconds": waited,
         }
+
+
+def _frozen(weights: Any, places: Any) -> Any:
+    """Returns trained weights as the frozen weights under an adapter, in their dtypes and shardings."""
+    return jax.jit(functools.partial(state_lib.cast_like, places=places), out_shardings=state_lib.shardings_of(places))(
+        weights
+    )

@@ -17,6 +17,7 @@ import jax
 from libra_jax import config as config_lib
 from libra_jax import protocols, turns
 from libra_jax.models import config as model_config
+from libra_jax.models import lora
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, program_cache
@@ -70,7 +71,9 @@ class TrainingSideActor:
         mesh = learner.layout.mesh
         program_cache.use(self._config.trainer.compilation_cache, mesh.devices.flat[0].platform)
         turns.ending()()  # JAX has read its environment variables
-        self._parts = learner, receiver.Receiver(self._model, learner.layout.state.params)
+        state = learner.layout.state
+        places = state.params if state.base is None else lora.join(state.base, state.params)
+        self._parts = learner, receiver.Receiver(self._model, places)
         return protocols.TrainerInfo(
             policy_version=0,
             parameters=model_config.parameter_count(self._model),
@@ -159,7 +162,7 @@ class TrainingSideActor:
                 (channel.closed if channel else "")
                 or f"{self._name} has no part in this step: it has not joined, or in another membership generation."
             )
-        prepared = batch_lib.prepare(self._config, batch, self._model.vocab_size)
+        prepared = batch_lib.prepare(self._config, batch, self._model)
         # 1 + : the first range is the core's own.
         indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
         if not indices:

@@ -7,9 +7,9 @@ import torch
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.weights import device_snapshot, snapshot
+from libra_jax.weights import adapter_snapshot, device_snapshot, snapshot
 
-Snapshot = snapshot.HostSnapshot | device_snapshot.DeviceSnapshot
+Snapshot = snapshot.HostSnapshot | adapter_snapshot.AdapterSnapshot | device_snapshot.DeviceSnapshot
 """One version's parameters for others to read, over any transport."""
 
 
@@ -21,6 +21,8 @@ def create(
     checksum: bool,
     sync_seconds: float,
     host: str,
+    *,
+    adapter: bool = False,
 ) -> Snapshot:
     """Makes a snapshot through host memory (memfd), or one that is sent between devices (ipc, nccl).
 
@@ -32,10 +34,14 @@ def create(
       checksum: True to compute each chunk's checksum (memfd).
       sync_seconds: maximum seconds to wait for the instances to receive (ipc, nccl).
       host: address of this host, at which instances meet the trainer (nccl).
+      adapter: True to send the model's adapter, and the frozen weights under it once (memfd); False to send all
+        weights each time.
 
     Raises:
       ConfigError: the transport needs CUDA, or serves fewer trainer processes than the run has.
     """
+    if adapter:
+        return adapter_snapshot.AdapterSnapshot(model_config, dtype, chunk_bytes, checksum)
     if transport == "memfd":
         return snapshot.HostSnapshot(model_config, dtype, chunk_bytes, checksum)
     if transport == "ipc" and jax.process_count() > 1:

@@ -16,7 +16,7 @@ import numpy as np
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names
+from libra_jax.models import hf_names, lora
 from libra_jax.weights import memfd, snapshot
 
 
@@ -30,9 +30,17 @@ class Receiver:
 
     def __init__(self, model_config: models_config.TransformerConfig, places: Mapping[str, Any]) -> None:
         self._places = places
-        self._sources = {source.hf_name: source for source in snapshot.wire_entries(model_config)}
+        base = snapshot.wire_entries(model_config)
+        self._sources = {source.hf_name: source for source in (*base, *hf_names.adapter_map(model_config))}
         # Tensors that travel although another parameter holds them (`lm_head.weight` of tied embeddings).
-        self._copies = set(self._sources) - {source.hf_name for source in hf_names.weight_map(model_config)}
+        self._copies = {source.hf_name for source in base} - {
+            source.hf_name for source in hf_names.weight_map(model_config)
+        }
+        self._of_base = {source.hf_name for source in base}
+        # The frozen weights under an adapter stay on the devices from version to version; their digest, and they.
+        self._frozen = ""
+        self._held: dict[str, Any] | None = None
+        self._arriving = ""
         self._peers = memfd.PeerMemory()
         self._version: int | None = None
         self._count = 0
@@ -40,10 +48,11 @@ class Receiver:
         self._tensors: dict[str, np.ndarray] = {}
 
     def start(self, version: int | None) -> None:
-        """Drops a version that was partly received, and starts this one; None starts none."""
+        """Drops a version that was partly received, and starts this one; None starts none. Keeps frozen weights."""
         self._version, self._count = version, 0
         self._checksums.clear()
         self._tensors.clear()
+        self._arriving = ""
 
     def load(self, chunk: protocols.WeightChunk) -> None:
         """Takes a chunk's tensors, which must stay in place until `finish`.
@@ -61,6 +70,12 @@ class Receiver:
             raise protocols.LibraError(
                 f"{named} has no checksum, so nobody can tell whose it is: set rollout.checksum."
             )
+        self._count = chunk.count
+        if chunk.frozen:
+            self._arriving = chunk.frozen
+            if self._holds_frozen():
+                self._checksums[chunk.index] = chunk.checksum
+                return
         memory = self._peers.map(chunk.transport)
         checksum = memfd.digest(memoryview(memory)[: chunk.nbytes])
         if checksum != chunk.checksum:
@@ -78,7 +93,6 @@ class Receiver:
             # A view: the bytes are copied once, in `finish`, straight to their device.
             flat = np.frombuffer(memory, kind, count=entry.nbytes // kind.itemsize, offset=entry.offset)
             self._tensors[entry.name] = flat.reshape(source.shape)
-        self._count = chunk.count
         self._checksums[chunk.index] = chunk.checksum
 
     def finish(self, version: int) -> tuple[Any, str]:
@@ -91,17 +105,20 @@ class Receiver:
             raise protocols.LibraError(
                 f"version {version} cannot be finished: the update of {self._version} was begun."
             )
-        missing = sorted(self._sources.keys() - self._tensors.keys())
+        held = self._holds_frozen()
+        missing = sorted(self._sources.keys() - self._tensors.keys() - (self._of_base if held else set()))
         if missing or sorted(self._checksums) != list(range(self._count)):
             raise protocols.LibraError(
                 f"version {version} is not whole: {len(self._checksums)} of {self._count} chunks came, without "
                 f"{', '.join(missing[:3]) or 'nothing'}; sync it again."
             )
+        if not held:
+            self._frozen, self._held = "", None
         params: dict[str, Any] = {}
         leaves: dict[tuple[str, ...], list[np.ndarray]] = {}
         for name, source in self._sources.items():  # layers in their order
-            # Another parameter holds this tensor: the copy is for engines, whose model is untied.
-            if name not in self._copies:
+            # Another parameter holds a copied tensor: the copy is for engines, whose model is untied.
+            if name not in self._copies and name in self._tensors:
                 leaves.setdefault(source.path, []).append(self._tensors[name])
         for path, tensors in leaves.items():
             place: Any = self._places
@@ -109,15 +126,24 @@ class Receiver:
             for key in path[:-1]:
                 place, node = place[key], node.setdefault(key, {})
             node[path[-1]] = _placed(tensors, place[path[-1]])
+        if held:
+            params = dict(lora.join(self._held or {}, params))
+        elif self._arriving:
+            self._frozen, self._held = self._arriving, lora.split(params)[1]
         digest = snapshot.snapshot_digest([self._checksums[index] for index in range(self._count)])
         # Wait for the copies: the trainer may overwrite the memory as soon as this method returns.
         jax.block_until_ready(params)
         self.start(None)
         return params, digest
 
+    def _holds_frozen(self) -> bool:
+        """Returns whether the frozen weights of the present version are on the devices already."""
+        return bool(self._arriving) and self._arriving == self._frozen
+
     def close(self) -> None:
-        """Releases the trainer's memory. Idempotent."""
+        """Releases the trainer's memory, and frozen weights. Idempotent."""
         self.start(None)
+        self._frozen, self._held = "", None
         self._peers.close()
 
 

@@ -79,16 +79,22 @@ class HostSnapshot:
       dtype: wire dtype of matrices (float32, bfloat16 or float16), in which the engine computes. Vectors: float32.
       chunk_bytes: maximum bytes of a chunk. A single larger tensor gets a chunk of its own size.
       checksum: True to digest each chunk, so that the engine notices damage.
+      sources: tensors to send; by default those of `wire_entries`.
 
     Attributes:
       nbytes: bytes of a snapshot.
     """
 
     def __init__(
-        self, model_config: models_config.TransformerConfig, dtype: str, chunk_bytes: int, checksum: bool
+        self,
+        model_config: models_config.TransformerConfig,
+        dtype: str,
+        chunk_bytes: int,
+        checksum: bool,
+        sources: Sequence[hf_names.HfEntry] | None = None,
     ) -> None:
         self._checksum = checksum
-        self._sources = wire_entries(model_config)
+        self._sources = wire_entries(model_config) if sources is None else sources
         self._block_bytes = block_bytes(self._sources, dtype)
         self._dtypes: dict[tuple[str, ...], str] = {}
         self._chunks: list[list[protocols.WeightEntry]] = [[]]
@@ -171,7 +177,11 @@ class HostSnapshot:
             raise protocols.LibraError(
                 f"version {version} has no digest: the last snapshot is of version {self._written}"
             )
-        return snapshot_digest([self._chunk_checksum(index) for index in range(len(self._chunks))])
+        return snapshot_digest(self.checksums())
+
+    def checksums(self) -> list[str]:
+        """Returns the checksums of the chunks of the last opened version, in order."""
+        return [self._chunk_checksum(index) for index in range(len(self._chunks))]
 
     def close(self, version: int) -> None:
         """Ends the snapshot. Its memory is reused for the next one."""

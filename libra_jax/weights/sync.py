@@ -38,6 +38,7 @@ class WeightSync:
     Attributes:
       version: the trainer's version. A caller that trains sets it while it holds the trainer's lock.
       served: version of the last completed sync, which is the dispatch version of a group dispatched now.
+      nbytes: bytes of the last sync that an engine had to load. Frozen weights count in the first sync only.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class WeightSync:
         self._engines = engines
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
+        self.nbytes = 0
+        self._frozen = ""  # digest of the frozen weights that engines hold under an adapter
         self._waiting: set[str] = set()
 
     async def sync_weights(self, version: int) -> float:
@@ -161,6 +164,8 @@ class WeightSync:
             # Only now may an engine that starts later read the snapshot from memory.
             self._staged = version, [chunk.result() for chunk in staged]
             chunks = self._staged[1]
+            self.nbytes = sum(chunk.nbytes for chunk in chunks if not chunk.frozen or chunk.frozen != self._frozen)
+            self._frozen = next((chunk.frozen for chunk in chunks if chunk.frozen), "")
         if self._sides is not None:
             self._sides.offer(version, chunks, copies)
 

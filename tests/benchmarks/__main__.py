@@ -3,6 +3,7 @@
 python -m tests.benchmarks [--only=scheduler,planner] [--output=benchmark.json]
 
 relay        weight sync through a weight relay
+adapters     bytes and seconds of syncing an adapter, and of syncing all weights
 resize       a change of the trainer's mesh in one process
 moves        a trainer that moves to another process, and a hybrid worker that joins training
 drain        rollout while an engine sleeps and wakes
@@ -23,7 +24,7 @@ from support import cli
 from absl import flags
 
 from benchmarks import parts
-from tests.benchmarks import coordinator, drain, moves, planner, relay, resize, sandbox, scheduler, search
+from tests.benchmarks import adapters, coordinator, drain, moves, planner, relay, resize, sandbox, scheduler, search
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay and sandbox.", lower_bound=1)
 
@@ -35,6 +36,7 @@ def _planner() -> dict[str, object]:
 
 PARTS: parts.Parts = {
     "relay": lambda: asyncio.run(relay.measure(_ROUNDS.value)),
+    "adapters": adapters.measure,
     "resize": resize.measure,
     "moves": lambda: asyncio.run(moves.measure()),
     "drain": lambda: asyncio.run(drain.measure()),

@@ -35,7 +35,14 @@ ROLLOUT = config.RolloutConfig(
 class Host:
     """An engine, and the event loop that it lives on between tests."""
 
-    def __init__(self, tensor_parallel: int, shape: models_config.TransformerConfig | None = None, **engine_arguments):
+    def __init__(
+        self,
+        tensor_parallel: int,
+        shape: models_config.TransformerConfig | None = None,
+        return_routing: bool = False,
+        lora: config.LoraConfig | None = None,
+        **engine_arguments,
+    ):
         self.loop = asyncio.new_event_loop()
         self.shape = shape or SHAPES[tensor_parallel]
         self.version = 0
@@ -46,6 +53,8 @@ class Host:
             tensor_parallel,
             seed=0,
             cpu_cores=str(CORE) if tensor_parallel == 1 else "auto",
+            return_routing=return_routing,
+            lora=config.to_dict(lora) if lora else None,
         )
         self.info = self.run(self.engine.start())
         self.run(self.engine.init_weight_transfer({"kind": "memfd"}))
@@ -55,18 +64,33 @@ class Host:
 
     async def sync(self, shape: models_config.TransformerConfig, params: dict) -> int:
         """Publishes as the coordinator does; returns the version."""
-        self.version += 1
         publisher = snapshot.HostSnapshot(shape, "float32", 200_000, True)
+        await self.load(publisher, params)
+        publisher.shutdown()
+        return self.version
+
+    async def load(self, publisher, params: dict) -> int:
+        """Sends the next version with a publisher; returns the bytes that reached vLLM's workers."""
+        self.version += 1
         count = publisher.open(self.version, params)
         assert count > 2
+        front_end, sent = self.engine._serving(), 0
+        update_weights = front_end.update_weights
+
+        async def counted(request):
+            nonlocal sent
+            sent += request.update_info["nbytes"]
+            await update_weights(request)
+
+        front_end.update_weights = counted
         await self.engine.pause()
         await self.engine.start_weight_update(self.version)
         for index in range(count):
             await self.engine.update_weights(publisher.stage(self.version, index))
         await self.engine.finish_weight_update(self.version)
         await self.engine.resume()
-        publisher.shutdown()
-        return self.version
+        del front_end.update_weights
+        return sent
 
     async def sample(
         self,

@@ -207,6 +207,15 @@ def test_a_class_in_place_of_its_name_is_refused_with_the_name():
         small().tools.use = (Stock,)
 
 
+def test_tools_are_refused_with_the_environments_that_offer_them():
+    run = small()
+    run.tools.use = ("calculator",)
+    with pytest.raises(
+        protocols.ConfigError, match=r"question:environment offers no tools .* take .*math:environment, "
+    ):
+        libra_jax.train(run, tasks=QUESTIONS)
+
+
 def test_a_weight_of_the_environment_is_refused_beside_a_reward_that_replaces_it():
     run = small()
     run.reward.environment_weight = 0.5

@@ -109,6 +109,13 @@ def running_trainers():
 
 
 @pytest.fixture
+def start_any():
+    """Makes and starts trainers of a config."""
+    with running_trainers() as start:
+        yield start
+
+
+@pytest.fixture
 def start_trainer(small, model_directory, monkeypatch):
     """Makes and starts trainers of the small model."""
     with running_trainers() as start:

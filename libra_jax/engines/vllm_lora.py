@@ -1,0 +1,77 @@
+"""The policy's adapter in vLLM's LoRA runtime, kept in a worker's memory in place of files.
+
+Written against vLLM 0.32 (vllm/lora/worker_manager.py). vLLM loads an adapter from a directory when a request that
+names it is first scheduled, and drops all adapters at the end of each weight update. Here the weight transfer keeps the
+tensors, and vLLM's loader is given them for requests with our path. All requests name one adapter, whose tensors change
+with each version.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+
+import torch
+from vllm.config import lora as lora_config
+from vllm.lora import lora_model, lora_weights, request, worker_manager
+
+PATH = "libra_jax:memory"
+"""Path of the adapter in requests. No directory has this name."""
+
+REQUEST = request.LoRARequest("policy", 1, PATH)
+"""What a request to an engine with an adapter carries."""
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+_tensors: dict[str, torch.Tensor] = {}
+"""The adapter of this process's model, by PEFT's names without their prefix; B includes the scale."""
+
+
+def served_rank(rank: int) -> int:
+    """Returns the smallest rank of vLLM's buffers that holds an adapter of this rank. vLLM fills up with zeros."""
+    return min(size for size in typing.get_args(lora_config.MaxLoRARanks) if size >= rank)
+
+
+def is_adapter(name: str) -> bool:
+    """Returns whether a tensor of this name is part of an adapter."""
+    return name.endswith((_A, _B))
+
+
+def keep(tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+    """Replaces the adapter of this process's model.
+
+    Args:
+      tensors: A and B of every adapted projection; copied.
+      scale: factor of their product.
+    """
+    _tensors.clear()
+    for name, tensor in tensors.items():
+        _tensors[name] = tensor * scale if name.endswith(_B) else tensor.clone()
+
+
+def install() -> None:
+    """Lets vLLM's loader take adapters of our path from memory. Idempotent."""
+    manager = worker_manager.WorkerLoRAManager
+    if manager._load_adapter.__module__ != __name__:
+        manager._load_adapter = _loader(manager._load_adapter)
+
+
+def _loader(
+    original: Callable[[worker_manager.WorkerLoRAManager, request.LoRARequest], lora_model.LoRAModel],
+) -> Callable[[worker_manager.WorkerLoRAManager, request.LoRARequest], lora_model.LoRAModel]:
+    def load(self: worker_manager.WorkerLoRAManager, lora_request: request.LoRARequest) -> lora_model.LoRAModel:
+        if lora_request.lora_path != PATH:
+            return original(self, lora_request)
+        dtype, loras = self.lora_config.lora_dtype, {}
+        for name, tensor in _tensors.items():
+            if not name.endswith(_A):
+                continue
+            module, rank = name.removesuffix(_A), tensor.shape[0]
+            # vLLM's packing of query, key and value keeps these tensors, so it gets copies.
+            a, b = (_tensors[module + part].to(dtype, copy=True) for part in (_A, _B))
+            loras[module] = lora_weights.LoRALayerWeights(module, rank, rank, a, b)
+        if not loras:
+            raise ValueError("a request came before the first weight sync has brought the adapter")
+        return lora_model.LoRAModel(lora_request.lora_int_id, max(lora.rank for lora in loras.values()), loras)
+
+    return load

@@ -1,0 +1,104 @@
+"""The adapters that a run's config requests on a model, and PEFT's description of them. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from libra_jax import config as run_config
+from libra_jax.models import config as model_config
+from libra_jax.models import hf_names
+from libra_jax.protocols import ConfigError, DataError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a PEFT adapter."""
+
+PREFIX = "base_model.model."
+"""PEFT's prefix of the names in `hf_names.adapter_map`."""
+
+
+def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) -> model_config.TransformerConfig:
+    """Returns the shape with the adapters that the config requests; the shape itself if the rank is 0.
+
+    Raises:
+      ConfigError: a target is a projection of experts, or the model has no such layer.
+    """
+    if not lora.rank:
+        return shape
+    outside = [name for name in lora.targets if name not in hf_names.ATTENTION]
+    if shape.num_experts and outside:
+        raise ConfigError(
+            f"config.model.lora.targets: {', '.join(outside)} are projections of experts, which have no adapters here: "
+            f"vLLM's CPU build cannot serve them; set model.lora.targets={hf_names.ATTENTION}"
+        )
+    if lora.layers and lora.layers[-1] >= shape.num_layers:
+        raise ConfigError(
+            f"config.model.lora.layers: there is no layer {lora.layers[-1]}, because the model's {shape.num_layers} "
+            f"layers end with number {shape.num_layers - 1}"
+        )
+    layers = lora.layers or tuple(range(shape.num_layers))
+    # In one order, so that the order of the config's tuple names no other model.
+    targets = tuple(name for name in run_config.PROJECTIONS if name in lora.targets)
+    made = model_config.AdapterConfig(lora.rank, lora.alpha, targets, layers)
+    return dataclasses.replace(shape, adapter=made)
+
+
+def parameter_count(config: model_config.TransformerConfig) -> int:
+    """Counts the parameters of the adapter; 0 without one."""
+    return sum(math.prod(entry.shape) for entry in hf_names.adapter_map(config))
+
+
+def to_peft(config: model_config.TransformerConfig, base: str) -> dict[str, Any]:
+    """Returns PEFT's adapter_config.json of the adapter. `base` names the model under it."""
+    adapter = config.adapter
+    assert adapter is not None
+    every = adapter.layers == tuple(range(config.num_layers))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        # PEFT declares an integer, and computes with any number.
+        "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
+        "target_modules": list(adapter.targets),
+        "layers_to_transform": None if every else list(adapter.layers),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def check_peft(config: model_config.TransformerConfig, directory: pathlib.Path) -> None:
+    """Checks that a PEFT directory describes the adapter of `config`.
+
+    Raises:
+      DataError: the file is missing or not JSON, or describes another adapter; the message names the field.
+    """
+    file, wanted = directory / CONFIG_FILE, to_peft(config, "")
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); give the directory of a PEFT adapter.") from None
+    if not isinstance(values, Mapping):
+        raise DataError(f"{file}: must hold a JSON object.")
+    for name, setting in {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}.items():
+        found, expected = values.get(name), wanted[name]
+        if isinstance(expected, list):
+            found, expected = sorted(found) if isinstance(found, list) else found, sorted(expected)
+        if found != expected:
+            raise DataError(f"{file}: {name} is {found}, and config.model.lora.{setting} asks for {expected}.")
+    for name in ("bias", "use_rslora", "use_dora", "peft_type"):
+        if values.get(name, wanted[name]) != wanted[name]:
+            raise DataError(f"{file}: {name} = {values[name]!r} is not supported; supported is {wanted[name]!r}.")
+    # Their values would change the scale or the rank of single modules.
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        if values.get(name):
+            raise DataError(f"{file}: {name} is not supported; train an adapter of one rank and alpha.")

@@ -1,0 +1,166 @@
+"""Trainers of adapters through their protocol: checkpoints, warm start, exports, hybrid workers."""
+
+import dataclasses
+import json
+import shutil
+import threading
+
+import hybrid_doubles
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import safetensors.numpy
+import torch
+import trainer_doubles as doubles
+import transformers
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.models import adapters, lora, transformer
+from libra_jax.training import base as base_lib
+from libra_jax.training import checkpoints, training_side
+
+ADAM = config_lib.OptimizerConfig(learning_rate=1e-2)
+LORA = config_lib.LoraConfig(rank=4, alpha=8.0)
+
+
+def _on_host(tree):
+    return [np.array(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+
+
+def _assert_equal(tree, wanted):
+    for leaf, other in zip(_on_host(tree), _on_host(wanted), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+@pytest.fixture
+def start(small, model_directory, start_any):
+    """Makes and starts trainers of adapters on the small model; `path` is another base."""
+
+    def made(path=model_directory, given=LORA, **groups):
+        model = {"path": str(path), "lora": given}
+        return start_any(small.config(model=model, optimizer=ADAM, **{"steps": 10, **groups}))
+
+    return made
+
+
+def _saved(actor, path):
+    actor.save(str(path))
+    actor.wait_saved()
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_a_restored_trainer_goes_on_as_if_it_had_not_ended(small, start, model_directory, tmp_path):
+    actor = start()
+    actor.train_step(doubles.batch(small))
+    nbytes = _saved(actor, tmp_path / "saved")
+    base = actor.running().learner.state.base
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(base))
+    assert base_lib.digest(base) == json.loads((tmp_path / "saved" / checkpoints.HOST).read_text())["base"]
+    actor.train_step(doubles.batch(small, version=1, seed=1))
+    again = start()
+    assert again.restore(str(tmp_path / "saved")) == 1
+    again.train_step(doubles.batch(small, version=1, seed=1))
+    _assert_equal(again.running().learner.state, actor.running().learner.state)
+
+    other = shutil.copytree(model_directory, tmp_path / "other")
+    tensors = safetensors.numpy.load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.float32(1e-6)
+    safetensors.numpy.save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(protocols.DataError, match=r"trained on weights with digest .*other holds"):
+        start(path=other).restore(str(tmp_path / "saved"))
+    # The same state with its base is larger by at least half of the base's bytes, compressed.
+    whole = checkpoints.Checkpointer()
+    whole.save(str(tmp_path / "whole"), actor.running().learner.state)
+    whole.close()
+    assert nbytes + held / 2 < sum(file.stat().st_size for file in (tmp_path / "whole").rglob("*") if file.is_file())
+
+
+def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_path):
+    warm = config_lib.WarmStartConfig(steps=4, learning_rate=1e-2)
+    sequences = [item for group in doubles.batch(small).groups for item in group.trajectories]
+    actor = start(warm_start=warm)
+    losses = [actor.warm_start_step(sequences)["loss"] for _ in range(2)]
+    _saved(actor, tmp_path / "halfway")
+    losses += [actor.warm_start_step(sequences)["loss"] for _ in range(2)]
+    assert losses[3] < losses[0]
+    warmed = _on_host(actor.running().warming.params)
+    actor.open_weights(0)
+    assert actor.running().warming is None
+    _assert_equal(actor.running().learner.state.base, warmed)
+    with pytest.raises(protocols.LibraError, match="warm start comes before training"):
+        actor.warm_start_step(sequences)
+    _saved(actor, tmp_path / "warmed")
+    actor.train_step(doubles.batch(small))
+    _assert_equal(actor.running().learner.state.base, warmed)
+
+    again = start(warm_start=warm)
+    again.restore(str(tmp_path / "warmed"))
+    again.train_step(doubles.batch(small))
+    _assert_equal(again.running().learner.state, actor.running().learner.state)
+    # The moments of a warm start are not saved, so only its weights are the same.
+    again.restore(str(tmp_path / "halfway"))
+    assert again.running().warming is not None
+    assert again.warm_start_step(sequences)["loss"] < losses[1]
+
+
+def test_an_export_is_read_by_transformers_and_peft_and_starts_a_run(small, start, model_directory, tmp_path):
+    actor = start()
+    for version in range(2):
+        actor.train_step(doubles.batch(small, version=version))
+    actor.export(str(tmp_path / "policy"))
+    tokens = torch.arange(small.vocabulary)[None]
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", attn_implementation="eager")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_directory, attn_implementation="eager")
+    with torch.no_grad():
+        before, wanted = base(tokens).logits.numpy(), merged(tokens).logits.numpy()
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "policy" / "adapter")(tokens).logits.numpy()
+    policy, shape = actor.running().learner.policy, adapters.adapted(small.shape, LORA)
+    array = jnp.asarray(tokens.numpy(), jnp.int32)
+    hidden = transformer.forward(policy, shape, transformer.ComputeOptions(), array, array, jnp.ones_like(array))
+    ours = hidden @ transformer.unembedding(policy, shape)
+    assert np.abs(wanted - before).max() > 1e-2
+    np.testing.assert_allclose(adapted, ours, atol=1e-5)
+    np.testing.assert_allclose(merged(tokens).logits.detach().numpy(), ours, atol=1e-5)
+
+    again = start(given=dataclasses.replace(LORA, path=str(tmp_path / "policy" / "adapter")))
+    _assert_equal(again.running().learner.params, actor.running().learner.params)
+    with pytest.raises(protocols.DataError, match=r"r is 4, and config.model.lora.rank asks for 2"):
+        start(given=dataclasses.replace(LORA, rank=2, path=str(tmp_path / "policy" / "adapter")))
+
+
+def test_a_hybrid_worker_adds_its_share_and_keeps_the_base(hybrid_config, start_any):
+    config = dataclasses.replace(
+        hybrid_config,
+        model=dataclasses.replace(hybrid_config.model, lora=LORA),
+        trainer=dataclasses.replace(hybrid_config.trainer, row_buckets=()),
+    )
+    core, alone = start_any(config), start_any(config)
+    side = training_side.create(config_lib.to_dict(config), "unused", "r")
+    side.start()
+
+    def remote(verb, *arguments):
+        getattr(side, verb)(*arguments)
+
+    received = []
+    for version in range(2):
+        hybrid_doubles.publish(core, version, remote)
+        _assert_equal(side._params, core.running().learner.policy)
+        received.append(jax.tree.leaves(lora.split(side._params)[1]))
+        if not version:
+            hybrid_doubles.admit(core, remote, 1)
+        batch, given = hybrid_doubles.batch(version), [hybrid_doubles.share()]
+        helper = threading.Thread(target=side.contribute, args=(batch, given))
+        helper.start()
+        metrics = core.train_step(batch, given)
+        helper.join(60)
+        alone.train_step(batch)
+        assert metrics["shares/late"] == metrics["shares/refused"] == 0
+        assert metrics["shares/micro_batches"] > 0
+        for ours, wanted in zip(hybrid_doubles.params(core), hybrid_doubles.params(alone), strict=True):
+            np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    # The second version brought the adapter alone.
+    assert all(first is second for first, second in zip(*received, strict=True))
+    side.shutdown()
