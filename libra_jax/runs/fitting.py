@@ -83,7 +83,7 @@ def candidates(config: libra_config.RunConfig, shape: model_config.TransformerCo
         remat = max(config.model.remat, change.remat, key=_STRICTER.index)
         try:
             mesh = {"fsdp": fsdp, "tensor": tensor, "context": context}
-            after = dataclasses.replace(before, **mesh, rows_per_micro_batch=rows)
+            after = dataclasses.replace(before, fsdp=fsdp, tensor=tensor, context=context, rows_per_micro_batch=rows)
             made = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
             feasibility.check_mesh(shape, mesh)
             for tokens in (after.row_tokens, *after.row_buckets):
