@@ -2,11 +2,14 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import adapters, hf_names
+from libra_jax.models import adapters, hf_names, lora, transformer
 from libra_jax.models import config as model_config
 
 DENSE = model_config.load_preset("libra-tiny")
@@ -35,9 +38,27 @@ def test_an_adapter_that_this_model_cannot_have_is_refused():
         adapters.adapted(DENSE, config_lib.LoraConfig(rank=1, layers=(0, 2)))
     with pytest.raises(protocols.ConfigError, match="gate_proj, up_proj, down_proj are projections of experts"):
         adapters.adapted(SPARSE, config_lib.LoraConfig(rank=1))
-    made = adapters.adapted(SPARSE, config_lib.LoraConfig(rank=1, targets=hf_names.ATTENTION))
-    assert made.adapter is not None
+    given = config_lib.LoraConfig(rank=1, targets=hf_names.ATTENTION)
+    with pytest.raises(protocols.ConfigError, match=r"no mixtures of experts .*; set model.lora.sync=merge"):
+        adapters.adapted(SPARSE, given)
     assert adapters.adapted(DENSE, config_lib.LoraConfig()) == DENSE
+
+
+def test_a_mixture_of_experts_with_an_adapter_equals_its_merged_weights():
+    given = config_lib.LoraConfig(rank=4, targets=("q_proj", "o_proj"), layers=(1,), sync="merge")
+    shape = adapters.adapted(SPARSE, given)
+    base = transformer.init_params(shape, jax.random.key(0))
+    places, _ = lora.split(transformer.abstract_params(shape))
+    adapter = jax.tree.map(lambda leaf: leaf + 0.1, lora.init(places, jax.random.key(1)))
+    tokens = jnp.arange(24)[None]
+
+    def hidden(params, config):
+        options = transformer.ComputeOptions()
+        return transformer.forward(params, config, options, tokens, tokens, jnp.ones_like(tokens))
+
+    ours, before = hidden(lora.join(base, adapter), shape), hidden(base, SPARSE)
+    np.testing.assert_allclose(ours, hidden(lora.merged(base, adapter, shape, "float32"), SPARSE), atol=1e-4)
+    assert jnp.abs(ours - before).max() > 0.1
 
 
 def test_a_sync_that_cannot_bring_the_adapter_is_refused():
