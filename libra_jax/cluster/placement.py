@@ -149,6 +149,7 @@ class Engines:
                 "log_path": str(self._workdir / f"{name}.log"),
                 "cpu_cores": "|".join(map(str, cores)) or "auto",
                 "hybrid": count - config.elastic.hybrid <= number < count,
+                **({"return_routing": True} if config.algorithm.routing_replay == "rollout" else {}),
                 **self._lora,
             },
             gpus=len(devices) if on_gpu else 0,

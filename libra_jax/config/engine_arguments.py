@@ -59,6 +59,7 @@ OWNED = {
     "kv_transfer_config": "config.rollout.kv_transfer",
     "weight_transfer_config": "config.rollout.transport",
     "enable_sleep_mode": "config.elastic.hybrid",
+    "enable_return_routed_experts": "config.algorithm.routing_replay",
     "scheduling_policy": "config.scheduler.policy",
     "enable_fault_tolerance": "config.rollout.restarts",
     "fault_tolerance_config": "config.rollout.restarts",
@@ -96,7 +97,7 @@ dp_sync_interval disable_nccl_for_dp_synchronization enable_hc_sp""",
     "is about mixtures of experts, which the engine does not serve here": """
 enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep elastic_ep_max_dp_size
 enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config enable_eplb
-expert_placement_strategy enable_return_routed_experts""",
+expert_placement_strategy""",
     "is about layers that the supported architectures do not have": """
 sparse_indexer_topk_backend engram_config mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size
 prefix_match_unit mamba_cache_mode enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm

@@ -95,6 +95,8 @@ class RunConfig:
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
         self._check_algorithm()
+        if self.algorithm.routing_replay != "off":
+            self._check_routing_replay()
         for name in ("python", "shell", "edit"):
             check(
                 name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
@@ -145,6 +147,23 @@ class RunConfig:
             engine_arguments.FIELD,
             f"{''.join(quantises[:1])} makes the engine sample from another policy than the trainer's, and "
             "algorithm.correction=none ignores the difference; set algorithm.correction=truncated or masked",
+        )
+
+    def _check_routing_replay(self) -> None:
+        """Refuses engines that return no experts."""
+        rollout, name = self.rollout, "algorithm.routing_replay"
+        check(rollout.engine == "vllm", name, f"rollout.engine={rollout.engine} returns no experts; use vllm, or off")
+        check(
+            rollout.kv_transfer == "none",
+            name,
+            f"vLLM returns no experts of contexts that rollout.kv_transfer={rollout.kv_transfer} brings; set that to "
+            "none, or this to off",
+        )
+        check(
+            rollout.engine_arguments.get("enable_prefix_caching", True) is not False,
+            name,
+            "vLLM returns experts only with prefix caching; leave enable_prefix_caching out of "
+            "rollout.engine_arguments, or set this to off",
         )
 
     def _check_lora(self) -> None:

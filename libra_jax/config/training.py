@@ -133,6 +133,9 @@ class AlgorithmConfig:
     kl_estimator: str = "k3"
     kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss
     entropy_coefficient: float = 0.0  # weight of the entropy that the loss rewards
+    # Experts of a mixture's tokens in training: off (the trainer's own), rollout (those that the engine chose: routing
+    # replay, which keeps the ratio of engine and trainer near 1).
+    routing_replay: str = "off"
 
     def __post_init__(self) -> None:
         check_choice(self.advantage, ADVANTAGES, "algorithm.advantage")
@@ -141,6 +144,7 @@ class AlgorithmConfig:
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
         check_choice(self.correction, CORRECTIONS, "algorithm.correction")
         check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
+        check_choice(self.routing_replay, ("off", "rollout"), "algorithm.routing_replay")
         for name in ("kl_coefficient", "entropy_coefficient", "sequence_length_constant"):
             check_finite(getattr(self, name), f"algorithm.{name}")
         check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")

@@ -32,13 +32,18 @@ EXPORT = "config.json"
 
 
 class TrajectoryRecord(TypedDict):
-    """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token."""
+    """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
+
+    `routing` is base64 of the experts of all routed tokens, `routed_tokens` their number.
+    """
 
     token_ids: str
     sources: str
     loss_mask: str
     log_probs: str
     policy_versions: str
+    routing: NotRequired[str]
+    routed_tokens: NotRequired[int]
     trajectory_id: str
     prompt_id: str
     turns: list[dict[str, Any]]
@@ -375,6 +380,8 @@ def encode_group(group: protocols.Group) -> GroupRecord:
                 "loss_mask": _pack("b", trajectory.loss_mask),
                 "log_probs": _pack("d", trajectory.log_probs),
                 "policy_versions": _pack("q", trajectory.policy_versions),
+                "routing": base64.b64encode(b"".join(trajectory.routing)).decode(),
+                "routed_tokens": len(trajectory.routing),
                 "trajectory_id": trajectory.trajectory_id,
                 "prompt_id": trajectory.prompt_id,
                 "turns": [
@@ -402,6 +409,9 @@ def decode_group(record: GroupRecord) -> protocols.Group:
         for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
             fields[name] = _unpack(code, fields[name])
         fields["loss_mask"] = [bool(value) for value in _unpack("b", written["loss_mask"])]
+        routing, count = base64.b64decode(fields.get("routing", "")), fields.pop("routed_tokens", 0)
+        width = len(routing) // max(count, 1)
+        fields["routing"] = [routing[first * width : (first + 1) * width] for first in range(count)]
         fields["turns"] = []
         for turn in written["turns"]:
             moves = tuple(

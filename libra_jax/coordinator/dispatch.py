@@ -266,6 +266,7 @@ class Dispatcher:
             request_id=f"{request.name}#{self._streams}",
             token_ids=request.trajectory.context(),
             sampling=sampling,
+            routed_tokens=len(request.trajectory.routing),
         )
         if self._transfers and request.route.move is not None:
             asked = replace(asked, kv_source=await self._kv_source(request.route.move, stream, asked))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from libra_jax.engines import vllm_launch
 
 # isort: split
+import numpy as np
 import torch
 import vllm
 from vllm import exceptions as vllm_exceptions
@@ -50,6 +51,7 @@ def create(
     log_path: str = "",
     hybrid: bool = False,
     lora: Mapping[str, Any] | None = None,
+    return_routing: bool = False,
 ) -> VllmEngine:
     """Makes an instance. `start` starts its processes.
 
@@ -63,6 +65,7 @@ def create(
       log_path: file for vLLM's log. If empty, the log is kept only until shutdown.
       hybrid: True if the engine will be put to sleep. It then uses memory that vLLM can free.
       lora: fields of `config.LoraConfig`, if weight syncs bring an adapter for vLLM's LoRA runtime; else None.
+      return_routing: return the experts of every token (`protocols.TokenDelta.routing`).
 
     Raises:
       ConfigError: a rollout field cannot be used; or this machine lacks the cores, the CUDA device or the package that
@@ -86,7 +89,7 @@ def create(
             )
     adapter = config.parse(config.LoraConfig, lora or {}, "model.lora.")
     launch = vllm_launch.Launch(
-        name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter
+        name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
     )
     return VllmEngine(name, settings, tensor_parallel, launch, vllm_weights.Checker(name, model_config, adapter))
 
@@ -217,20 +220,21 @@ class VllmEngine(protocols.RolloutEngine):
                 f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
             )
         prompt = engine_inputs.tokens_input(list(request.token_ids))
-        params = sampling_params(request.sampling, room, request.kv_source)
+        params = sampling_params(request.sampling, room, request.kv_source, request.routed_tokens)
         queue, finished = None, False
         self._running += 1
         try:
             queue = await engine.add_request(request.request_id, prompt, params, lora_request=self._lora_request)
             # Keep the state: vLLM forgets it when the request ends, perhaps before its last output is read here.
             state = engine.output_processor.request_states.get(queue.request_id)
-            sent = 0
+            sent, routing = 0, Routing(state, len(request.token_ids) - request.routed_tokens)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 completion = output.outputs[0]
-                yield _delta(completion, state, sent)
-                sent += len(completion.token_ids)
+                new = len(completion.token_ids)
+                yield _delta(completion, state, sent, routing.take(completion, new))
+                sent += new
         except exceptions.EngineDeadError:
             finished = True
             if not self._death.done():
@@ -386,7 +390,7 @@ class VllmEngine(protocols.RolloutEngine):
 
 
 def sampling_params(
-    sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None
+    sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None, routed_tokens: int = 0
 ) -> vllm.SamplingParams:
     """Returns vLLM's sampling parameters under the log-prob contract.
 
@@ -394,6 +398,7 @@ def sampling_params(
       sampling: sampling settings of the request.
       room: maximum number of tokens that the engine's context has left.
       kv_source: result of another engine's `hand_over`, to take keys and values from; None: prefill the context.
+      routed_tokens: number of first tokens whose experts are not wanted.
     """
     # Never a per-request seed: on CPU the engine crashes if a seeded sample is discarded (vLLM 0.32).
     return vllm.SamplingParams(
@@ -406,17 +411,48 @@ def sampling_params(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=None if kv_source is None else {KV_TRANSFER: dict(kv_source)},
+        routed_experts_prompt_start=routed_tokens,
         skip_clone=True,
     )
 
 
-def _delta(completion: Any, state: Any, sent: int) -> protocols.TokenDelta:
+class Routing:
+    """The experts of a request's tokens, as vLLM's state of the request collects them.
+
+    vLLM 0.32 returns them with a request's last output only, and a request that moves or is cut off has none. Its state
+    holds each step's from the moment they arrive, so they are taken from there with every output.
+
+    Args:
+      state: vLLM's state of the request, or None if the request ended before it could be read.
+      wanted: tokens of the request's context whose experts are wanted.
+    """
+
+    def __init__(self, state: Any, wanted: int) -> None:
+        self._chunks: list[np.ndarray] | None = None if state is None else state.routed_experts_chunks
+        self._left = wanted - 1  # the last token takes its experts when the next one is sampled
+        self._waiting: list[bytes] = []
+
+    def take(self, completion: Any, new: int) -> tuple[bytes, ...]:
+        """Returns the experts of the next tokens. The state may be ahead of an output that was read late."""
+        chunks = self._chunks
+        if chunks is None:
+            chunks = [] if completion.routed_experts is None else [completion.routed_experts]
+        self._waiting += [row.tobytes() for chunk in chunks for row in chunk]
+        chunks.clear()
+        count = min(self._left + new, len(self._waiting))
+        self._left += new - count
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return tuple(taken)
+
+
+def _delta(completion: Any, state: Any, sent: int, routing: tuple[bytes, ...]) -> protocols.TokenDelta:
     """Returns the new tokens of a request's output, each with its log-probability and version.
 
     Args:
       completion: vLLM's output since the last one.
       state: vLLM's state of the request, or None if the request ended before it could be read.
       sent: number of tokens before these.
+      routing: experts of the next tokens.
     """
     # vLLM labels each step's tokens with their sampling version, in the engine's core process. It reports the spans
     # (version, index of the first token) with the last output. Until then they are in the request's own state.
@@ -436,7 +472,7 @@ def _delta(completion: Any, state: Any, sent: int) -> protocols.TokenDelta:
     if reason is not None and reason not in ("stop", "length"):
         reason = "abort"
     log_probs = tuple(completion.logprobs.logprobs) if tokens else ()
-    return protocols.TokenDelta(tokens, log_probs, tuple(versions), reason)
+    return protocols.TokenDelta(tokens, log_probs, tuple(versions), reason, routing)
 
 
 def _sentence(error: BaseException) -> str:

@@ -27,6 +27,9 @@ Such processes also leave their parent's process group.
 LOG_VARIABLE = "LIBRA_JAX_ENGINE_LOG"
 """Environment variable: path of a file for the stdout and stderr of vLLM's processes."""
 
+ROUTING_VARIABLE = "LIBRA_JAX_RETURN_ROUTING"
+"""Environment variable; 1 lets vLLM's CPU workers return the experts of every token."""
+
 TRANSPORT = "libra_jax_memfd"
 """vLLM's name for our weight transfer."""
 
@@ -50,6 +53,17 @@ def register() -> None:
         # another copy. The logits are then divided by uninitialised memory, which breaks the log-prob contract. vLLM
         # looks the function up when a worker starts (`CpuPlatform.register_triton_kernel_overrides`).
         cpu_triton_utils._expand_kernel_impl = _expand
+        from vllm import config
+
+        # It refuses all but the newer model runner, which does not run on CPU. The other cases that it refuses cannot
+        # come here: the run's config refuses them.
+        config.VllmConfig._verify_aux_output_compatibility = lambda self: None
+        if os.environ.get(ROUTING_VARIABLE) == "1":
+            from vllm.v1.worker import cpu_worker
+
+            from libra_jax.engines import vllm_routing
+
+            cpu_worker.CPUModelRunner = vllm_routing.ModelRunner
     parent = multiprocessing.parent_process()
     # The front end is our own process, whose life and output are not vLLM's.
     if parent is None:

@@ -148,6 +148,16 @@ class TransformerConfig:
         """Returns the maximum number of tokens in a sequence; a linear factor multiplies it, as in vLLM."""
         return int(self.max_position_embeddings * (self.rope.factor if self.rope.kind == "linear" else 1))
 
+    @property
+    def routing_width(self) -> int:
+        """Number of experts that a token takes, over all layers; 0 without experts."""
+        return self.num_layers * self.experts_per_token
+
+    @property
+    def routing_dtype(self) -> str:
+        """Numpy's name of the smallest unsigned integer that numbers the experts, little-endian."""
+        return "<u1" if self.num_experts <= 256 else "<u2"
+
 
 def feed_forward_columns(config: TransformerConfig) -> int:
     """Returns the columns of a feed-forward matrix, which tensor parallelism splits: of an expert, if there are any."""

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,18 @@ class ComputeOptions:
     def from_config(cls, model: run_config.ModelConfig, *, packed: bool, target: feasibility.Target) -> ComputeOptions:
         """Returns the options that a run's config requests, for rows and a device of this kind."""
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
+
+
+class Routing(NamedTuple):
+    """Experts of each token in every layer, chosen elsewhere.
+
+    Attributes:
+      experts_BxTxLxK: unsigned; L layers, K experts of a token.
+      known_BxT: bool, tokens whose experts are given; other tokens take the routers' own choice.
+    """
+
+    experts_BxTxLxK: jax.Array
+    known_BxT: jax.Array
 
 
 class Linear(nnx.Module):
@@ -187,7 +199,8 @@ class MLP(nnx.Module):
         self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("up_proj"))
         self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs, on("down_proj"))
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, given: experts.Given | None) -> jax.Array:
+        del given  # a dense layer has no experts
         x_BxTxD = sharding.gather_tokens(x_BxTxD)
         hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
         return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
@@ -219,8 +232,8 @@ class SparseMLP(nnx.Module):
         self.experts_per_token = config.experts_per_token
         self.normalize = config.normalize_expert_shares
 
-    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
-        chosen_BxTxK, share_BxTxK = experts.choose(self.gate(x_BxTxD), self.experts_per_token, self.normalize)
+    def __call__(self, x_BxTxD: jax.Array, given: experts.Given | None) -> jax.Array:
+        chosen_BxTxK, share_BxTxK = experts.choose(self.gate(x_BxTxD), self.experts_per_token, self.normalize, given)
         of = self.experts
         weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         return experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
@@ -235,9 +248,16 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMLP(config, rngs) if config.num_experts else MLP(config, rngs)
 
-    def __call__(self, x_BxTxD: jax.Array, cos: jax.Array, sin: jax.Array, attend: attention.Attend) -> jax.Array:
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        attend: attention.Attend,
+        given: experts.Given | None,
+    ) -> jax.Array:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
-        x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD))
+        x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD), given)
         return sharding.constrain(x_BxTxD, sharding.RESIDUAL)
 
 
@@ -265,7 +285,12 @@ class Transformer(nnx.Module):
         self.lm_head = None if config.tie_word_embeddings else Table(config, rngs)
 
     def __call__(
-        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, segments_BxT: jax.Array, options: ComputeOptions
+        self,
+        tokens_BxT: jax.Array,
+        positions_BxT: jax.Array,
+        segments_BxT: jax.Array,
+        options: ComputeOptions,
+        routing: Routing | None,
     ) -> jax.Array:
         config = self.config
         angles = rope.tables(config.rope, config.head_dim, positions_BxT)
@@ -283,10 +308,14 @@ class Transformer(nnx.Module):
         )
         graph, stacked = nnx.split(self.layers)
 
-        def layer(x_BxTxD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend), None
+        def layer(x_BxTxD: jax.Array, own: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, None]:
+            state, experts_BxTxK = own
+            given = (
+                None if routing is None or experts_BxTxK is None else experts.Given(experts_BxTxK, routing.known_BxT)
+            )
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, given), None
 
-        scanned: Callable[[jax.Array, nnx.State], tuple[jax.Array, None]] = layer
+        scanned: Callable[[jax.Array, tuple[nnx.State, jax.Array | None]], tuple[jax.Array, None]] = layer
         if options.remat != "none":
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
@@ -295,7 +324,8 @@ class Transformer(nnx.Module):
             # A scan already prevents the merging of both passes that prevent_cse guards against.
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, stacked)
+        experts_LxBxTxK = None if routing is None else jnp.moveaxis(routing.experts_BxTxLxK, 2, 0)
+        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, (stacked, experts_LxBxTxK))
         return self.norm(x_BxTxD)
 
 
@@ -330,6 +360,7 @@ def forward(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
+    routing: Routing | None = None,
 ) -> jax.Array:
     """Returns the hidden states after the final norm.
 
@@ -341,6 +372,7 @@ def forward(
       positions_BxT: int, position of each token in its own segment.
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its segment.
+      routing: experts of a mixture's tokens, chosen elsewhere; None: the routers choose.
 
     Returns:
       [B, T, D] in the compute dtype; values at padding are finite and meaningless.
@@ -348,7 +380,7 @@ def forward(
     graph, state = _abstract(config)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options)
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, routing)
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:

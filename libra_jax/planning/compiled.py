@@ -1,7 +1,8 @@
 """Counts what a compiled program communicates, multiplies and keeps.
 
 The counts are of one execution on one device. A loop whose number of iterations depends on the data counts as one
-iteration for collectives, and its matrix products do not count: the chunked attention kernel has such loops.
+iteration for collectives, and its matrix products do not count: the chunked attention kernel has such loops. The loop
+over tiles of experts (`models.experts`) counts as for experts that are taken equally often.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _DIMENSIONS = {
 }
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+EXPERTS = "expert_tiles"
+"""Part of the label of the loop over tiles of experts (`models.experts.SCOPE`)."""
 
 SCALARS_PER_TOKEN = 4
 """Float32 numbers of each token that the vocabulary loop may sum over `tensor`: maximum, sum, target, entropy."""
@@ -89,6 +93,7 @@ class Sizes:
       hidden: width of the model.
       tokens: tokens of a micro-batch on each device.
       logits_chunk: tokens whose logits exist at once.
+      expert_iterations: expected iterations of the loop over tiles of experts.
     """
 
     mesh: Mapping[str, int]
@@ -96,6 +101,7 @@ class Sizes:
     hidden: int
     tokens: int
     logits_chunk: int
+    expert_iterations: float = 0.0
 
     @property
     def vocabulary_parts(self) -> set[int]:
@@ -115,6 +121,7 @@ def count(text: str, sizes: Sizes) -> Counts:
     """
     module = hlo.Module(text)
     unknown = {body for body, loop in module.loops.items() if not loop.known}
+    over_experts = {body for body in unknown if EXPERTS in module.loops[body].label}
     over_vocabulary: set[str] = set()
     flops = forward = backward = 0.0
     for place, instruction in module.instructions():
@@ -134,8 +141,8 @@ def count(text: str, sizes: Sizes) -> Counts:
             lengths = {size for shape in (*instruction.shapes, *operands) for size in shape.sizes}
             if lengths & sizes.vocabulary_parts:
                 over_vocabulary.add(place.loops[-1])
-        if not unknown.intersection(place.loops):
-            flops += product * place.executions
+        if not (unknown - over_experts).intersection(place.loops):
+            flops += product * place.executions * (sizes.expert_iterations if over_experts & {*place.loops} else 1.0)
     collectives = sorted(_collectives(module, sizes, over_vocabulary), key=lambda item: -item.wire_bytes)
     return Counts(tuple(collectives), flops, forward, backward, len(unknown), tuple(_logits(module, sizes)))
 

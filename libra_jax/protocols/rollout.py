@@ -36,12 +36,15 @@ class GenerationRequest:
       request_id: unique among the engine's requests.
       token_ids: the whole context, including the tokens kept from a failed engine.
       sampling: sampling settings.
+      routed_tokens: number of first tokens whose experts the caller has already; an engine that returns experts leaves
+        these out.
       kv_source: result of another engine's `RolloutEngine.hand_over` for this context; None: prefill the context.
     """
 
     request_id: str
     token_ids: Sequence[int]
     sampling: SamplingParams
+    routed_tokens: int = 0
     # vLLM's own values, which the coordinator passes from one engine to the other without reading them.
     kv_source: Mapping[str, Any] | None = None
 
@@ -55,6 +58,8 @@ class TokenDelta:
       log_probs: natural log-probabilities at the sampling temperature (processed log-probs).
       policy_versions: version whose weights sampled each token.
       finish_reason: reason for the end; set on the last delta only.
+      routing: experts that the engine chose for the tokens of the context that follow `GenerationRequest.routed_tokens`
+        and the earlier deltas' (`Trajectory.routing`). The last sampled token has none until another token follows.
     """
 
     token_ids: tuple[int, ...]
@@ -62,6 +67,7 @@ class TokenDelta:
     policy_versions: tuple[int, ...]
     # "abort" means that the output is incomplete: the request may continue on another engine.
     finish_reason: FinishReason | None = None
+    routing: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

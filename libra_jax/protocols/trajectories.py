@@ -147,6 +147,9 @@ class Trajectory:
       loss_mask: True for each trained token (the model's own, including stop tokens).
       log_probs: behaviour log-probability of each sampled token at the sampling temperature; 0.0 for other tokens.
       policy_versions: version that sampled each token; `NO_VERSION` for other tokens.
+      routing: experts that each token took in the engine, for the first tokens of the context and at most for all but
+        the last one; empty without routing replay. An entry holds an unsigned integer for each layer and each of the
+        token's experts, layers first: 1 byte up to 256 experts, else 2, little-endian.
       turns: one entry per model output.
       reward: scalar reward; None until the environment has scored the rollout.
       environment_reward: the environment's own part of `reward`, before weights and reward functions. 0 if a limit
@@ -168,6 +171,7 @@ class Trajectory:
     loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    routing: list[bytes] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
     finish: str | None = None
@@ -195,6 +199,7 @@ class Trajectory:
         self.loss_mask.extend([True] * count)
         self.log_probs.extend(delta.log_probs)
         self.policy_versions.extend(delta.policy_versions)
+        self.routing.extend(delta.routing)
 
     def clear(self) -> None:
         """Drops all tokens and turns, the seconds and the snapshot; keeps name, metrics and outcome."""
@@ -205,6 +210,7 @@ class Trajectory:
             self.loss_mask,
             self.log_probs,
             self.policy_versions,
+            self.routing,
             self.turns,
         ):
             values.clear()

@@ -89,11 +89,6 @@ def warn(config: libra_config.RunConfig) -> None:
     found = advice.advice(config, parameters=parameters, accelerated=accelerated)
     if shape is not None:
         found += _unread_preset(config, shape)
-    if shape is not None and shape.num_experts and accelerated and platform != "tpu":
-        found.append(
-            f"config.model: on GPUs, XLA multiplies every token with all of a device's experts ({shape.num_experts} in "
-            "all), so training this model is many times slower than it need be; docs/results/experts.md has the figures"
-        )
     for sentence in found:
         print(f"warning: {sentence}.", file=sys.stderr)
 
@@ -124,6 +119,11 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
         feasibility.check_context(shape, mesh, tokens)
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
+    if config.algorithm.routing_replay != "off" and not shape.num_experts:
+        raise protocols.ConfigError(
+            f"config.algorithm.routing_replay: {config.algorithm.routing_replay!r} is for mixtures of experts, and the "
+            "model has none; set it to off"
+        )
     if config.rollout.engine == "vllm":
         feasibility.check_served(shape)
     # vLLM's CPU build serves because the config says so, or because it is installed here.

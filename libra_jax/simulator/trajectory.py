@@ -151,6 +151,7 @@ class Trajectory(protocols.Trajectory):
         self.prompt_id = prompt_id
         self.token_ids: Any = Runs(name=trajectory_id)
         self.turns = []
+        self.routing = []
         self.reward = None
         self.environment_reward = None
         self.script = script

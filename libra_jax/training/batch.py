@@ -19,6 +19,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import advantages, kl
+from libra_jax.models import config as model_config
 from libra_jax.models import sharding
 from libra_jax.training import packing
 
@@ -35,7 +36,8 @@ class Prepared:
 
     Attributes:
       packed: the micro-batches.
-      extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
+      extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `routed` [B, T], and `routing`
+        [B, T, W] (`packing.Packed.routing`).
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence.
     """
@@ -52,14 +54,17 @@ class Prepared:
 
 
 def prepare(
-    config: config_lib.RunConfig, batch: protocols.TrainBatch, vocab_size: int, score: Score | None = None
+    config: config_lib.RunConfig,
+    batch: protocols.TrainBatch,
+    model: model_config.TransformerConfig,
+    score: Score | None = None,
 ) -> Prepared:
     """Packs a batch and lays out the further arrays that the objective needs.
 
     Args:
       config: configuration of the run.
       batch: whole groups.
-      vocab_size: vocabulary size of the model.
+      model: shape of the model.
       score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
 
     Raises:
@@ -69,7 +74,7 @@ def prepare(
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
-    sequences = examples(trajectories, batch.policy_version, vocab_size, masked)
+    sequences = examples(trajectories, batch.policy_version, model, masked)
     packed = pack(config, sequences, may_be_empty=any(masked))
     # Further arrays, one of each name for each micro-batch.
     further: dict[str, Sequence[Any]] = {}
@@ -93,6 +98,9 @@ def prepare(
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
         further["moved"] = packed.scatter(moved)
     extras = [dict(zip(further, arrays, strict=True)) for arrays in zip(*further.values(), strict=True)]
+    if config.algorithm.routing_replay == "rollout":
+        routing = packed.routing(sequences, model.routing_width, np.dtype(model.routing_dtype))
+        extras = [extra | arrays for extra, arrays in zip(extras, routing, strict=True)]
     return Prepared(packed, extras, sequences, values)
 
 
@@ -122,7 +130,7 @@ def pack(
 def examples(
     trajectories: Sequence[protocols.Trajectory],
     policy_version: int,
-    vocab_size: int,
+    model: model_config.TransformerConfig,
     masked: Sequence[bool] | None = None,
 ) -> list[packing.Example]:
     """Makes the per-token arrays of each trajectory.
@@ -130,12 +138,12 @@ def examples(
     Args:
       trajectories: trajectories to train on.
       policy_version: version that trains. Tokens sampled by this version are `on_version`.
-      vocab_size: vocabulary size of the model.
+      model: shape of the model.
       masked: True for each trajectory whose tokens are all left out of the loss; None masks none.
 
     Raises:
-      DataError: a trajectory's lists differ in length, a token is outside the vocabulary, or a log-probability is not a
-        number; the message names the trajectory.
+      DataError: a trajectory's lists differ in length, a token is outside the vocabulary, a log-probability is not a
+        number, or its experts are not the model's; the message names the trajectory.
     """
     made = []
     for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
@@ -146,6 +154,7 @@ def examples(
             mask_N=np.array(trajectory.loss_mask, bool),
             behaviour_N=np.array(trajectory.log_probs, np.float32),
             on_version_N=np.array(trajectory.policy_versions, np.int64) == policy_version,
+            routing_RxW=_routing(trajectory, model),
         )
         lengths = {len(example.tokens_N), len(example.mask_N), len(example.behaviour_N), len(example.on_version_N)}
         if len(lengths) > 1:
@@ -153,16 +162,40 @@ def examples(
                 f"trajectory {name}: its per-token lists have different lengths {sorted(lengths)}."
             )
         # No device raises an error for a token outside the embedding table.
-        if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < vocab_size:
+        if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < model.vocab_size:
             raise protocols.DataError(
-                f"trajectory {name}: holds a token id outside the model's vocabulary of {vocab_size}; tokenizer and "
-                "model do not belong together."
+                f"trajectory {name}: holds a token id outside the model's vocabulary of {model.vocab_size}; tokenizer "
+                "and model do not belong together."
             )
         if not np.isfinite(example.behaviour_N).all():
             raise protocols.DataError(f"trajectory {name}: the engine returned a log-probability that is not a number.")
         example.mask_N[:] &= not out
         made.append(example)
     return made
+
+
+def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerConfig) -> np.ndarray | None:
+    """Returns the experts of a trajectory's first tokens, [R, W], or None if it has none.
+
+    Raises:
+      DataError: they are not experts of this model, or more than the tokens.
+    """
+    if not trajectory.routing:
+        return None
+    name, dtype = trajectory.trajectory_id, np.dtype(model.routing_dtype)
+    width = model.routing_width * dtype.itemsize
+    if len(trajectory.routing) > len(trajectory.token_ids) or {*map(len, trajectory.routing)} != {width}:
+        raise protocols.DataError(
+            f"trajectory {name}: the engine returned experts for {len(trajectory.routing)} of its "
+            f"{len(trajectory.token_ids)} tokens, of {sorted({*map(len, trajectory.routing)})} bytes each; "
+            f"the model's layers and experts take {width}."
+        )
+    found_RxW = np.frombuffer(b"".join(trajectory.routing), dtype).reshape(-1, model.routing_width)
+    if found_RxW.max() >= model.num_experts:
+        raise protocols.DataError(
+            f"trajectory {name}: the engine returned expert {found_RxW.max()}, and the model has {model.num_experts}."
+        )
+    return found_RxW
 
 
 def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ import jax
 
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
+from libra_jax.models import experts
 from libra_jax.planning import compiled, programs
 from libra_jax.training import learner, step, topology
 
@@ -48,6 +49,9 @@ def case(
     trainer = dataclasses.replace(config.trainer, platform="auto")
     made = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
     row_tokens = max((trainer.row_tokens, *trainer.row_buckets))
+    # Experts take the tokens of all devices of `fsdp`, and each device has a part of the experts.
+    tokens = trainer.rows_per_micro_batch // trainer.data * row_tokens // trainer.context
+    taken = tokens * model.experts_per_token / trainer.fsdp
     sizes = compiled.Sizes(
         mesh=dict(made.layout.mesh.shape),
         vocabulary=model.vocab_size,
@@ -55,6 +59,7 @@ def case(
         # Of one device: rows are split over data and fsdp, their tokens over context.
         tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens // trainer.context,
         logits_chunk=config.model.logits_chunk,
+        expert_iterations=experts.balanced_iterations(taken, model.num_experts // trainer.fsdp) if taken else 0.0,
     )
     found: dict[str, programs.Program] = {}
     with topology.answering_for(devices[0]):

@@ -209,6 +209,9 @@ class Learner:
             extras += ["reference"] * self.compares
             extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
+            if self.config.algorithm.routing_replay == "rollout":
+                width, dtype = self._model.routing_width, self._model.routing_dtype
+                batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
@@ -260,7 +263,7 @@ class Learner:
           loss: `POLICY` or `SUPERVISED`.
           packed: the global batch.
           learning_rate: learning rate of this step.
-          extras: further [B, T] arrays of each micro-batch: `advantages`, `reference`, `moved`.
+          extras: further arrays of each micro-batch (`batch.Prepared`).
           own: micro-batches to compute here first; default: all.
           rest: yields the sums or indices of the other micro-batches, in the same order in all processes. If it raises,
             the state is unchanged.
@@ -353,7 +356,7 @@ def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:
     if "RESOURCE_EXHAUSTED" in text:
         return protocols.LibraError(
             "the trainer's devices ran out of memory; lower trainer.rows_per_micro_batch or model.logits_chunk, set "
-            f"model.remat, or raise trainer.fsdp ({text})."
+            f"model.remat, or raise trainer.fsdp or, for long rows, trainer.context ({text})."
         )
     return protocols.LibraError(f"a training program failed on the devices ({text}).")
 

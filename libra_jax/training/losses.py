@@ -41,9 +41,16 @@ class Scorer:
     def __call__(
         self, params: Any, batch: Batch, *, temperature: float, entropy_gradient: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns log p(target) and entropy of a micro-batch's targets, float32 [B, T]."""
+        """Returns log p(target) and entropy of a micro-batch's targets, float32 [B, T].
+
+        With `routing` in the batch, the tokens that are `routed` take the given experts.
+        """
+        routing = None
+        if "routing" in batch:
+            routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
+            routing = transformer.Routing(routing_BxTxLxK, batch["routed"])
         hidden_BxTxD = transformer.forward(
-            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
+            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"], routing
         )
         head_DxV = transformer.unembedding(params, self.model)
         return logprobs.token_log_probs(

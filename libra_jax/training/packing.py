@@ -31,6 +31,7 @@ class Example:
       mask_N: True for each token whose prediction is trained; the first token has no prediction.
       behaviour_N: float32 log-probability under the policy that sampled the token; 0 if no policy sampled it.
       on_version_N: True for each token sampled by the version that trains.
+      routing_RxW: experts of the first R tokens, unsigned, layers first; None: no token's are known.
     """
 
     sequence_id: str
@@ -38,6 +39,7 @@ class Example:
     mask_N: np.ndarray
     behaviour_N: np.ndarray
     on_version_N: np.ndarray
+    routing_RxW: np.ndarray | None = None
 
     @property
     def columns(self) -> int:
@@ -106,6 +108,27 @@ class Packed:
                 row = value[1 : place.columns + 1] if isinstance(value, np.ndarray) and value.ndim else value
                 arrays[place.micro_batch][place.row, place.start : place.start + place.columns] = row
         return arrays
+
+    def routing(self, examples: Sequence[Example], width: int, dtype: np.dtype) -> list[dict[str, np.ndarray]]:
+        """Lays out the experts of each input token: `routing` [B, T, W] and `routed`, bool [B, T], by micro-batch.
+
+        Args:
+          examples: the packed examples.
+          width: W, number of layers times experts of a token.
+          dtype: of the experts' numbers.
+        """
+        made = [
+            {"routing": np.zeros((*item.tokens.shape, width), dtype), "routed": np.zeros(item.tokens.shape, bool)}
+            for item in self.micro_batches
+        ]
+        for place, example in zip(self.places, examples, strict=True):
+            if place is not None and example.routing_RxW is not None:
+                # A column holds its own token as input, so column 0 takes the experts of token 0.
+                rows = example.routing_RxW[: place.columns]
+                where = place.row, slice(place.start, place.start + len(rows))
+                made[place.micro_batch]["routing"][where] = rows
+                made[place.micro_batch]["routed"][where] = True
+        return made
 
     def gather(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
         """Inverts `scatter`: returns values [N] of each example's tokens, 0 for tokens without a prediction.

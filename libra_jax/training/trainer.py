@@ -213,7 +213,7 @@ class TrainerActor:
         learner = running.learner if self._model.adapter is None else running.warming
         if self._version or learner is None:
             raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
-        examples = batch_lib.examples(sequences, self._version, self._model.vocab_size)
+        examples = batch_lib.examples(sequences, self._version, self._model)
         packed = batch_lib.pack(self._config, examples)
         self._warm = True
         # The parameters change without a new version, so the synced snapshot no longer matches.
@@ -243,7 +243,7 @@ class TrainerActor:
                 f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
             )
         self._end_warm_start()
-        prepared = batch_lib.prepare(self._config, batch, self._model.vocab_size, learner.reference_log_probs)
+        prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs)
         own, collection = None, None
         if shares:
             own, *ranges = shares_lib.split(prepared.work, shares)

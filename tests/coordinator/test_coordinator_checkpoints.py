@@ -40,7 +40,9 @@ def trajectories(draw) -> protocols.Trajectory:
     trajectory.append_text(draw(st.lists(TOKENS, max_size=5)), protocols.TokenSource.PROMPT)
     for tokens in draw(st.lists(st.lists(st.tuples(TOKENS, PROBABILITIES, st.integers(0, 9)), max_size=5), max_size=3)):
         columns = tuple(zip(*tokens, strict=True)) or ((), (), ())
-        trajectory.append_sampled(protocols.TokenDelta(*columns))
+        # Two bytes a token: the experts that tokens took, for none of them or for all but the last.
+        routing = tuple(bytes([n, 255]) for n in range(len(tokens) - 1)) if draw(st.booleans()) else ()
+        trajectory.append_sampled(protocols.TokenDelta(*columns, routing=routing))
         moves = tuple(draw(st.lists(MOVES, max_size=2)))
         trajectory.turns.append(protocols.Turn(len(tokens), "calculator", "failure", 3, 0.25, 1.5, moves))
         trajectory.append_text(draw(st.lists(TOKENS, max_size=3)), protocols.TokenSource.TOOL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,6 +80,41 @@ def test_requests_of_a_dead_engine_resume_from_their_tokens_on_the_other(tmp_pat
     assert doubles.turns_of(bench) == doubles.reference_tokens(tmp_path), (
         "resumed attempts differ from undisturbed ones"
     )
+
+
+class Routing(fake_engine.FakeEngine):
+    """Returns a token's own number as its experts, of the tokens that the request lacks."""
+
+    async def generate(self, request: protocols.GenerationRequest):
+        context, told = list(request.token_ids), request.routed_tokens
+        async for delta in super().generate(request):
+            context.extend(delta.token_ids)
+            rows = tuple(token.to_bytes(4, "little") for token in context[told : len(context) - 1])
+            told += len(rows)
+            yield dataclasses.replace(delta, routing=rows)
+
+
+def test_resumed_requests_keep_the_experts_of_every_token(tmp_path, monkeypatch):
+    trained: list[protocols.Trajectory] = []
+    train_step = doubles.RecordingTrainer.train_step
+
+    async def keep(self: Any, batch: protocols.TrainBatch, shares: Any = ()) -> Any:
+        trained.extend(trajectory for group in batch.groups for trajectory in group.trajectories)
+        return await train_step(self, batch, shares)
+
+    monkeypatch.setattr(doubles.RecordingTrainer, "train_step", keep)
+    monkeypatch.setattr(doubles, "make_routing", functools.partial(fake_engine.create, kind=Routing), raising=False)
+    made = doubles.engine_specs(doubles.make_config(), 2)
+    made[0].arguments["fail_after_tokens"] = 20
+    specs = [protocols.ActorSpec(spec.name, "coordinator_doubles:make_routing", spec.arguments) for spec in made]
+    bench, _ = run_all(tmp_path, specs, rollout={"restarts": 1})
+    assert sum(scalars["rollout/resumed"] for _, scalars in bench.recorder.steps) > 0
+    assert len(trained) > 12
+    for trajectory in trained:
+        # What the environment appended after the last turn has none.
+        sampled = max(n for n, source in enumerate(trajectory.sources) if source == protocols.TokenSource.MODEL)
+        wanted = [token.to_bytes(4, "little") for token in trajectory.token_ids[:sampled]]
+        assert trajectory.routing == wanted
 
 
 def test_the_only_engine_is_restarted_with_the_current_weights_before_it_serves(tmp_path, monkeypatch):

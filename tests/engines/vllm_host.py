@@ -39,6 +39,7 @@ class Host:
         self,
         tensor_parallel: int,
         shape: models_config.TransformerConfig | None = None,
+        return_routing: bool = False,
         lora: config.LoraConfig | None = None,
         **engine_arguments,
     ):
@@ -52,6 +53,7 @@ class Host:
             tensor_parallel,
             seed=0,
             cpu_cores=str(CORE) if tensor_parallel == 1 else "auto",
+            return_routing=return_routing,
             lora=config.to_dict(lora) if lora else None,
         )
         self.info = self.run(self.engine.start())

@@ -82,10 +82,10 @@ def _batch(rows=8, length=24):
     return [np.ascontiguousarray(array, np.int32) for array in (tokens, positions, segments)]
 
 
-def _step(config, params, tokens, positions, segments):
+def _step(config, params, tokens, positions, segments, routing=None):
     def loss(params):
         options = transformer.ComputeOptions(attention_chunk=8)
-        hidden = transformer.forward(params, config, options, tokens, positions, segments)
+        hidden = transformer.forward(params, config, options, tokens, positions, segments, routing)
         logits = hidden @ transformer.unembedding(params, config)
         return (jax.nn.logsumexp(logits, axis=-1) * (segments != 0)).sum()
 
@@ -171,3 +171,52 @@ def test_a_batch_whose_tokens_all_take_one_expert_loses_none(shape):
         got = jax.jit(experts.mix)(x, share, chosen, weights)
     gate, up, down = (leaf[5] for leaf in weights)
     np.testing.assert_allclose(got, 0.5 * (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-4, atol=1e-4)
+
+
+def _routing(config, seed):
+    """Different experts for every token, known for all but one in five."""
+    rng = np.random.default_rng(seed)
+    shape = (*_batch()[0].shape, config.num_layers)
+    chosen = np.argsort(rng.random((*shape, config.num_experts)))[..., : config.experts_per_token]
+    return transformer.Routing(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 1), (2, 2, 2, 1)])
+def test_replayed_routing_on_a_mesh_equals_that_of_one_device(sparse, shape):
+    config, params, (without, _) = sparse
+    routing = _routing(config, 0)
+    loss, gradient = jax.jit(_step, static_argnums=0)(config, params, *_batch(), routing)
+    assert abs(loss - without) > 1e-3, "other experts make another loss"
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+    with jax.set_mesh(mesh):
+        step = jax.jit(_step, static_argnums=0, out_shardings=(None, transformer.shardings(config, mesh)))
+        placed = jax.device_put(params, transformer.shardings(config, mesh))
+        got_loss, got = step(config, placed, *jax.device_put([*_batch(), routing], rows))
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(normalized):
+    rng = np.random.default_rng(1)
+    logits, weight = rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 5, 3))
+    given = np.argsort(rng.random((2, 5, 8)))[..., :3]
+    known = np.array([[True] * 5, [True, False] * 2 + [True]])
+
+    def total(logits):
+        chosen, share = experts.choose(logits, 3, normalized, experts.Given(given.astype(np.uint8), known))
+        return (share * weight).sum(), (chosen, share)
+
+    (_, (chosen, share)), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logits, jnp.float32))
+    theirs = torch.tensor(logits, requires_grad=True)
+    expected = torch.where(torch.tensor(known)[..., None], torch.tensor(given), theirs.topk(3).indices)
+    wanted = theirs.softmax(-1).gather(-1, expected)
+    if normalized:
+        wanted = wanted / wanted.sum(-1, keepdim=True)
+    (wanted * torch.tensor(weight)).sum().backward()
+    np.testing.assert_array_equal(chosen, expected)
+    np.testing.assert_allclose(share, wanted.detach(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, theirs.grad, atol=1e-6)
+    assert np.abs(theirs.grad.numpy()).max() > 0.01

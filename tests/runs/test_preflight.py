@@ -301,19 +301,30 @@ def test_a_dry_run_shows_the_first_task_whatever_its_payload(payload, shown):
     assert shown in dry_run.describe(run)
 
 
-def test_experts_are_warned_of_on_gpus_and_refused_where_vllms_cpu_kernel_cannot_reload_them(monkeypatch, capsys):
+def test_experts_are_refused_where_vllms_cpu_kernel_cannot_reload_them(monkeypatch):
     run = config.RunConfig()
-    run.model.preset, run.trainer.platform = "libra-tiny-moe", "cuda"
-    preflight.warn(run)
-    assert "multiplies every token with all of a device's experts (8 in all)" in capsys.readouterr().err
-    run.trainer.platform = "cpu"
-    preflight.warn(run)
-    assert "experts" not in capsys.readouterr().err
+    run.model.preset, run.trainer.platform = "libra-tiny-moe", "cpu"
     preflight.validate(run, need_weights=False)
     shape = dataclasses.replace(model_config.load_preset("libra-tiny-moe"), expert_intermediate_size=40)
     monkeypatch.setattr(model_config, "load_preset", lambda *_: shape)
     with pytest.raises(protocols.ConfigError, match=r"multiple of 32, not 40 \(moe_intermediate_size\)"):
         preflight.validate(run, need_weights=False)
+
+
+def test_routing_replay_is_refused_without_experts_to_replay():
+    run = config.RunConfig()
+    run.algorithm.routing_replay = "rollout"
+    with pytest.raises(protocols.ConfigError, match=r"routing_replay: 'rollout' is for mixtures .* model has none"):
+        preflight.validate(run, need_weights=False)
+    run.model.preset, run.trainer.platform = "libra-tiny-moe", "cpu"
+    preflight.validate(run, need_weights=False)
+    for rollout, named in (
+        ({"kv_transfer": "nixl"}, "kv_transfer=nixl brings"),
+        ({"engine_arguments": {"enable_prefix_caching": False}}, "leave enable_prefix_caching out"),
+        ({"engine": "fake"}, "engine=fake returns no experts"),
+    ):
+        with pytest.raises(protocols.ConfigError, match=rf"config\.algorithm\.routing_replay: .*{named}"):
+            dataclasses.replace(run, rollout=config.RolloutConfig(**rollout))
 
 
 def test_a_dry_run_shows_the_engines_further_arguments_where_there_are_any():

@@ -7,6 +7,7 @@ import time
 
 import jax
 import numpy as np
+import small_model
 
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
@@ -91,14 +92,14 @@ def eventually(condition):
 def sums(core, config, batch, indices):
     """Sums over some micro-batches, computed by the core itself."""
     learner = core.running().learner
-    prepared = batch_lib.prepare(config, batch, 16)
+    prepared = batch_lib.prepare(config, batch, small_model.shape())
     made, report = learner.sums(learner_lib.POLICY, learner.params, prepared.packed, prepared.extras, indices)
     return [np.array(leaf) for leaf in jax.tree.leaves(made)], report
 
 
 def ranges(config, batch, given):
     """The micro-batches of the core and of each share."""
-    return shares.split(batch_lib.prepare(config, batch, 16).work, given)
+    return shares.split(batch_lib.prepare(config, batch, small_model.shape()).work, given)
 
 
 def array_kinds(core):

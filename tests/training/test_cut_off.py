@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import small_model
 import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
@@ -38,7 +39,7 @@ def _without(batch, cut=MASKED):
 
 def _prepared(small, batch, advantage="grpo", **task):
     config = small.config(algorithm=config_lib.AlgorithmConfig(advantage=advantage), task=config_lib.TaskConfig(**task))
-    return batch_lib.prepare(config, batch, small.vocabulary)
+    return batch_lib.prepare(config, batch, small_model.shape())
 
 
 @pytest.mark.parametrize("advantage", config_lib.ADVANTAGES)
