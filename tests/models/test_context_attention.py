@@ -51,20 +51,19 @@ def _program(mesh, heads, chunk):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tensor", "context"),
+    ("heads", "kv_heads", "tensor", "context", "chunk"),
     [
-        (8, 8, 1, 8),
-        (8, 4, 2, 2),
-        (8, 2, 1, 4),  # each device is sent a copy of one key head
-        (8, 1, 1, 8),
-        (12, 3, 1, 2),  # the second of three key heads serves queries of both devices
-        (6, 2, 1, 4),  # queries are split
-        (6, 2, 2, 4),
-        (1, 1, 1, 8),
-        (3, 1, 1, 2),
+        (8, 8, 1, 8, 4),
+        (8, 4, 2, 2, 64),
+        (8, 2, 1, 4, 4),  # each device is sent a copy of one key head
+        (8, 1, 1, 8, 64),
+        (12, 3, 1, 2, 4),  # the second of three key heads serves queries of both devices
+        (6, 2, 1, 4, 4),  # queries are split
+        (6, 2, 2, 4, 64),
+        (1, 1, 1, 8, 4),
+        (3, 1, 1, 2, 5),
     ],
 )
-@pytest.mark.parametrize("chunk", [4, 64])
 def test_split_rows_attend_as_whole_rows(heads, kv_heads, tensor, context, chunk):
     arrays, mesh = _inputs(heads, kv_heads), _mesh(tensor, context)
     with jax.set_mesh(mesh):
