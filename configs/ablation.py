@@ -123,7 +123,7 @@ NAMES = (
 
 def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     """Returns the run of `variant`: a name, and perhaps a workload and a model, with dashes between."""
-    name, workload, model, *more = (*variant.split("-"), "swe", "14b")[: max(3, variant.count("-") + 1)]
+    name, workload, model, *more = (*variant.split("-"), *("swe", "14b")[variant.count("-") :])
     if name not in NAMES or workload not in WORKLOADS or model not in MODELS or more:
         raise ValueError(
             f"configs/ablation.py has {', '.join(NAMES)}, each also with -{', -'.join(WORKLOADS)}, and then with "
