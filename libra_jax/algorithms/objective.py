@@ -2,7 +2,8 @@
 
 Letters: B rows, T tokens.
 
-    objective = Σ [ w · policy loss + kl_coefficient · KL(π ‖ π_ref) - entropy_coefficient · H(π) ]
+    objective = Σ [ w · policy loss + kl_coefficient · KL(π ‖ π_ref) - entropy_coefficient · H(π)
+                    + balance_coefficient · balance + router_z_coefficient · z ]
 
 One aggregation mode applies to all parts, so all share one count. `loss_sum / count` over the global batch is the loss.
 A gradient step differentiates `loss_sum` of its micro-batch, and the apply step divides by the global count.
@@ -61,6 +62,8 @@ class _Tokens(NamedTuple):
     entropy: jax.Array | None
     proximal: jax.Array | None
     reference: jax.Array | None
+    balance: jax.Array | None
+    router_z: jax.Array | None
 
 
 def policy_objective(
@@ -76,11 +79,13 @@ def policy_objective(
     proximal_log_probs_BxT: jax.Array | None = None,
     reference_log_probs_BxT: jax.Array | None = None,
     same_version_BxT: jax.Array | None = None,
+    balance_BxT: jax.Array | None = None,
+    router_z_BxT: jax.Array | None = None,
 ) -> ObjectiveSums:
     """Computes the objective of packed rows, as sums.
 
-    Only `log_probs_BxT` and `entropy_BxT` are differentiated. Log-probs belong to the sampled token at its own position
-    t, in nats, at the sampling temperature. Values at untrained tokens are ignored, even NaN.
+    Only `log_probs_BxT`, `entropy_BxT` and the losses of routers are differentiated. Log-probs belong to the sampled
+    token at its own position t, in nats, at the sampling temperature. Values at untrained tokens are ignored, even NaN.
 
     Args:
       config: settings of the algorithm (static).
@@ -98,6 +103,9 @@ def policy_objective(
         only reported.
       same_version_BxT: true for tokens sampled by the policy version that scores them. Adds `mismatch/kl` and
         `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
+      balance_BxT: load-balance loss of a mixture's routers (`models.router`); reported, and part of the loss with a
+        coefficient.
+      router_z_BxT: z-loss of the routers; as the load-balance loss.
 
     Returns:
       ObjectiveSums. Metrics over the loss's count: `loss/policy`, `loss/kl` and `loss/entropy` (parts of the loss,
@@ -135,6 +143,8 @@ def policy_objective(
         proximal_log_probs_BxT=proximal_log_probs_BxT,
         reference_log_probs_BxT=reference_log_probs_BxT,
         same_version_BxT=same_version_BxT,
+        balance_BxT=balance_BxT,
+        router_z_BxT=router_z_BxT,
     )
     _check_given(config, entropy_BxT, proximal_log_probs_BxT, reference_log_probs_BxT)
     # Padding is never trained, even if the mask is set there.
@@ -156,6 +166,8 @@ def policy_objective(
         entropy=None if entropy_BxT is None else clean(entropy_BxT, "entropy_BxT"),
         proximal=fixed(proximal_log_probs_BxT, "proximal_log_probs_BxT"),
         reference=fixed(reference_log_probs_BxT, "reference_log_probs_BxT"),
+        balance=None if balance_BxT is None else clean(balance_BxT, "balance_BxT"),
+        router_z=None if router_z_BxT is None else clean(router_z_BxT, "router_z_BxT"),
     )
     sums = _sums(config, tokens, max_segments)
     if same_version_BxT is not None:
@@ -211,6 +223,14 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
             entropy_sum = -config.entropy_coefficient * aggregation.weighted_sum(tokens.entropy, weights_BxT)
             metrics["loss/entropy"] = (jax.lax.stop_gradient(entropy_sum), count)
             loss_sum += entropy_sum
+    for name, values_BxT, coefficient in (
+        ("router/balance", tokens.balance, config.balance_coefficient),
+        ("router/z", tokens.router_z, config.router_z_coefficient),
+    ):
+        if values_BxT is not None:
+            metrics[name] = token_mean(values_BxT)
+            if coefficient:
+                loss_sum += coefficient * aggregation.weighted_sum(values_BxT, weights_BxT)
     # KL(π_b ‖ π): the behaviour policy sampled the tokens, so it is the first argument.
     metrics["kl/behaviour"] = token_mean(kl.k3(tokens.behaviour, tokens.log_probs))
     metrics["clip/low_fraction"] = token_mean(token_loss.low_BxT)

@@ -27,7 +27,7 @@ class LoraConfig:
 
     rank: int = 0  # rank of the adapters, 1 to 512; 0 is off: the run trains all weights
     alpha: float = 32.0  # the product of an adapter is scaled by alpha / rank
-    # Projections that get an adapter. With experts: q_proj, k_proj, v_proj and o_proj only.
+    # Projections that get an adapter. With experts: q_proj, k_proj, v_proj and o_proj only, with sync=merge.
     targets: tuple[str, ...] = PROJECTIONS
     layers: tuple[int, ...] = ()  # numbers of the layers that get adapters, ascending from 0; empty: all layers
     # What a weight sync sends: adapter (the adapter alone, to vLLM's LoRA runtime; needs rollout.transport=memfd), or
@@ -133,6 +133,8 @@ class AlgorithmConfig:
     kl_estimator: str = "k3"
     kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss
     entropy_coefficient: float = 0.0  # weight of the entropy that the loss rewards
+    balance_coefficient: float = 0.0  # weight of the load-balance loss of a mixture's routers (`router/balance`)
+    router_z_coefficient: float = 0.0  # weight of the z-loss of a mixture's routers (`router/z`)
     # Experts of a mixture's tokens in training: off (the trainer's own), rollout (those that the engine chose: routing
     # replay, which keeps the ratio of engine and trainer near 1).
     routing_replay: str = "off"
@@ -147,6 +149,10 @@ class AlgorithmConfig:
         check_choice(self.routing_replay, ("off", "rollout"), "algorithm.routing_replay")
         for name in ("kl_coefficient", "entropy_coefficient", "sequence_length_constant"):
             check_finite(getattr(self, name), f"algorithm.{name}")
+        for name in ("balance_coefficient", "router_z_coefficient"):
+            value = getattr(self, name)
+            check_finite(value, f"algorithm.{name}")
+            check(value >= 0, f"algorithm.{name}", f"must not be negative, not {value}")
         check(0 <= self.clip_low <= 1, "algorithm.clip_low", f"must lie in [0, 1], not {self.clip_low}")
         check(self.clip_high >= 0, "algorithm.clip_high", f"must not be negative, not {self.clip_high}")
         check(self.dual_clip == 0 or self.dual_clip > 1, "algorithm.dual_clip", "must be 0 (off) or above 1")

@@ -49,42 +49,6 @@ _WEIGHTS = (COLUMNS, COLUMNS, ROWS)
 _WIDTH = tuple(axes.index("expert_embed") for axes in _WEIGHTS)
 
 
-class Given(NamedTuple):
-    """Experts chosen elsewhere (routing replay, arXiv 2510.11370).
-
-    Attributes:
-      experts_BxTxK: unsigned, the experts of each token.
-      known_BxT: bool, tokens that take them; other tokens take the router's own choice.
-    """
-
-    experts_BxTxK: jax.Array
-    known_BxT: jax.Array
-
-
-def choose(
-    logits_BxTxE: jax.Array, count: int, normalize: bool, given: Given | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the experts of each token, int32 [B, T, K], and their shares, float32 [B, T, K].
-
-    Gradients flow through the shares to the router, for given experts, too.
-
-    Args:
-      logits_BxTxE: of the router.
-      count: experts of a token.
-      normalize: the shares of a token sum to 1; without, they are probabilities among all experts.
-      given: experts to take in place of the router's own.
-    """
-    probabilities = jax.nn.softmax(logits_BxTxE.astype(jnp.float32), axis=-1)
-    share_BxTxK, chosen_BxTxK = jax.lax.top_k(probabilities, count)
-    if given is not None:
-        theirs_BxTxK = given.experts_BxTxK.astype(chosen_BxTxK.dtype)
-        chosen_BxTxK = jnp.where(given.known_BxT[..., None], theirs_BxTxK, chosen_BxTxK)
-        share_BxTxK = jnp.take_along_axis(probabilities, chosen_BxTxK, axis=-1)
-    if normalize:
-        share_BxTxK = share_BxTxK / share_BxTxK.sum(axis=-1, keepdims=True)
-    return chosen_BxTxK, share_BxTxK
-
-
 @jax.custom_vjp
 def mix(x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, weights: Weights) -> jax.Array:
     """Returns the sum of what each token's experts make of it, times their shares: [B, T, D] in the dtype of `x`.

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from libra_jax import config as run_config
-from libra_jax.models import attention, embedding, experts, feasibility, lora, rope, sharding
+from libra_jax.models import attention, embedding, experts, feasibility, lora, rope, router, sharding
 from libra_jax.models import config as model_config
+from libra_jax.planning import rows
 
 Params = Mapping[str, Any]
 """Nested plain dict of arrays; `hf_names.weight_map` names its leaves."""
@@ -65,6 +66,30 @@ class Routing(NamedTuple):
 
     experts_BxTxLxK: jax.Array
     known_BxT: jax.Array
+
+
+class Scanned(NamedTuple):
+    """What differs among the layers.
+
+    Attributes:
+      state: parameters.
+      experts_BxTxK: experts given to the tokens, or None.
+    """
+
+    state: nnx.State
+    experts_BxTxK: jax.Array | None
+
+
+class Sequences(NamedTuple):
+    """The sequences of a batch's rows.
+
+    Attributes:
+      segments_BxT: sequence of the row that a token belongs to, from 1; 0 is padding.
+      most: the most sequences of a row.
+    """
+
+    segments_BxT: jax.Array
+    most: int
 
 
 class Linear(nnx.Module):
@@ -199,11 +224,11 @@ class MLP(nnx.Module):
         self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("up_proj"))
         self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs, on("down_proj"))
 
-    def __call__(self, x_BxTxD: jax.Array, given: experts.Given | None) -> jax.Array:
-        del given  # a dense layer has no experts
+    def __call__(self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences) -> tuple[jax.Array, None]:
+        del given, sequences  # a dense layer has no router
         x_BxTxD = sharding.gather_tokens(x_BxTxD)
         hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
-        return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
+        return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp"))), None
 
 
 class ExpertWeights(nnx.Module):
@@ -232,11 +257,15 @@ class SparseMLP(nnx.Module):
         self.experts_per_token = config.experts_per_token
         self.normalize = config.normalize_expert_shares
 
-    def __call__(self, x_BxTxD: jax.Array, given: experts.Given | None) -> jax.Array:
-        chosen_BxTxK, share_BxTxK = experts.choose(self.gate(x_BxTxD), self.experts_per_token, self.normalize, given)
+    def __call__(
+        self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences
+    ) -> tuple[jax.Array, router.Losses]:
+        logits_BxTxE = self.gate(x_BxTxD)
+        chosen_BxTxK, share_BxTxK = router.choose(logits_BxTxE, self.experts_per_token, self.normalize, given)
         of = self.experts
         weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
-        return experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
+        losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
+        return experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights), losses
 
 
 class DecoderLayer(nnx.Module):
@@ -254,11 +283,12 @@ class DecoderLayer(nnx.Module):
         cos: jax.Array,
         sin: jax.Array,
         attend: attention.Attend,
-        given: experts.Given | None,
-    ) -> jax.Array:
+        given: router.Given | None,
+        sequences: Sequences,
+    ) -> tuple[jax.Array, router.Losses | None]:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
-        x_BxTxD = x_BxTxD + self.mlp(self.post_attention_layernorm(x_BxTxD), given)
-        return sharding.constrain(x_BxTxD, sharding.RESIDUAL)
+        mixed_BxTxD, losses = self.mlp(self.post_attention_layernorm(x_BxTxD), given, sequences)
+        return sharding.constrain(x_BxTxD + mixed_BxTxD, sharding.RESIDUAL), losses
 
 
 class Table(nnx.Module):
@@ -291,7 +321,7 @@ class Transformer(nnx.Module):
         segments_BxT: jax.Array,
         options: ComputeOptions,
         routing: Routing | None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, router.Losses | None]:
         config = self.config
         angles = rope.tables(config.rope, config.head_dim, positions_BxT)
         # Each device rotates its own tokens, before attention exchanges them.
@@ -308,14 +338,14 @@ class Transformer(nnx.Module):
         )
         graph, stacked = nnx.split(self.layers)
 
-        def layer(x_BxTxD: jax.Array, own: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, None]:
-            state, experts_BxTxK = own
-            given = (
-                None if routing is None or experts_BxTxK is None else experts.Given(experts_BxTxK, routing.known_BxT)
-            )
-            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, given), None
+        sequences = Sequences(segments_BxT, rows.max_segments(segments_BxT.shape[1], options.packed))
 
-        scanned: Callable[[jax.Array, tuple[nnx.State, jax.Array | None]], tuple[jax.Array, None]] = layer
+        def layer(x_BxTxD: jax.Array, own: Scanned) -> tuple[jax.Array, router.Losses | None]:
+            state, experts_BxTxK = own
+            given = None if routing is None or experts_BxTxK is None else router.Given(experts_BxTxK, routing.known_BxT)
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, given, sequences)
+
+        scanned: Callable[[jax.Array, Scanned], tuple[jax.Array, router.Losses | None]] = layer
         if options.remat != "none":
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
@@ -325,8 +355,8 @@ class Transformer(nnx.Module):
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
         experts_LxBxTxK = None if routing is None else jnp.moveaxis(routing.experts_BxTxLxK, 2, 0)
-        x_BxTxD, _ = jax.lax.scan(scanned, x_BxTxD, (stacked, experts_LxBxTxK))
-        return self.norm(x_BxTxD)
+        x_BxTxD, losses = jax.lax.scan(scanned, x_BxTxD, Scanned(stacked, experts_LxBxTxK))
+        return self.norm(x_BxTxD), jax.tree.map(lambda values_LxBxT: values_LxBxT.mean(axis=0), losses)
 
 
 def init_params(config: model_config.TransformerConfig, key: jax.Array, dtype: str = "float32") -> Params:
@@ -362,7 +392,20 @@ def forward(
     segments_BxT: jax.Array,
     routing: Routing | None = None,
 ) -> jax.Array:
-    """Returns the hidden states after the final norm.
+    """Returns the hidden states after the final norm, as `forward_and_losses`."""
+    return forward_and_losses(params, config, options, tokens_BxT, positions_BxT, segments_BxT, routing)[0]
+
+
+def forward_and_losses(
+    params: Params,
+    config: model_config.TransformerConfig,
+    options: ComputeOptions,
+    tokens_BxT: jax.Array,
+    positions_BxT: jax.Array,
+    segments_BxT: jax.Array,
+    routing: Routing | None = None,
+) -> tuple[jax.Array, router.Losses | None]:
+    """Returns the hidden states after the final norm, and the losses of the routers.
 
     Args:
       params: parameters of the model, with the leaves of its adapter.
@@ -375,7 +418,7 @@ def forward(
       routing: experts of a mixture's tokens, chosen elsewhere; None: the routers choose.
 
     Returns:
-      [B, T, D] in the compute dtype; values at padding are finite and meaningless.
+      [B, T, D] in the compute dtype; values at padding are finite and meaningless. The losses are None without experts.
     """
     graph, state = _abstract(config)
     state = nnx.clone(state)

@@ -33,12 +33,14 @@ class _Change:
       remat: least strict value of `model.remat`.
       fsdp: factor of the mesh's axis.
       tensor: factor of the mesh's axis.
+      context: factor of the mesh's axis.
       one_row: a micro-batch has one row a shard.
     """
 
     remat: str = "none"
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1
     one_row: bool = False
 
 
@@ -50,6 +52,7 @@ _CHANGES = (
     _Change(tensor=2),
     *(_Change(remat="full", fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((2, 1), (1, 2), (4, 1), (2, 2))),
     _Change(fsdp=4),
+    *(_Change(remat="full", context=context, one_row=True) for context in (2, 4, 8)),
     *(_Change(remat="full", fsdp=fsdp, tensor=tensor) for fsdp, tensor in ((8, 1), (4, 4), (4, 8), (8, 8))),
 )
 """Changes to try, the gentlest first."""
@@ -73,18 +76,22 @@ def candidates(config: libra_config.RunConfig, shape: model_config.TransformerCo
     seen, before = set(), config.trainer
     for change in _CHANGES:
         fsdp, tensor = change.fsdp * before.fsdp, change.tensor * before.tensor
+        context = change.context * before.context
         # Rows have to divide over the shards; more shards than rows need more rows.
         shards, rows = before.data * fsdp, before.rows_per_micro_batch
         rows = shards if change.one_row or rows % shards else rows
         remat = max(config.model.remat, change.remat, key=_STRICTER.index)
         try:
-            after = dataclasses.replace(before, fsdp=fsdp, tensor=tensor, rows_per_micro_batch=rows)
+            mesh = {"fsdp": fsdp, "tensor": tensor, "context": context}
+            after = dataclasses.replace(before, fsdp=fsdp, tensor=tensor, context=context, rows_per_micro_batch=rows)
             made = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
-            feasibility.check_mesh(shape, {"fsdp": fsdp, "tensor": tensor})
+            feasibility.check_mesh(shape, mesh)
+            for tokens in (after.row_tokens, *after.row_buckets):
+                feasibility.check_context(shape.num_heads // tensor, context, tokens)
         except protocols.ConfigError:
             continue
         named = [f"--config.model.remat={remat}"] * (remat != config.model.remat)
-        for name in ("fsdp", "tensor", "rows_per_micro_batch"):
+        for name in (*mesh, "rows_per_micro_batch"):
             if getattr(after, name) != getattr(before, name):
                 named.append(f"--config.trainer.{name}={getattr(after, name)}")
         flags = " ".join(named)

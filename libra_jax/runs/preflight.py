@@ -116,14 +116,15 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     mesh = {"fsdp": trainer.fsdp, "tensor": trainer.tensor, "context": trainer.context}
     feasibility.check_mesh(shape, mesh)
     for tokens in (trainer.row_tokens, *trainer.row_buckets):
-        feasibility.check_context(shape, mesh, tokens)
+        feasibility.check_context(shape.num_heads // trainer.tensor, trainer.context, tokens)
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
-    if config.algorithm.routing_replay != "off" and not shape.num_experts:
-        raise protocols.ConfigError(
-            f"config.algorithm.routing_replay: {config.algorithm.routing_replay!r} is for mixtures of experts, and the "
-            "model has none; set it to off"
-        )
+    for name, off in (("routing_replay", "off"), ("balance_coefficient", 0.0), ("router_z_coefficient", 0.0)):
+        if (value := getattr(config.algorithm, name)) != off and not shape.num_experts:
+            raise protocols.ConfigError(
+                f"config.algorithm.{name}: {value!r} is for mixtures of experts, and the model has none; "
+                f"set it to {off}"
+            )
     if config.rollout.engine == "vllm":
         feasibility.check_served(shape)
     # vLLM's CPU build serves because the config says so, or because it is installed here.

@@ -356,7 +356,7 @@ def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:
     if "RESOURCE_EXHAUSTED" in text:
         return protocols.LibraError(
             "the trainer's devices ran out of memory; lower trainer.rows_per_micro_batch or model.logits_chunk, set "
-            f"model.remat, or raise trainer.fsdp ({text})."
+            f"model.remat, or raise trainer.fsdp or, for long rows, trainer.context ({text})."
         )
     return protocols.LibraError(f"a training program failed on the devices ({text}).")
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from libra_jax import config as config_lib
 from libra_jax.algorithms import kl, objective
 from libra_jax.models import config as model_config
-from libra_jax.models import transformer
+from libra_jax.models import router, transformer
 from libra_jax.planning import rows
 from libra_jax.training import logprobs
 
@@ -40,8 +40,8 @@ class Scorer:
 
     def __call__(
         self, params: Any, batch: Batch, *, temperature: float, entropy_gradient: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns log p(target) and entropy of a micro-batch's targets, float32 [B, T].
+    ) -> tuple[jax.Array, jax.Array, router.Losses | None]:
+        """Returns log p(target) and entropy of a micro-batch's targets, float32 [B, T], and the losses of the routers.
 
         With `routing` in the batch, the tokens that are `routed` take the given experts.
         """
@@ -49,11 +49,11 @@ class Scorer:
         if "routing" in batch:
             routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
             routing = transformer.Routing(routing_BxTxLxK, batch["routed"])
-        hidden_BxTxD = transformer.forward(
+        hidden_BxTxD, of_routers = transformer.forward_and_losses(
             params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"], routing
         )
         head_DxV = transformer.unembedding(params, self.model)
-        return logprobs.token_log_probs(
+        log_probs_BxT, entropy_BxT = logprobs.token_log_probs(
             hidden_BxTxD,
             head_DxV,
             batch["targets"],
@@ -61,6 +61,7 @@ class Scorer:
             chunk=self.logits_chunk,
             entropy_gradient=entropy_gradient,
         )
+        return log_probs_BxT, entropy_BxT, of_routers
 
 
 def policy(
@@ -90,7 +91,7 @@ def policy(
       temperature: sampling temperature of the tokens.
       packed: several sequences may share a row.
     """
-    log_probs_BxT, entropy_BxT = scorer(
+    log_probs_BxT, entropy_BxT, of_routers = scorer(
         params, batch, temperature=temperature, entropy_gradient=algorithm.entropy_coefficient != 0
     )
     sums = objective.policy_objective(
@@ -105,6 +106,8 @@ def policy(
         proximal_log_probs_BxT=log_probs_BxT if algorithm.objective == "decoupled" else None,
         reference_log_probs_BxT=batch.get("reference"),
         same_version_BxT=batch["on_version"],
+        balance_BxT=None if of_routers is None else of_routers.balance_BxT,
+        router_z_BxT=None if of_routers is None else of_routers.z_BxT,
     )
     # Off-policyness: only tokens of older versions, to keep it apart from the mismatch between engine and trainer.
     older_BxT = batch["mask"] & ~batch["on_version"]
@@ -133,7 +136,7 @@ def supervised(params: Any, batch: Batch, *, scorer: Scorer) -> objective.Object
       scorer: scores the tokens.
     """
     # Demonstrations were not sampled from the policy, so no sampling temperature applies.
-    log_probs_BxT, entropy_BxT = scorer(params, batch, temperature=1.0)
+    log_probs_BxT, entropy_BxT, _ = scorer(params, batch, temperature=1.0)
     mask_BxT = batch["mask"]
     count = jnp.sum(mask_BxT, dtype=jnp.float32)
 

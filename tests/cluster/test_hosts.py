@@ -11,9 +11,19 @@ from libra_jax import protocols
 from libra_jax.cluster import hosts
 
 
-def run(each: int, *, data: int = 1, tensor: int = 1, processes: int = 1, degrees: tuple[int, ...] = (1,)):
+def run(
+    each: int,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    processes: int = 1,
+    degrees: tuple[int, ...] = (1,),
+):
     return libra_config.RunConfig(
-        trainer=libra_config.TrainerConfig(data=data, tensor=tensor, processes=processes, rows_per_micro_batch=data),
+        trainer=libra_config.TrainerConfig(
+            data=data, tensor=tensor, context=context, processes=processes, rows_per_micro_batch=data
+        ),
         rollout=libra_config.RolloutConfig(tensor_parallel=degrees),
         cluster=libra_config.ClusterConfig(backend="ray", accelerators_per_host=each),
     )
@@ -82,6 +92,7 @@ def test_a_worker_over_two_hosts_has_no_place():
             r"trainer\.processes: each of 1 would have 4 devices .* a host has 2 .* 2 or more",
         ),
         ({"tensor": 4, "processes": 2}, r"trainer\.tensor: the 4 devices that split a layer .* a host has 2"),
+        ({"context": 4, "processes": 2}, r"trainer\.context: the 4 devices that split .* a row .* a host has 2"),
         ({"degrees": (1, 4)}, r"rollout\.tensor_parallel: instance 1 has 4 accelerators.*a host has 2"),
     ],
 )

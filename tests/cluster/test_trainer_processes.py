@@ -28,7 +28,7 @@ from libra_jax.weights import memfd
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
 
 FOUR = protocols.MeshSizes(2, 2, 1)
-SPLIT = protocols.MeshSizes(1, 2, 2)
+SPLIT = protocols.MeshSizes(1, 1, 2, 2)
 
 
 LIMITS = config_lib.DeadlineConfig()
@@ -72,7 +72,7 @@ def bench(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 async def _started(trainer: Trainer) -> Trainer:
     await trainer.make()
     info = await trainer.start()
-    assert (info.policy_version, info.mesh["data"] * info.mesh["fsdp"] * info.mesh["tensor"]) == (0, 4)
+    assert (info.policy_version, info.sizes.devices) == (0, 4)
     return trainer
 
 

@@ -110,6 +110,15 @@ def test_a_simulated_run_that_names_its_machine_elsewhere_is_refused(group, fiel
         libra_config.parse(settings.SimulatedRun, named)
 
 
+def test_a_simulated_run_with_a_context_axis_is_refused():
+    named = values()
+    named["trainer"]["context"] = 2
+    with pytest.raises(
+        protocols.ConfigError, match=r"config\.trainer\.context: simulated training has no context axis"
+    ):
+        libra_config.parse(settings.SimulatedRun, named)
+
+
 def test_what_a_plan_is_said_to_read_are_fields_of_the_config():
     for run, fields in ((settings.SimulatedRun(), planned.OF_SIMULATION), (libra_config.RunConfig(), planned.OF_RUN)):
         for name in fields:

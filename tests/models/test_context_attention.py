@@ -51,20 +51,19 @@ def _program(mesh, heads, chunk):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tensor", "context"),
+    ("heads", "kv_heads", "tensor", "context", "chunk"),
     [
-        (8, 8, 1, 8),
-        (8, 4, 2, 2),
-        (8, 2, 1, 4),  # each device is sent a copy of one key head
-        (8, 1, 1, 8),
-        (12, 3, 1, 2),  # the second of three key heads serves queries of both devices
-        (6, 2, 1, 4),  # queries are split
-        (6, 2, 2, 4),
-        (1, 1, 1, 8),
-        (3, 1, 1, 2),
+        (8, 8, 1, 8, 4),
+        (8, 4, 2, 2, 64),
+        (8, 2, 1, 4, 4),  # each device is sent a copy of one key head
+        (8, 1, 1, 8, 64),
+        (12, 3, 1, 2, 4),  # the second of three key heads serves queries of both devices
+        (6, 2, 1, 4, 4),  # queries are split
+        (6, 2, 2, 4, 64),
+        (1, 1, 1, 8, 4),
+        (3, 1, 1, 2, 5),
     ],
 )
-@pytest.mark.parametrize("chunk", [4, 64])
 def test_split_rows_attend_as_whole_rows(heads, kv_heads, tensor, context, chunk):
     arrays, mesh = _inputs(heads, kv_heads), _mesh(tensor, context)
     with jax.set_mesh(mesh):
@@ -128,10 +127,10 @@ def test_sizes_that_do_not_divide_are_named():
     feasibility.check_mesh(config, {"fsdp": 4, "context": 4})
     with pytest.raises(ConfigError, match=r"config.trainer.context: fsdp x context = 64 x 4 does not divide .* 896"):
         feasibility.check_mesh(config, {"fsdp": 64, "context": 4})
-    feasibility.check_context(config, {"tensor": 2, "context": 7}, 7)
-    feasibility.check_context(config, {"context": 4}, 64)
+    feasibility.check_context(config.num_heads // 2, 7, 7)
+    feasibility.check_context(config.num_heads, 4, 64)
     with pytest.raises(ConfigError, match=r"row_tokens: context = 4 does not divide the 14 .* 68 .* 2 x 4"):
-        feasibility.check_context(config, {"context": 4}, 68)
+        feasibility.check_context(config.num_heads, 4, 68)
 
 
 def test_early_and_late_parts_of_a_row_are_paired():

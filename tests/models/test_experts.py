@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from libra_jax.models import config as model_config
-from libra_jax.models import experts, hf, transformer
+from libra_jax.models import experts, hf, router, transformer
 
 AXES = ("data", "fsdp", "tensor", "context")
 CASES = [(8, 1), (8, 2), (8, 8), (128, 1), (128, 2), (128, 8)]
@@ -206,7 +207,7 @@ def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(no
     known = np.array([[True] * 5, [True, False] * 2 + [True]])
 
     def total(logits):
-        chosen, share = experts.choose(logits, 3, normalized, experts.Given(given.astype(np.uint8), known))
+        chosen, share = router.choose(logits, 3, normalized, router.Given(given.astype(np.uint8), known))
         return (share * weight).sum(), (chosen, share)
 
     (_, (chosen, share)), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logits, jnp.float32))
@@ -220,3 +221,31 @@ def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(no
     np.testing.assert_allclose(share, wanted.detach(), rtol=1e-5)
     np.testing.assert_allclose(gradient, theirs.grad, atol=1e-6)
     assert np.abs(theirs.grad.numpy()).max() > 0.01
+
+
+def test_losses_of_the_routers_are_those_of_transformers_sequence_by_sequence():
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(2, 12, 8)).astype(np.float32)
+    segments = np.array([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3])
+    chosen, _ = router.choose(jnp.asarray(logits), 2, True)
+    found = router.losses(jnp.asarray(logits), chosen, jnp.asarray(segments), 4)
+    for row, segment in ((0, 1), (0, 2), (1, 1)):
+        at = segments[row] == segment
+        theirs = modeling_qwen3_moe.load_balancing_loss_func((torch.tensor(logits[row, at]),), 8, 2)
+        # Theirs counts each of a token's experts as a token of its own.
+        np.testing.assert_allclose(found.balance_BxT[row, at], float(theirs) / 2, rtol=1e-5)
+    np.testing.assert_array_equal(found.balance_BxT[1, 9:], 0)
+    np.testing.assert_allclose(found.z_BxT, np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2, rtol=1e-5)
+
+
+def test_evenly_spread_tokens_have_a_balance_of_one_and_a_gradient_spreads_others():
+    even = jnp.asarray(np.eye(8)[np.arange(16) % 8] * 1e-3)[None]
+    segments = jnp.ones((1, 16), jnp.int32)
+
+    def balance(logits):
+        return router.losses(logits, router.choose(logits, 1, True)[0], segments, 1).balance_BxT[0, 0]
+
+    np.testing.assert_allclose(balance(even), 1.0, rtol=1e-3)
+    skewed = even + jnp.asarray(np.eye(8)[0])
+    lower = skewed - 0.5 * jax.grad(balance)(skewed)
+    assert 1.0 < balance(lower) < balance(skewed)

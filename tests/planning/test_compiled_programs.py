@@ -243,6 +243,17 @@ def test_least_bytes_are_six_a_parameter_over_many_shards():
     assert split.tensor == pytest.approx((10 * 28 + 5) * 8192 * 2048 * 2 / 2)
 
 
+def test_over_context_the_state_travels_as_over_fsdp_and_attention_exchanges_its_vectors():
+    shape = model_config.load_preset("Qwen3-1.7B")  # 28 layers, 16 query heads and 8 key heads of 128
+    over_fsdp, over_context = least.volumes(shape, 1, 8, 1, 8192), least.volumes(shape, 1, 1, 1, 8192, context=8)
+    assert over_context.fsdp == over_fsdp.fsdp
+    assert over_context.context == pytest.approx(2 * 28 * 8192 * (2 * 16 + 2 * 8) * 128 * 2 * 7 / 8)
+    # Of 4 key heads a tensor shard, 8 devices are each sent one copy.
+    assert least.over_context(shape, 1, 2, 8, 1) == pytest.approx(28 * (2 * 8 + 2 * 8) * 128 * 2 * 7 / 8)
+    # 16 devices do not divide 8 query heads: keys and values go to 15 others, and queries change places.
+    assert least.over_context(shape, 1, 2, 16, 1) == pytest.approx(28 * (2 * 4 * 15 + 2 * 8) * 128 * 2)
+
+
 def test_experts_stay_and_their_tokens_travel_as_often_as_they_are_taken():
     dense = model_config.load_preset("Qwen3-1.7B")
     sparse = model_config.load_preset("Qwen3-30B-A3B")

@@ -72,6 +72,29 @@ def test_recomputation_costs_a_third_more_and_saves_memory():
     assert again.memory_bytes(1, 8, 1) < plain.memory_bytes(1, 8, 1)
 
 
+def test_a_split_row_takes_a_part_of_the_memory_and_of_the_time_and_sends_what_attention_exchanges():
+    lengths = [32_000] * 64
+    rows = meshes.Trainer((32_768,))
+    whole, split = (training(lengths, dataclasses.replace(rows, context=context)) for context in (1, 4))
+    # The state is split over fsdp x context, the activations over context alone.
+    assert split.memory_bytes(1, 2, 1) < 0.3 * whole.memory_bytes(1, 2, 1)
+    assert split.memory_bytes(1, 2, 1) < whole.memory_bytes(1, 8, 1)
+    assert 0.25 < split.seconds(1, 2, 1) / whole.seconds(1, 2, 1) < 0.4
+    one, four = whole.volumes(1, 8, 1, 32_768), split.volumes(1, 2, 1, 8_192)
+    assert (one.context, one.fsdp) == (0, four.fsdp)
+    # Queries and outputs of 32 heads, keys and values of 8, three passes (the forward one again) of 36 layers.
+    assert four.context == pytest.approx(3 * 36 * 8_192 * (2 * 32 + 2 * 8) * 128 * 2 * 3 / 4)
+
+
+def test_meshes_of_a_front_have_the_configs_context():
+    made = training([32_000] * 64, meshes.Trainer((32_768,), context=4))
+    front = made.front(32)
+    assert {mesh.context for mesh in front} == {4}
+    assert all(mesh.devices == 4 * mesh.data * mesh.fsdp * mesh.tensor <= 32 for mesh in front)
+    with pytest.raises(protocols.ConfigError, match=r"trainer.context: 4 needs more than the 2 devices"):
+        made.front(2)
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_the_number_that_is_short():
     large = costs.CostModel(hardware.sheet("v5e"), model_config.load_preset("Qwen3-14B", "model"))
     with pytest.raises(protocols.ConfigError, match=r"on no mesh of 4 v5e devices: .* needs \d+\.\d GB .* has 14\.4;"):

@@ -316,6 +316,9 @@ def test_routing_replay_is_refused_without_experts_to_replay():
     run.algorithm.routing_replay = "rollout"
     with pytest.raises(protocols.ConfigError, match=r"routing_replay: 'rollout' is for mixtures .* model has none"):
         preflight.validate(run, need_weights=False)
+    dense = dataclasses.replace(run, algorithm=config.AlgorithmConfig(balance_coefficient=0.01))
+    with pytest.raises(protocols.ConfigError, match=r"balance_coefficient: 0\.01 is for mixtures .* set it to 0\.0"):
+        preflight.validate(dense, need_weights=False)
     run.model.preset, run.trainer.platform = "libra-tiny-moe", "cpu"
     preflight.validate(run, need_weights=False)
     for rollout, named in (

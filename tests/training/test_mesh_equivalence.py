@@ -11,7 +11,7 @@ from libra_jax.training import learner as learner_lib
 from libra_jax.training import packing, state
 
 SPLITS = [split for split in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(split) <= 8]
-SPLITS += [(1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 2, 2)]
+SPLITS += [(1, 1, 1, 2), (1, 2, 2, 2)]
 SPARSE_SPLITS = [
     (1, 1, 2),
     (1, 2, 1),
@@ -20,7 +20,6 @@ SPARSE_SPLITS = [
     (2, 2, 2),
     (1, 4, 2),
     (4, 2, 1),
-    (1, 2, 1, 2),
     (1, 2, 2, 2),
 ]
 STEPS = 60

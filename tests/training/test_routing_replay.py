@@ -94,3 +94,16 @@ def test_the_step_trains_on_the_given_experts_with_the_program_compiled_ahead(sp
         ratios[replay] = report["maxima"]["mismatch/ratio_max"]
         assert np.abs(jax.device_get(sums.gradients["layers"]["mlp"]["gate"]["weight"])).max() > 0
     assert abs(ratios["off"] - ratios["rollout"]) > 1e-5
+
+
+def test_given_experts_give_one_devices_gradients_on_a_mesh_that_splits_rows(sparse):
+    trajectories, found = [_trajectory(seed, name=f"p/{seed}") for seed in range(4)], []
+    for mesh in ({}, {"fsdp": 2, "tensor": 2, "context": 2}):
+        algorithm = config_lib.AlgorithmConfig(routing_replay="rollout")
+        config = sparse.config(trainer=mesh, algorithm=algorithm)
+        made = sparse.learner(config)
+        prepared = batch_lib.prepare(config, _batch(trajectories), SPARSE)
+        sums, _ = made.sums(learner.POLICY, made.params, prepared.packed, prepared.extras, [0])
+        found.append(jax.device_get(sums.gradients))
+    for ours, whole in zip(*map(jax.tree.leaves, reversed(found)), strict=True):
+        np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)

@@ -68,6 +68,17 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh_while_training_goes_on(
         _assert_equal(target.state, after)
 
 
+def test_experts_on_a_mesh_that_splits_rows_train_on_alike_after_a_restart(sparse, checkpointer, tmp_path):
+    killed, restarted = (sparse.learner(sparse.config(trainer=MESHES["split"])) for _ in range(2))
+    _step(sparse, killed, 1)
+    checkpointer.save(str(tmp_path / "a"), killed.state)
+    checkpointer.wait()
+    _step(sparse, killed, 2)
+    restarted.state = checkpointer.restore(str(tmp_path / "a"), restarted.layout.state)
+    _step(sparse, restarted, 2)
+    _assert_equal(restarted.state, jax.device_get(killed.state))
+
+
 @pytest.fixture(scope="module")
 def saved(learners, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "whole"

@@ -140,6 +140,21 @@ def test_too_few_devices_are_told_in_numbers(available):
         state.make_mesh(config, jax.devices()[:available])
 
 
+def test_rows_that_do_not_divide_over_their_parts_are_refused_by_name():
+    sizes = config_lib.TrainerConfig(data=2, tensor=2, context=4, row_tokens=64, row_buckets=(96,))
+    assert (sizes.devices, sizes.replica_devices) == (16, 8)
+    with pytest.raises(
+        protocols.ConfigError, match=r"trainer.row_tokens: 66 does not divide over context x tensor = 4 x 1"
+    ):
+        config_lib.TrainerConfig(context=4, row_tokens=66)
+    with pytest.raises(
+        protocols.ConfigError, match=r"trainer.row_buckets: 68 does not divide over context x tensor = 4 x 2"
+    ):
+        config_lib.TrainerConfig(context=4, tensor=2, row_tokens=64, row_buckets=(68,))
+    with pytest.raises(protocols.ConfigError, match=r"trainer.context: must be positive"):
+        config_lib.TrainerConfig(context=0)
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_training_elsewhere_than_asked_for_is_refused(platform):
     with pytest.raises(protocols.ConfigError, match=rf"platform: JAX finds no {platform} device here, only cpu"):
