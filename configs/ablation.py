@@ -58,6 +58,11 @@ DEGREES = {"14b": (1, 2, 4, 8), "30b": (2, 4, 8)}
 """Degrees that the planner may choose, by model. A single A800 holds Qwen3-30B-A3B and 70k tokens of context, which is
 too little for the slots of an instance."""
 
+SLOTS = {"swe": 96, "search": 256, "math": 96}
+"""Slots of an instance with Qwen3-30B-A3B, by the rule of configs/simulate.py: as many requests of the run's middle as
+the narrowest instance has room for, at most vLLM's default of 256. A step reads nearly all experts from 32 requests on,
+so more requests cost little."""
+
 LONGEST = {"swe": (131_072, 65_536), "search": (24_576, 12_288), "math": (40_960, 32_768)}
 """Most tokens of a context (and of a row of the trainer), and most tokens of a turn, by workload."""
 
@@ -78,9 +83,9 @@ PLANNED = {
         "math": ((1, 20, 1), {1: (8, 8_877), 2: (6, 20_556), 4: (2, None)}),
     },
     "30b": {
-        "swe": ((1, 4, 4), {2: (4, 16_485), 4: (6, None)}),
-        "search": ((1, 4, 4), {2: (4, 2_560), 4: (4, 6_490), 8: (1, None)}),
-        "math": ((1, 4, 4), {2: (14, 27_794), 4: (1, None)}),
+        "swe": ((1, 4, 4), {2: (2, 6_564), 4: (7, None)}),
+        "search": ((2, 4, 4), {2: (2, 3_430), 4: (3, None)}),
+        "math": ((1, 4, 4), {2: (6, 11_892), 4: (5, None)}),
     },
 }
 """(data, fsdp, tensor), then for each degree the number of instances and the most tokens that their requests may
@@ -138,6 +143,8 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     config.trainer.row_tokens = config.rollout.max_context
     # Every variant begins as the split in halves; the branches below change it.
     _halves(config, model)
+    if model == "30b":
+        config.rollout.slots = SLOTS[workload]
     if name in ("static", "homogeneous", "heterogeneous"):
         config.scheduler.policy = "least_loaded"
     if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "libra", "free"):
