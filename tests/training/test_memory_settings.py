@@ -81,7 +81,5 @@ def test_sums_in_bfloat16_take_half_the_bytes_and_round(small):
         for leaf, other in zip(jax.tree.leaves(half.params), jax.tree.leaves(plain.params), strict=True)
     ]
     assert 0 < max(moved) < 0.02, "a step of Adam is at most the learning rate, and at most twice it apart from another"
-        "Adam's first step is at most the learning rate, in another direction at most twice it"
-    )
     with pytest.raises(Exception, match=r"config\.trainer\.accumulation_dtype: .*float16"):
         config_lib.TrainerConfig(accumulation_dtype="float16")
