@@ -27,7 +27,7 @@ class LoraConfig:
 
     rank: int = 0  # rank of the adapters, 1 to 512; 0 is off: the run trains all weights
     alpha: float = 32.0  # the product of an adapter is scaled by alpha / rank
-    # Projections that get an adapter. With experts: q_proj, k_proj, v_proj and o_proj only.
+    # Projections that get an adapter. With experts: q_proj, k_proj, v_proj and o_proj only, with sync=merge.
     targets: tuple[str, ...] = PROJECTIONS
     layers: tuple[int, ...] = ()  # numbers of the layers that get adapters, ascending from 0; empty: all layers
     # What a weight sync sends: adapter (the adapter alone, to vLLM's LoRA runtime; needs rollout.transport=memfd), or

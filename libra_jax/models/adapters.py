@@ -25,15 +25,23 @@ def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) 
     """Returns the shape with the adapters that the config requests; the shape itself if the rank is 0.
 
     Raises:
-      ConfigError: a target is a projection of experts, or the model has no such layer.
+      ConfigError: a target is a projection of experts, the model has no such layer, or vLLM's LoRA runtime cannot serve
+        the model.
     """
     if not lora.rank:
         return shape
     outside = [name for name in lora.targets if name not in hf_names.ATTENTION]
     if shape.num_experts and outside:
         raise ConfigError(
-            f"config.model.lora.targets: {', '.join(outside)} are projections of experts, which have no adapters here: "
-            f"vLLM's CPU build cannot serve them; set model.lora.targets={hf_names.ATTENTION}"
+            f"config.model.lora.targets: {', '.join(outside)} are projections of experts, which have no adapters here; "
+            f"set model.lora.targets={hf_names.ATTENTION}"
+        )
+    # With a LoRA runtime, vLLM 0.32 takes a Triton kernel for experts, with or without adapters on them
+    # (fused_moe/oracle/unquantized.py). Its CPU build has no Triton: the first request kills the engine.
+    if shape.num_experts and lora.sync == "adapter":
+        raise ConfigError(
+            "config.model.lora.sync: adapter needs vLLM's LoRA runtime, which serves no mixtures of experts on CPU and "
+            "was not tried with them on GPU; set model.lora.sync=merge"
         )
     if lora.layers and lora.layers[-1] >= shape.num_layers:
         raise ConfigError(

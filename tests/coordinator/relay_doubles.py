@@ -134,12 +134,18 @@ class Engine(fake_engine.FakeEngine):
 
 
 class Trainer(doubles.RecordingTrainer):
-    """Publishes on host 0."""
+    """Publishes on host 0; the chunks of `frozen` are the same in every version."""
+
+    frozen: frozenset[int] = frozenset()
 
     async def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
         made = await super().stage_weights(policy_version, index)
-        checksum = f"{policy_version}.{index}"
-        return dataclasses.replace(made, nbytes=NBYTES, transport={"host": 0}, checksum=checksum)
+        same = index in self.frozen
+        checksum = f"{'frozen' if same else policy_version}.{index}"
+        there = {"host": 0}
+        return dataclasses.replace(
+            made, nbytes=NBYTES, transport=there, checksum=checksum, frozen="frozen" if same else ""
+        )
 
 
 class Hosts:

@@ -37,6 +37,23 @@ def test_the_bytes_come_to_each_host_once_however_many_engines_it_has_and_the_tr
     assert len(hosts.loaded) == 8 * 2 * CHUNKS
 
 
+def test_frozen_weights_cross_to_a_host_once_and_count_in_the_first_sync_only():
+    async def body(hosts: Hosts) -> None:
+        hosts.trainer.frozen = frozenset({2, 3})
+        moved = []
+        for version in range(1, 4):
+            await hosts.publish(version)
+            assert set(hosts.versions()) == {version}
+            moved.append(hosts.publisher.nbytes // doubles.NBYTES)
+        assert moved == [CHUNKS, 2, 2]
+
+    hosts = on_clock(body, 4)
+    for host in range(1, 4):
+        assert sorted(hosts.came(host)) == [*WHOLE, (2, 0), (2, 1), (3, 0), (3, 1)]
+    # Engines are told of every chunk, and know by themselves which weights they hold.
+    assert len(hosts.loaded) == 3 * 4 * CHUNKS
+
+
 def test_engines_that_get_their_first_weights_together_are_told_of_once():
     told: list[list[str]] = []
 

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.engines import vllm_weights
+from libra_jax.models import adapters, hf_names
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names
 
+LORA = config.LoraConfig(rank=8)
 SHAPE = models_config.load_preset("libra-tiny")
 ENTRIES = tuple(
     protocols.WeightEntry(entry.hf_name, "float32", entry.shape, 0, 4)
@@ -63,6 +64,35 @@ def test_a_new_update_forgets_the_one_that_was_refused(checker):
     checker.start(4)
     checker.add(chunk(version=4))
     checker.finish(4)
+
+
+def test_frozen_weights_are_loaded_once_and_again_if_an_update_of_theirs_was_refused():
+    checker = vllm_weights.Checker("rollout-0", models_config.to_hf(SHAPE), LORA)
+    adapter = tuple(
+        protocols.WeightEntry(entry.hf_name, "float32", entry.shape, 0, 4)
+        for entry in hf_names.adapter_map(adapters.adapted(SHAPE, LORA))
+    )
+
+    def update(version, frozen, base=ENTRIES):
+        """Returns which of both chunks are to be loaded."""
+        checker.start(version)
+        sent = [chunk(adapter, version, 0, 2), dataclasses.replace(chunk(base, version, 1, 2), frozen=frozen)]
+        wanted = [checker.add(item) for item in sent]
+        checker.finish(version)
+        return wanted
+
+    assert update(1, "a") == [True, True]
+    assert update(2, "a") == [True, False]
+    with pytest.raises(protocols.LibraError, match=r"version 3 lacks lm_head.weight"):
+        update(3, "b", ENTRIES[:-1])
+    assert update(4, "a") == [True, True], "half of other weights has been loaded over them"
+    checker.start(5)
+    with pytest.raises(protocols.LibraError, match=r"has shape \(9,\), not the model's \(8, 128\)"):
+        checker.add(chunk([dataclasses.replace(adapter[0], shape=(9,))], 5))
+    # An adapter alone makes no model.
+    checker.add(chunk(adapter, 5))
+    with pytest.raises(protocols.LibraError, match="version 5 lacks"):
+        checker.finish(5)
 
 
 def test_the_workers_payload_is_plain(checker):

@@ -95,10 +95,10 @@ def running_trainers():
     """Makes and starts trainers of a config; shuts them down in the end."""
     running = []
 
-    def start(config: config_lib.RunConfig) -> trainer.TrainerActor:
+    def start(config: config_lib.RunConfig, stand_by: bool = False) -> trainer.TrainerActor:
         made = trainer.create(config_lib.to_dict(config), workdir="unused")
         running.append(made)
-        made.start()
+        made.stand_by() if stand_by else made.start()
         return made
 
     try:
@@ -110,7 +110,7 @@ def running_trainers():
 
 @pytest.fixture
 def start_any():
-    """Makes and starts trainers of a config."""
+    """Makes trainers of a config, and starts them or lets them stand by."""
     with running_trainers() as start:
         yield start
 

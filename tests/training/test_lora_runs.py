@@ -18,9 +18,10 @@ import transformers
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import adapters, lora, transformer
+from libra_jax.models import adapters, hf, lora, transformer
 from libra_jax.training import base as base_lib
 from libra_jax.training import checkpoints, training_side
+from libra_jax.weights import receiver
 
 ADAM = config_lib.OptimizerConfig(learning_rate=1e-2)
 LORA = config_lib.LoraConfig(rank=4, alpha=8.0)
@@ -39,9 +40,11 @@ def _assert_equal(tree, wanted):
 def start(small, model_directory, start_any):
     """Makes and starts trainers of adapters on the small model; `path` is another base."""
 
-    def made(path=model_directory, given=LORA, **groups):
+    def made(path=model_directory, given=LORA, stand_by=False, **groups):
         model = {"path": str(path), "lora": given}
-        return start_any(small.config(model=model, optimizer=ADAM, **{"steps": 10, **groups}))
+        config = small.config(model=model, optimizer=ADAM, **{"steps": 10, **groups})
+        rollout = dataclasses.replace(config.rollout, checksum=True)
+        return start_any(dataclasses.replace(config, rollout=rollout), stand_by)
 
     return made
 
@@ -60,7 +63,7 @@ def test_a_restored_trainer_goes_on_as_if_it_had_not_ended(small, start, model_d
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(base))
     assert base_lib.digest(base) == json.loads((tmp_path / "saved" / checkpoints.HOST).read_text())["base"]
     actor.train_step(doubles.batch(small, version=1, seed=1))
-    again = start()
+    again = start(stand_by=True)
     assert again.restore(str(tmp_path / "saved")) == 1
     again.train_step(doubles.batch(small, version=1, seed=1))
     _assert_equal(again.running().learner.state, actor.running().learner.state)
@@ -70,7 +73,7 @@ def test_a_restored_trainer_goes_on_as_if_it_had_not_ended(small, start, model_d
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.float32(1e-6)
     safetensors.numpy.save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(protocols.DataError, match=r"trained on weights with digest .*other holds"):
-        start(path=other).restore(str(tmp_path / "saved"))
+        start(path=other, stand_by=True).restore(str(tmp_path / "saved"))
     # The same state with its base is larger by at least half of the base's bytes, compressed.
     whole = checkpoints.Checkpointer()
     whole.save(str(tmp_path / "whole"), actor.running().learner.state)
@@ -96,7 +99,7 @@ def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_pat
     actor.train_step(doubles.batch(small))
     _assert_equal(actor.running().learner.state.base, warmed)
 
-    again = start(warm_start=warm)
+    again = start(warm_start=warm, stand_by=True)
     again.restore(str(tmp_path / "warmed"))
     again.train_step(doubles.batch(small))
     _assert_equal(again.running().learner.state, actor.running().learner.state)
@@ -106,8 +109,8 @@ def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_pat
     assert again.warm_start_step(sequences)["loss"] < losses[1]
 
 
-def test_an_export_is_read_by_transformers_and_peft_and_starts_a_run(small, start, model_directory, tmp_path):
-    actor = start()
+def test_an_export_is_read_by_others_starts_a_run_and_is_what_merge_sends(small, start, model_directory, tmp_path):
+    actor = start(given=dataclasses.replace(LORA, sync="merge"))
     for version in range(2):
         actor.train_step(doubles.batch(small, version=version))
     actor.export(str(tmp_path / "policy"))
@@ -125,18 +128,22 @@ def test_an_export_is_read_by_transformers_and_peft_and_starts_a_run(small, star
     np.testing.assert_allclose(adapted, ours, atol=1e-5)
     np.testing.assert_allclose(merged(tokens).logits.detach().numpy(), ours, atol=1e-5)
 
-    again = start(given=dataclasses.replace(LORA, path=str(tmp_path / "policy" / "adapter")))
-    _assert_equal(again.running().learner.params, actor.running().learner.params)
-    with pytest.raises(protocols.DataError, match=r"r is 4, and config.model.lora.rank asks for 2"):
-        start(given=dataclasses.replace(LORA, rank=2, path=str(tmp_path / "policy" / "adapter")))
+    exported = dataclasses.replace(LORA, path=str(tmp_path / "policy" / "adapter"))
+    _assert_equal(start(given=exported).running().learner.params, actor.running().learner.params)
+
+    # With `merge`, a weight sync sends the exported weights.
+    received = receiver.Receiver(small.shape, actor.running().learner.layout.state.base)
+    received.start(2)
+    for index in range(actor.open_weights(2)):
+        received.load(actor.stage_weights(2, index))
+    _assert_equal(received.finish(2)[0], hf.load(tmp_path / "policy", small.shape))
+    received.close()
 
 
 def test_a_hybrid_worker_adds_its_share_and_keeps_the_base(hybrid_config, start_any):
-    config = dataclasses.replace(
-        hybrid_config,
-        model=dataclasses.replace(hybrid_config.model, lora=LORA),
-        trainer=dataclasses.replace(hybrid_config.trainer, row_buckets=()),
-    )
+    mesh = dataclasses.replace(hybrid_config.trainer, data=1, row_buckets=())
+    model = dataclasses.replace(hybrid_config.model, lora=LORA)
+    config = dataclasses.replace(hybrid_config, model=model, trainer=mesh)
     core, alone = start_any(config), start_any(config)
     side = training_side.create(config_lib.to_dict(config), "unused", "r")
     side.start()
@@ -144,23 +151,22 @@ def test_a_hybrid_worker_adds_its_share_and_keeps_the_base(hybrid_config, start_
     def remote(verb, *arguments):
         getattr(side, verb)(*arguments)
 
-    received = []
-    for version in range(2):
-        hybrid_doubles.publish(core, version, remote)
-        _assert_equal(side._params, core.running().learner.policy)
-        received.append(jax.tree.leaves(lora.split(side._params)[1]))
-        if not version:
-            hybrid_doubles.admit(core, remote, 1)
-        batch, given = hybrid_doubles.batch(version), [hybrid_doubles.share()]
-        helper = threading.Thread(target=side.contribute, args=(batch, given))
-        helper.start()
-        metrics = core.train_step(batch, given)
-        helper.join(60)
-        alone.train_step(batch)
-        assert metrics["shares/late"] == metrics["shares/refused"] == 0
-        assert metrics["shares/micro_batches"] > 0
-        for ours, wanted in zip(hybrid_doubles.params(core), hybrid_doubles.params(alone), strict=True):
-            np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    hybrid_doubles.publish(core, 0, remote)
+    first = jax.tree.leaves(lora.split(side._params)[1])
+    hybrid_doubles.admit(core, remote, 1)
+    batch, given = hybrid_doubles.batch(0), [hybrid_doubles.share()]
+    helper = threading.Thread(target=side.contribute, args=(batch, given))
+    helper.start()
+    metrics = core.train_step(batch, given)
+    helper.join(60)
+    alone.train_step(batch)
+    assert metrics["shares/late"] == metrics["shares/refused"] == 0
+    assert metrics["shares/micro_batches"] > 0
+    for ours, wanted in zip(hybrid_doubles.params(core), hybrid_doubles.params(alone), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+    hybrid_doubles.publish(core, 1, remote)
+    _assert_equal(side._params, core.running().learner.policy)
     # The second version brought the adapter alone.
-    assert all(first is second for first, second in zip(*received, strict=True))
+    second = jax.tree.leaves(lora.split(side._params)[1])
+    assert all(one is other for one, other in zip(first, second, strict=True))
     side.shutdown()

@@ -1,0 +1,97 @@
+"""Adapters that a config may ask for, and what is refused by name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.models import adapters, hf_names, lora, transformer
+from libra_jax.models import config as model_config
+
+DENSE = model_config.load_preset("libra-tiny")
+SPARSE = model_config.load_preset("libra-tiny-moe")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"rank": 513}, r"model.lora.rank: must lie in \[0, 512\], not 513"),
+        ({"rank": 1, "alpha": 0.0}, "model.lora.alpha: must be positive"),
+        ({"rank": 1, "targets": ("q_prj",)}, "model.lora.targets: 'q_prj' is not one of .*; did you mean 'q_proj'"),
+        ({"rank": 1, "targets": ()}, "model.lora.targets: must name a projection: q_proj"),
+        ({"rank": 1, "layers": (1, 0)}, "model.lora.layers: must ascend"),
+        ({"rank": 1, "sync": "merged"}, "model.lora.sync: 'merged' is not one of adapter, merge; did you mean 'merge'"),
+        ({"path": "somewhere"}, "model.lora.path: has no effect with model.lora.rank=0"),
+    ],
+)
+def test_an_adapter_that_no_model_can_have_is_refused(fields, problem):
+    with pytest.raises(protocols.ConfigError, match=problem):
+        config_lib.LoraConfig(**fields)
+
+
+def test_an_adapter_that_this_model_cannot_have_is_refused():
+    with pytest.raises(protocols.ConfigError, match="there is no layer 2, because the model's 2 layers end with"):
+        adapters.adapted(DENSE, config_lib.LoraConfig(rank=1, layers=(0, 2)))
+    with pytest.raises(protocols.ConfigError, match="gate_proj, up_proj, down_proj are projections of experts"):
+        adapters.adapted(SPARSE, config_lib.LoraConfig(rank=1))
+    given = config_lib.LoraConfig(rank=1, targets=hf_names.ATTENTION)
+    with pytest.raises(protocols.ConfigError, match=r"no mixtures of experts .*; set model.lora.sync=merge"):
+        adapters.adapted(SPARSE, given)
+    assert adapters.adapted(DENSE, config_lib.LoraConfig()) == DENSE
+
+
+def test_a_mixture_of_experts_with_an_adapter_equals_its_merged_weights():
+    given = config_lib.LoraConfig(rank=4, targets=("q_proj", "o_proj"), layers=(1,), sync="merge")
+    shape = adapters.adapted(SPARSE, given)
+    base = transformer.init_params(shape, jax.random.key(0))
+    places, _ = lora.split(transformer.abstract_params(shape))
+    adapter = jax.tree.map(lambda leaf: leaf + 0.1, lora.init(places, jax.random.key(1)))
+    tokens = jnp.arange(24)[None]
+
+    def hidden(params, config):
+        options = transformer.ComputeOptions()
+        return transformer.forward(params, config, options, tokens, tokens, jnp.ones_like(tokens))
+
+    ours, before = hidden(lora.join(base, adapter), shape), hidden(base, SPARSE)
+    np.testing.assert_allclose(ours, hidden(lora.merged(base, adapter, shape, "float32"), SPARSE), atol=1e-4)
+    assert jnp.abs(ours - before).max() > 0.1
+
+
+def test_a_sync_that_cannot_bring_the_adapter_is_refused():
+    def run(lora, **groups):
+        return config_lib.RunConfig(model=config_lib.ModelConfig(lora=lora), **groups)
+
+    merged, alone = config_lib.LoraConfig(rank=1, sync="merge"), config_lib.LoraConfig(rank=1)
+    device = config_lib.RolloutConfig(transport="nccl")
+    with pytest.raises(protocols.ConfigError, match=r"rollout.transport is nccl; set model.lora.sync=merge"):
+        run(alone, rollout=device)
+    assert run(merged, rollout=device).model.lora.sync == "merge"
+    both = config_lib.RolloutConfig(tensor_parallel=(1, 1))
+    hybrid = config_lib.ElasticConfig(hybrid=1)
+    with pytest.raises(protocols.ConfigError, match="merge sends no adapter, which hybrid workers train"):
+        run(merged, rollout=both, elastic=hybrid)
+    assert run(alone, rollout=both, elastic=hybrid).elastic.hybrid == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"r": 4}, "r is 4, and config.model.lora.rank asks for 2"),
+        ({"lora_alpha": 1}, "lora_alpha is 1, and config.model.lora.alpha asks for 32"),
+        ({"target_modules": ["q_proj"]}, "target_modules is .*, and config.model.lora.targets asks for"),
+        ({"use_rslora": True}, "use_rslora = True is not supported"),
+        ({"alpha_pattern": {"q_proj": 1}}, "alpha_pattern is not supported"),
+    ],
+)
+def test_another_adapter_of_peft_is_refused(tmp_path, changed, problem):
+    shape = adapters.adapted(DENSE, config_lib.LoraConfig(rank=2))
+    values = adapters.to_peft(shape, "base")
+    (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(values))
+    adapters.check_peft(shape, tmp_path)
+    (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(values | changed))
+    with pytest.raises(protocols.DataError, match=problem):
+        adapters.check_peft(shape, tmp_path)
