@@ -350,7 +350,8 @@ class Transformer(nnx.Module):
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
             if options.remat == "dots":
-                policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
+                products = lora.saveable(config.adapter, policies.dots_with_no_batch_dims_saveable)
+                policy = policies.save_from_both_policies(products, attention.saveable)
             # A scan already prevents the merging of both passes that prevent_cse guards against.
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
