@@ -67,10 +67,12 @@ def prepare(
       packed: several sequences may share a row.
 
     Raises:
-      ConfigError: the kernel cannot run on this device or cannot compute this case.
+      ConfigError: the kernel cannot run on this device or cannot compute this case, or the row does not divide over
+        `context`.
     """
     tokens = segments_BxT.shape[1]
     context, own_heads = sharding.ways("context"), heads // sharding.ways("tensor")
+    feasibility.check_context(own_heads, context, tokens)
     by_heads = feasibility.splits_heads(own_heads, context)
     chosen = feasibility.choose_attention(kernel, on, tokens, head_dim, dtype, packed, whole_rows=by_heads)
     local: context_attention.LocalAttention = functools.partial(chunked, chunk=chunk)

@@ -88,15 +88,18 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
         )
 
 
-def check_context(config: TransformerConfig, mesh_shape: Mapping[str, int], row_tokens: int) -> None:
-    """Checks that attention can be computed if `context` splits rows of this length.
+def check_context(heads: int, context: int, row_tokens: int) -> None:
+    """Checks that attention can be computed if `context` devices split rows of this length.
+
+    Args:
+      heads: query heads of a tensor shard.
+      context: devices that a row is split over.
+      row_tokens: tokens of a row.
 
     Raises:
-      ConfigError: `context` does not divide the query heads of a tensor shard, so it splits the queries, and the row
-        does not divide into an early and a late part for each device.
+      ConfigError: `context` does not divide the heads, so it splits the queries, and the row does not divide into an
+        early and a late part for each device.
     """
-    context = mesh_shape.get("context", 1)
-    heads = config.num_heads // mesh_shape.get("tensor", 1)
     if not splits_heads(heads, context) and row_tokens % (2 * context):
         raise ConfigError(
             f"config.trainer.row_tokens: context = {context} does not divide the {heads} query heads of a tensor "

@@ -87,7 +87,7 @@ def candidates(config: libra_config.RunConfig, shape: model_config.TransformerCo
             made = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat), trainer=after)
             feasibility.check_mesh(shape, mesh)
             for tokens in (after.row_tokens, *after.row_buckets):
-                feasibility.check_context(shape, mesh, tokens)
+                feasibility.check_context(shape.num_heads // tensor, context, tokens)
         except protocols.ConfigError:
             continue
         named = [f"--config.model.remat={remat}"] * (remat != config.model.remat)

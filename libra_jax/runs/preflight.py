@@ -116,7 +116,7 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     mesh = {"fsdp": trainer.fsdp, "tensor": trainer.tensor, "context": trainer.context}
     feasibility.check_mesh(shape, mesh)
     for tokens in (trainer.row_tokens, *trainer.row_buckets):
-        feasibility.check_context(shape, mesh, tokens)
+        feasibility.check_context(shape.num_heads // trainer.tensor, trainer.context, tokens)
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
     for name, off in (("routing_replay", "off"), ("balance_coefficient", 0.0), ("router_z_coefficient", 0.0)):

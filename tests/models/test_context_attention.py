@@ -127,10 +127,10 @@ def test_sizes_that_do_not_divide_are_named():
     feasibility.check_mesh(config, {"fsdp": 4, "context": 4})
     with pytest.raises(ConfigError, match=r"config.trainer.context: fsdp x context = 64 x 4 does not divide .* 896"):
         feasibility.check_mesh(config, {"fsdp": 64, "context": 4})
-    feasibility.check_context(config, {"tensor": 2, "context": 7}, 7)
-    feasibility.check_context(config, {"context": 4}, 64)
+    feasibility.check_context(config.num_heads // 2, 7, 7)
+    feasibility.check_context(config.num_heads, 4, 64)
     with pytest.raises(ConfigError, match=r"row_tokens: context = 4 does not divide the 14 .* 68 .* 2 x 4"):
-        feasibility.check_context(config, {"context": 4}, 68)
+        feasibility.check_context(config.num_heads, 4, 68)
 
 
 def test_early_and_late_parts_of_a_row_are_paired():
