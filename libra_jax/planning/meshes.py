@@ -42,13 +42,13 @@ MASTER_BYTES = 20
 UPDATE_BYTES = 32
 """Bytes of each parameter that an update reads and writes: weight, moments and gradient, each in both directions."""
 
-RECOMPUTED = {"none": 0.0, "dots": 0.1, "full": 1.0}
+RECOMPUTED = {"none": 0.0, "dots": 0.1, "full": 1.0, "offload": 1.0}
 """Part of a forward pass that the backward pass computes again, by `model.remat`."""
 
-LAYER_ACTIVATIONS = {"none": 34.0, "dots": 18.0, "full": 2.0}
+LAYER_ACTIVATIONS = {"none": 34.0, "dots": 18.0, "full": 2.0, "offload": 0.0}
 """Bytes that a layer keeps for the backward pass, of each token and hidden column, by `model.remat`. Korthikanti et
 al. (arXiv 2205.05198, eq. 2) without attention's scores, which are never whole: 34. With only products kept: 18.
-With only the layer's input kept: 2."""
+With only the layer's input kept: 2, or none if it is in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Training:
                 )
             needed = min(self.memory_bytes(1, most // (tensor * context), tensor) for tensor in degrees)
             advice = [self._enough(room), "shorter or fewer rows (trainer.row_tokens, trainer.rows_per_micro_batch)"]
-            if self._trainer.remat != "full":
+            if RECOMPUTED[self._trainer.remat] < 1:
                 advice.append("model.remat='full'")
             raise protocols.ConfigError(
                 f"the model trains on no mesh of {most} {sheet.name} devices: even sharded over all of them a device "
