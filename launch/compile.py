@@ -140,6 +140,8 @@ def _print(
     fits = "fits" if case.memory_bytes <= room else "DOES NOT FIT"
     rows.add_row("memory", f"{case.memory_bytes / 1e9:.1f} GB of {room / 1e9:.1f} usable: {fits}")
     rows.add_row("  state", f"{case.state_bytes / 1e9:.1f} GB: parameters, optimizer, reference model")
+    if config.optimizer.offload:
+        rows.add_row("", "the moments, too: without a device, the compiler knows no host memory (optimizer.offload)")
     rows.add_row("  sums", f"{case.largest.argument_bytes / 1e9:.1f} GB: sums of gradients, and the micro-batch")
     for name, program in case.programs.items():
         rows.add_row(f"  {name}", f"{program.temporary_bytes / 1e9:.1f} GB of temporaries")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from libra_jax import config as libra_config
     from libra_jax.planning import search
-    from libra_jax.runs import api
+    from libra_jax.runs import api, objects
     from libra_jax.simulator import comparison, settings
 
 __all__ = ["evaluate", "evaluate_async", "plan", "simulate", "simulate_async", "train", "train_async"]
@@ -27,9 +27,9 @@ __all__ = ["evaluate", "evaluate_async", "plan", "simulate", "simulate_async", "
 def train(
     config: libra_config.RunConfig,
     *,
-    environment: api.MakeEnvironment | None = None,
-    reward: api.RewardFunction | None = None,
-    tasks: api.Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
     workdir: str | Path | None = None,
     allow_changes: Sequence[str] = (),
 ) -> api.Trained:
@@ -69,9 +69,9 @@ def train(
 async def train_async(
     config: libra_config.RunConfig,
     *,
-    environment: api.MakeEnvironment | None = None,
-    reward: api.RewardFunction | None = None,
-    tasks: api.Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
     workdir: str | Path | None = None,
     allow_changes: Sequence[str] = (),
 ) -> api.Trained:
@@ -92,9 +92,9 @@ def evaluate(
     config: libra_config.RunConfig,
     *,
     model: str | Path | None = None,
-    environment: api.MakeEnvironment | None = None,
-    reward: api.RewardFunction | None = None,
-    tasks: api.Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
 ) -> api.Evaluated:
     """Scores a model on tasks, one rollout a task, and returns when all are scored. Trains and saves nothing.
 
@@ -125,9 +125,9 @@ async def evaluate_async(
     config: libra_config.RunConfig,
     *,
     model: str | Path | None = None,
-    environment: api.MakeEnvironment | None = None,
-    reward: api.RewardFunction | None = None,
-    tasks: api.Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
 ) -> api.Evaluated:
     """Scores a model on the running event loop; otherwise as `evaluate`. A cancelled call ends the workers."""
     from libra_jax.runs import api

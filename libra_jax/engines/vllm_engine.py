@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from libra_jax.engines import vllm_launch
 
 # isort: split
-import numpy as np
 import torch
 import vllm
 from vllm import exceptions as vllm_exceptions
@@ -30,15 +29,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols, turns
-from libra_jax.engines import vllm_lora, vllm_weights
+from libra_jax.engines import vllm_lora, vllm_requests, vllm_weights
 
 T = TypeVar("T")
-
-KV_TRANSFER = "kv_transfer_params"
-"""Key under which vLLM reads a request's part of a transfer of keys and values, in `SamplingParams.extra_args`."""
-
-UNTRAINED = "default"
-"""vLLM's name for the version of its initial weights."""
 
 
 def create(
@@ -220,20 +213,20 @@ class VllmEngine(protocols.RolloutEngine):
                 f"{self._update.vocab_size} does not have: use the tokenizer the model was made with"
             )
         prompt = engine_inputs.tokens_input(list(request.token_ids))
-        params = sampling_params(request.sampling, room, request.kv_source, request.routed_tokens)
+        params = vllm_requests.sampling_params(request.sampling, room, request.kv_source, request.routed_tokens)
         queue, finished = None, False
         self._running += 1
         try:
             queue = await engine.add_request(request.request_id, prompt, params, lora_request=self._lora_request)
             # Keep the state: vLLM forgets it when the request ends, perhaps before its last output is read here.
             state = engine.output_processor.request_states.get(queue.request_id)
-            sent, routing = 0, Routing(state, len(request.token_ids) - request.routed_tokens)
+            sent, routing = 0, vllm_requests.Routing(state, len(request.token_ids) - request.routed_tokens)
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
                 completion = output.outputs[0]
                 new = len(completion.token_ids)
-                yield _delta(completion, state, sent, routing.take(completion, new))
+                yield vllm_requests.delta(completion, state, sent, routing.take(completion, new))
                 sent += new
         except exceptions.EngineDeadError:
             finished = True
@@ -268,7 +261,7 @@ class VllmEngine(protocols.RolloutEngine):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={KV_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False, **remote}},
+            extra_args={vllm_requests.KV_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False, **remote}},
         )
         try:
             outputs = self._serving().generate(prompt, giving, request.request_id, lora_request=self._lora_request)
@@ -387,92 +380,6 @@ class VllmEngine(protocols.RolloutEngine):
         self._engine = self._starting = None
         # AsyncLLM is in reference cycles. Its finaliser fails if it first runs at the interpreter's exit.
         gc.collect()
-
-
-def sampling_params(
-    sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None, routed_tokens: int = 0
-) -> vllm.SamplingParams:
-    """Returns vLLM's sampling parameters under the log-prob contract.
-
-    Args:
-      sampling: sampling settings of the request.
-      room: maximum number of tokens that the engine's context has left.
-      kv_source: result of another engine's `hand_over`, to take keys and values from; None: prefill the context.
-      routed_tokens: number of first tokens whose experts are not wanted.
-    """
-    # Never a per-request seed: on CPU the engine crashes if a seeded sample is discarded (vLLM 0.32).
-    return vllm.SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=min(sampling.max_tokens, room),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=None if kv_source is None else {KV_TRANSFER: dict(kv_source)},
-        routed_experts_prompt_start=routed_tokens,
-        skip_clone=True,
-    )
-
-
-class Routing:
-    """The experts of a request's tokens, as vLLM's state of the request collects them.
-
-    vLLM 0.32 returns them with a request's last output only, and a request that moves or is cut off has none. Its state
-    holds each step's from the moment they arrive, so they are taken from there with every output.
-
-    Args:
-      state: vLLM's state of the request, or None if the request ended before it could be read.
-      wanted: tokens of the request's context whose experts are wanted.
-    """
-
-    def __init__(self, state: Any, wanted: int) -> None:
-        self._chunks: list[np.ndarray] | None = None if state is None else state.routed_experts_chunks
-        self._left = wanted - 1  # the last token takes its experts when the next one is sampled
-        self._waiting: list[bytes] = []
-
-    def take(self, completion: Any, new: int) -> tuple[bytes, ...]:
-        """Returns the experts of the next tokens. The state may be ahead of an output that was read late."""
-        chunks = self._chunks
-        if chunks is None:
-            chunks = [] if completion.routed_experts is None else [completion.routed_experts]
-        self._waiting += [row.tobytes() for chunk in chunks for row in chunk]
-        chunks.clear()
-        count = min(self._left + new, len(self._waiting))
-        self._left += new - count
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return tuple(taken)
-
-
-def _delta(completion: Any, state: Any, sent: int, routing: tuple[bytes, ...]) -> protocols.TokenDelta:
-    """Returns the new tokens of a request's output, each with its log-probability and version.
-
-    Args:
-      completion: vLLM's output since the last one.
-      state: vLLM's state of the request, or None if the request ended before it could be read.
-      sent: number of tokens before these.
-      routing: experts of the next tokens.
-    """
-    # vLLM labels each step's tokens with their sampling version, in the engine's core process. It reports the spans
-    # (version, index of the first token) with the last output. Until then they are in the request's own state.
-    if completion.weight_versions is not None:
-        starts = [(span.version, span.start) for span in completion.weight_versions]
-    else:
-        starts = [] if state is None else state.weight_version_starts
-    tokens = tuple(completion.token_ids)
-    versions: list[int] = []
-    for version, first in starts:
-        number = protocols.NO_VERSION if version == UNTRAINED else int(version)
-        # Each span holds from its first token on; a later span overwrites the rest.
-        del versions[max(0, first - sent) :]
-        versions.extend([number] * (len(tokens) - len(versions)))
-    # Any other reason of vLLM (an abort, an error) means that the output is incomplete.
-    reason = completion.finish_reason
-    if reason is not None and reason not in ("stop", "length"):
-        reason = "abort"
-    log_probs = tuple(completion.logprobs.logprobs) if tokens else ()
-    return protocols.TokenDelta(tokens, log_probs, tuple(versions), reason, routing)
 
 
 def _sentence(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from libra_jax import config as run_config
 from libra_jax.models import attention, embedding, experts, feasibility, lora, rope, router, sharding
@@ -28,6 +29,10 @@ Params = Mapping[str, Any]
 """Nested plain dict of arrays; `hf_names.weight_map` names its leaves."""
 
 
+LAYER_INPUT = "layer_input"
+"""`checkpoint_name` of the residual stream before a layer."""
+
+
 @dataclass(frozen=True)
 class ComputeOptions:
     """Options of the forward pass; hashable, so that they can be a static argument.
@@ -36,7 +41,7 @@ class ComputeOptions:
       compute_dtype: dtype of activations and matrix products ("float32" or "bfloat16"). Norms, rotary embedding and
         softmax are always float32.
       remat: activations that the backward pass recomputes. "none"; "dots" keeps the outputs of the projections and of
-        attention; "full" keeps only the input of each layer.
+        attention; "full" keeps only the input of each layer; "offload" keeps it in the host's memory.
       attention: "auto", "chunked", "splash" (TPU) or "cudnn" (GPU).
       attention_chunk: number of queries and keys in a block of the chunked attention.
       packed: several sequences may share a row.
@@ -342,6 +347,8 @@ class Transformer(nnx.Module):
 
         def layer(x_BxTxD: jax.Array, own: Scanned) -> tuple[jax.Array, router.Losses | None]:
             state, experts_BxTxK = own
+            if options.remat == "offload":
+                x_BxTxD = checkpoint_name(x_BxTxD, LAYER_INPUT)
             given = None if routing is None or experts_BxTxK is None else router.Given(experts_BxTxK, routing.known_BxT)
             return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, given, sequences)
 
@@ -350,7 +357,15 @@ class Transformer(nnx.Module):
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
             if options.remat == "dots":
-                policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
+                products = lora.saveable(config.adapter, policies.dots_with_no_batch_dims_saveable)
+                policy = policies.save_from_both_policies(products, attention.saveable)
+            elif options.remat == "offload":
+                policy = policies.save_and_offload_only_these_names(
+                    names_which_can_be_saved=[],
+                    names_which_can_be_offloaded=[LAYER_INPUT],
+                    offload_src="device",
+                    offload_dst="pinned_host",
+                )
             # A scan already prevents the merging of both passes that prevent_cse guards against.
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)

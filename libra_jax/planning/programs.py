@@ -255,11 +255,11 @@ def expected(case: Case, shape: model_config.TransformerConfig, known: costs.Coe
         executed += attention * (case.gradient.attention_forward + 2 * case.gradient.attention_backward)
     elif case.gradient.data_dependent_loops:
         # The chunked kernel's loops end where a row's segments do, so their products are counted by formula.
-        executed += attention * shape.num_layers * (4 if case.remat == "full" else 3)
+        executed += attention * shape.num_layers * (4 if case.remat in ("full", "offload") else 3)
     return Expected(
         model_flops=model,
         executed_flops=executed,
-        recomputed_flops=head + (layers if case.remat == "full" else 0.0),
+        recomputed_flops=head + (layers if case.remat in ("full", "offload") else 0.0),
         arithmetic_seconds=executed / (MATMUL_SHARE * sheet.flops),
         communication_seconds=sum(
             case.communication_seconds(sheet, known, over_tensor=over_tensor) for over_tensor in (False, True)

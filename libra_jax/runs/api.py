@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import sys
@@ -19,27 +18,17 @@ from typing import Any, ParamSpec, TypeVar
 
 from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
-from libra_jax.agents import datasets, factories, resolving
-from libra_jax.agents.rewards import scoring
+from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import checkpoint_store, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import hub
 from libra_jax.planning import search
-from libra_jax.runs import curve, dry_run, planned, preflight, wiring, workdirs
+from libra_jax.runs import curve, dry_run, objects, planned, preflight, wiring, workdirs
 from libra_jax.simulator import comparison, scripts, settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-MakeEnvironment = Callable[..., protocols.Environment]
-"""An environment's class, or a function that returns a fresh environment."""
-
-RewardFunction = Callable[[protocols.Task, str], Any] | Callable[[protocols.Task, scoring.Transcript], Any]
-"""Scores a rollout: takes its task and its text, or its `transcript` if the parameter has this name."""
-
-Tasks = protocols.TaskSource | Sequence[Mapping[str, Any]]
-"""A source of tasks, or their payloads: mappings with a `prompt`."""
 
 TRACEBACK_VARIABLE = "LIBRA_JAX_TRACEBACK"
 """Environment variable that keeps the whole traceback of an error."""
@@ -49,9 +38,6 @@ LOOK_SECONDS = 1.0
 
 END_SECONDS = 120.0
 """Seconds that an interrupted run may take to end its workers."""
-
-QUESTIONS = "libra_jax.agents.question:environment"
-"""The environment of tasks that are given without an environment."""
 
 
 @dataclass(frozen=True)
@@ -141,105 +127,6 @@ def _shorten(error: protocols.LibraError) -> None:
     error.__traceback__ = None
 
 
-def _need(config: object, kind: type, name: str) -> None:
-    """Raises ConfigError unless the config is of this kind, whose public name the sentence gives."""
-    if not isinstance(config, kind):
-        given = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
-        raise protocols.ConfigError(f"config: must be a {name}, not {given}")
-
-
-def with_objects(
-    config: libra_config.RunConfig,
-    environment: MakeEnvironment | None = None,
-    reward: RewardFunction | None = None,
-    tasks: Tasks | None = None,
-    *,
-    holdout: float = 0.05,
-) -> libra_config.RunConfig:
-    """Returns a checked, frozen copy of the config, with names in place of the given objects.
-
-    Args:
-      config: configuration of the run; not changed.
-      environment: replaces `task.environment`. If it is None, given tasks are questions with an `answer`.
-      reward: added to `reward.functions` as "reward"; the environment's own reward then no longer counts.
-      tasks: replaces `task.source`.
-      holdout: share of the tasks' prompts that are held out for evaluation; 1: all tasks are evaluated.
-
-    Raises:
-      ConfigError: a value is out of range, an object is not callable, `reward.environment_weight` would have no
-        effect, or the run's workers are in other processes, which cannot see the caller's objects.
-      DataError: the tasks are empty or malformed.
-    """
-    _need(config, libra_config.RunConfig, "libra_jax.config.RunConfig")
-    libra_config.check(
-        reward is None or config.reward.environment_weight in (0.0, 1.0),
-        "reward.environment_weight",
-        f"{config.reward.environment_weight:g} has no effect beside the argument reward, which scores in place of the "
-        "environment; leave it out, and add transcript.environment_reward in the function",
-    )
-    values = libra_config.to_dict(config)
-    task = values["task"]
-    if tasks is not None:
-        task["source"], task["path"] = _source(tasks, values["seed"], holdout), ""
-        if isinstance(tasks, Sequence) and holdout == 1:
-            values["evaluation"]["tasks"] = len(tasks)
-        if environment is None and task["environment"] == libra_config.TaskConfig().environment:
-            task["environment"] = QUESTIONS
-    if environment is not None:
-        task["environment"] = resolving.give(environment, "task.environment")
-    if reward is not None:
-        named = {"name": resolving.give(reward, "reward.functions")}
-        function = {"factory": resolving.ITSELF, "arguments": named}
-        values["reward"]["functions"] = {**values["reward"]["functions"], "reward": function}
-        values["reward"]["environment_weight"] = 0.0
-    made = libra_config.parse(type(config), values)
-    alone = [name for name in (task["source"], task["environment"]) if name.startswith(f"{resolving.GIVEN}:")]
-    if reward is not None and named["name"].startswith(f"{resolving.GIVEN}:"):
-        alone.append(named["name"])
-    libra_config.check(
-        not alone or made.cluster.backend == "inprocess",
-        "cluster.backend",
-        f"{made.cluster.backend} runs workers in other processes, which cannot see "
-        f"{', '.join(map(resolving.shown, alone))} of this program; "
-        "put them into a module, or set cluster.backend=inprocess",
-    )
-    return made
-
-
-@dataclass(frozen=True)
-class _AllTasks:
-    """Tasks that are only evaluated, each of them, in the given order."""
-
-    tasks: Sequence[protocols.Task]
-
-    def task(self, index: int) -> protocols.Task:
-        return self.tasks[index % len(self.tasks)]
-
-    evaluation_task = task
-
-
-def _source(tasks: Tasks, seed: int, holdout: float) -> str:
-    """Registers the tasks and returns the name of their factory."""
-    if not isinstance(tasks, Sequence):
-        source = tasks
-        libra_config.check(
-            callable(getattr(source, "task", None)), "task.source", f"{source!r:.80} has no method task(index)"
-        )
-        kind = f"{type(source).__module__}.{type(source).__qualname__}"
-        return resolving.give(lambda seed: source, "task.source", name="tasks", text=kind)
-    rows = list(tasks)
-    datasets.of_rows(rows, seed)  # reports errors in the rows before anything is written
-
-    def made(seed: int, holdout: float = holdout) -> protocols.TaskSource:
-        if holdout < 1:
-            return datasets.of_rows(rows, seed, holdout)
-        return _AllTasks([protocols.Task(f"tasks-{number}", dict(row)) for number, row in enumerate(rows)])
-
-    # Two names, so that an evaluation beside a run on the same rows does not replace the run's tasks.
-    name = "tasks" if holdout < 1 else "evaluated"
-    return resolving.give(made, "task.source", name=name, text=json.dumps(rows, sort_keys=True, default=str))
-
-
 async def start(
     named: libra_config.RunConfig,
     config: libra_config.RunConfig,
@@ -288,15 +175,15 @@ async def start(
 async def train_async(
     config: libra_config.RunConfig,
     *,
-    environment: MakeEnvironment | None = None,
-    reward: RewardFunction | None = None,
-    tasks: Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
     workdir: str | Path | None = None,
     allow_changes: Sequence[str] = (),
     opened: Callable[[Path], None] = lambda _: None,
 ) -> Trained:
     """Trains on the running event loop: `libra_jax.train_async`."""
-    named = with_objects(config, environment, reward, tasks)
+    named = objects.with_objects(config, environment, reward, tasks)
     found = hub.resolved(named, download=True)
     if found.problems:
         raise protocols.DataError("; ".join(found.problems))
@@ -319,9 +206,9 @@ async def train_async(
 def train(
     config: libra_config.RunConfig,
     *,
-    environment: MakeEnvironment | None = None,
-    reward: RewardFunction | None = None,
-    tasks: Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
     workdir: str | Path | None = None,
     allow_changes: Sequence[str] = (),
 ) -> Trained:
@@ -349,12 +236,12 @@ async def evaluate_async(
     config: libra_config.RunConfig,
     *,
     model: str | Path | None = None,
-    environment: MakeEnvironment | None = None,
-    reward: RewardFunction | None = None,
-    tasks: Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
 ) -> Evaluated:
     """Evaluates on the running event loop: `libra_jax.evaluate_async`."""
-    named = with_objects(config, environment, reward, tasks, holdout=1.0)
+    named = objects.with_objects(config, environment, reward, tasks, holdout=1.0)
     # A hybrid worker's engine then is an engine like the others, and no plan or warm start takes part.
     named = dataclasses.replace(
         named,
@@ -395,9 +282,9 @@ def evaluate(
     config: libra_config.RunConfig,
     *,
     model: str | Path | None = None,
-    environment: MakeEnvironment | None = None,
-    reward: RewardFunction | None = None,
-    tasks: Tasks | None = None,
+    environment: objects.MakeEnvironment | None = None,
+    reward: objects.RewardFunction | None = None,
+    tasks: objects.Tasks | None = None,
 ) -> Evaluated:
     """Evaluates and returns the scores: `libra_jax.evaluate`."""
     return _blocking(
@@ -465,7 +352,7 @@ def simulate(
 ) -> comparison.Comparison:
     """Simulates a cluster under scheduling policies: `libra_jax.simulate`."""
 
-    _need(config, settings.SimulatedRun, "libra_jax.simulator.settings.SimulatedRun")
+    objects.need(config, settings.SimulatedRun, "libra_jax.simulator.settings.SimulatedRun")
     run = comparison.prepare(libra_config.checked(config), policies)
     # A thread of its own: the simulator runs an event loop of virtual time, a thread runs only one loop, and a
     # notebook's thread has one already.

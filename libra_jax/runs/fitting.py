@@ -21,7 +21,7 @@ MOST_TRIED = 8
 HOPEFUL = 1.3
 """Settings whose predicted memory exceeds the limit by more than this factor are not compiled."""
 
-_STRICTER = ("none", "dots", "full")
+_STRICTER = ("none", "dots", "full", "offload")
 """Values of `model.remat`; each keeps less than the one before."""
 
 
@@ -47,6 +47,7 @@ class _Change:
 _CHANGES = (
     _Change(remat="dots"),
     _Change(remat="full"),
+    _Change(remat="offload"),
     _Change(one_row=True),
     _Change(fsdp=2),
     _Change(tensor=2),

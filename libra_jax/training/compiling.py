@@ -19,6 +19,7 @@ from libra_jax.models import config as model_config
 from libra_jax.models import experts
 from libra_jax.planning import compiled, programs
 from libra_jax.training import learner, step, topology
+from libra_jax.training import state as state_lib
 
 ALL = (learner.POLICY, step.APPLY, step.SCORE)
 """Names of the programs that are compiled: a micro-batch's gradient, the update, and scoring."""
@@ -97,10 +98,11 @@ def case(
 
 
 def _bytes(structure: Any) -> float:
-    """Returns the bytes of a tree of placed shapes on one device."""
+    """Returns the bytes of a tree of placed shapes in one device's own memory."""
     return float(
         sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(structure)
+            if leaf.sharding.memory_kind != state_lib.HOST
         )
     )

@@ -81,6 +81,8 @@ class Learner:
             # The frozen weights under an adapter are the reference model: it needs no copy.
             reference=config.model.compute_dtype if self.compares and model.adapter is None else None,
             base=None if model.adapter is None else config.model.compute_dtype,
+            accumulation=config.trainer.accumulation_dtype,
+            offload=config.optimizer.offload,
         )
         options = transformer.ComputeOptions.from_config(
             config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])

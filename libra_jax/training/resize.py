@@ -175,6 +175,8 @@ def estimate(
     held: Counter[jax.Device] = Counter()  # relative to the bytes that the device holds now
 
     def hold(leaf: Any, sign: int) -> None:
+        if leaf.sharding.memory_kind == state_lib.HOST:
+            return
         # The shards of a leaf are of equal size.
         nbytes = np.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for device in leaf.sharding.device_set:

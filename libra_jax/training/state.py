@@ -29,6 +29,10 @@ AXES = ("data", "fsdp", "tensor", "context")
 """Names of the mesh's axes."""
 
 
+HOST = "pinned_host"
+"""JAX's name of the host's memory that devices can read and write."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
@@ -58,7 +62,7 @@ class Accumulator:
     """Sums over the micro-batches of a step so far; a pytree.
 
     Attributes:
-      gradients: float32, gradient of the summed loss, shaped like the parameters.
+      gradients: gradient of the summed loss, shaped like the parameters, in the accumulation dtype.
       loss: float32 scalar, summed loss.
       count: float32 scalar, divisor of the sums at the end of the step (tokens or sequences).
     """
@@ -79,6 +83,7 @@ class Layout:
       rows: sharding of a [rows, tokens] array: rows over data and fsdp, tokens over context.
       everywhere: sharding of an array that every device holds whole.
       weights: the part of `state` that holds the model's own weights: `base` under an adapter, else `params`.
+      offloads: the moments live in the host's memory.
     """
 
     mesh: Mesh
@@ -90,6 +95,10 @@ class Layout:
     @property
     def weights(self) -> PyTree:
         return self.state.params if self.state.base is None else self.state.base
+
+    @property
+    def offloads(self) -> bool:
+        return any(leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(self.state.opt_state))
 
 
 def make_mesh(config: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -159,6 +168,8 @@ def layout(
     dtype: str,
     reference: str | None = None,
     base: str | None = None,
+    accumulation: str = "float32",
+    offload: bool = False,
 ) -> Layout:
     """Returns the layout of the state: optimizer moments like their parameters, scalars on every device.
 
@@ -169,6 +180,8 @@ def layout(
       dtype: dtype of master weights and moments.
       reference: compute dtype of the frozen reference model; None: the state holds none.
       base: compute dtype of the frozen weights under an adapter; None without an adapter.
+      accumulation: dtype of the sums of gradients.
+      offload: the moments live in the host's memory.
 
     Raises:
       ConfigError: a size of the model is not divisible by an axis of the mesh.
@@ -189,7 +202,7 @@ def layout(
     params = jax.tree.map(placed, shapes, shardings)
     opt_state = optax.tree_utils.tree_map_params(
         transform,
-        placed,
+        lambda leaf, where: placed(leaf, where.with_memory_kind(HOST) if offload else where),
         jax.eval_shape(transform.init, shapes),
         shardings,
         # Counters and the like belong to no parameter.
@@ -207,9 +220,9 @@ def layout(
             base=frozen,
         ),
         accumulator=Accumulator(
-            # float32 for any parameter dtype: a sum over many micro-batches would lose small gradients in bfloat16.
+            # By default float32 for any parameter dtype: long sums lose small gradients in bfloat16.
             gradients=jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), params
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, accumulation, sharding=leaf.sharding), params
             ),
             loss=scalar,
             count=scalar,
@@ -231,6 +244,15 @@ def _frozen(params: PyTree, dtype: str) -> PyTree:
         return leaf if is_norm else jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(stored, params)
+
+
+def on_devices(structure: PyTree) -> PyTree:
+    """Returns a tree of placed `ShapeDtypeStruct` with every leaf in the devices' own memory."""
+
+    def moved(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(None))
+
+    return jax.tree.map(moved, structure)
 
 
 def shardings_of(structure: PyTree) -> PyTree:
@@ -274,7 +296,10 @@ def begin(
         step=step,
         params=params,
         # Jitted, so that each moment is made on its own devices, never whole on one device.
-        opt_state=jax.jit(transform.init, out_shardings=shardings_of(where.state.opt_state))(params),
+        opt_state=jax.device_put(
+            jax.jit(transform.init, out_shardings=shardings_of(on_devices(where.state.opt_state)))(params),
+            shardings_of(where.state.opt_state),
+        ),
         rng=rng,
         # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.
         reference=None

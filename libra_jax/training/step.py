@@ -76,7 +76,7 @@ def apply_step(
     """
     # A step without trained tokens has count 0; dividing by 1 leaves its gradients at zero.
     count = jnp.where(accumulator.count > 0, accumulator.count, 1.0)
-    gradients = jax.tree.map(lambda g: g / count, accumulator.gradients)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / count, accumulator.gradients)
     norm = optax.tree_utils.tree_norm(gradients)
     # One NaN or infinity in any gradient makes the norm non-finite, so the norm stands for all gradients.
     finite = jnp.isfinite(accumulator.loss) & jnp.isfinite(norm)
@@ -92,6 +92,22 @@ def apply_step(
     advanced = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
     report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
     return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
+
+
+def offloaded_apply_step(
+    where: state_lib.Layout,
+    transform: optax.GradientTransformation,
+    state: state_lib.TrainState,
+    accumulator: state_lib.Accumulator,
+    learning_rate: jax.Array,
+) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
+    """Takes one update as `apply_step`, of a state whose moments live in the host's memory."""
+    at_rest = where.state.opt_state
+    there = state_lib.shardings_of(state_lib.on_devices(at_rest))
+    state = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, there))
+    advanced, zeroed, report = apply_step(transform, state, accumulator, learning_rate)
+    moments = jax.device_put(advanced.opt_state, state_lib.shardings_of(at_rest))
+    return dataclasses.replace(advanced, opt_state=moments), zeroed, report
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,8 @@ class Programs:
         donated: tuple[int, ...] = ()
         if name == APPLY:
             function = functools.partial(apply_step, self._transform)
+            if where.offloads:
+                function = functools.partial(offloaded_apply_step, where, self._transform)
             inputs = trained, where.accumulator, jax.ShapeDtypeStruct((), jnp.float32)
             shardings = results = state, sums, where.everywhere
             donated = 0, 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 import vllm_host
 
-from libra_jax.engines import vllm_engine
+from libra_jax.engines import vllm_requests
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -38,15 +38,15 @@ def host():
 @pytest.fixture
 def accepted(monkeypatch):
     """Counts of the drafts that the engine accepted, one for each finished request."""
-    counts, delta = [], vllm_engine._delta
+    counts, delta = [], vllm_requests.delta
 
-    def count(completion, state, sent):
+    def count(completion, *rest):
         if completion.finish_reason is not None:
             steps = completion.spec_decode_metrics.histogram  # steps with 0, 1, 2, ... accepted drafts
             counts.append(sum(count * number for count, number in enumerate(steps)))
-        return delta(completion, state, sent)
+        return delta(completion, *rest)
 
-    monkeypatch.setattr(vllm_engine, "_delta", count)
+    monkeypatch.setattr(vllm_requests, "delta", count)
     return counts
 
 

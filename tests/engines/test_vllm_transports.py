@@ -12,7 +12,7 @@ import torch
 import vllm_host
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_engine, vllm_launch, vllm_weight_sender
+from libra_jax.engines import vllm_engine, vllm_launch, vllm_requests, vllm_weight_sender
 from libra_jax.models import config as models_config
 from libra_jax.weights import create
 
@@ -65,7 +65,7 @@ def test_a_transfer_is_vllms_own_connector_at_a_free_port(monkeypatch):
 class Keeping:
     """Stands for a vLLM that keeps a context's keys and values."""
 
-    async def generate(self, prompt, params, request_id):
+    async def generate(self, prompt, params, request_id, lora_request):
         self.asked = params
         yield types.SimpleNamespace(kv_transfer_params={"remote_port": 7})
 
@@ -82,9 +82,9 @@ def test_keys_and_values_are_kept_by_one_request_and_taken_by_the_next():
     assert source == {"remote_port": 7}
     assert (giving.max_tokens, giving.extra_args["kv_transfer_params"]["do_remote_decode"]) == (1, True)
     sampling = protocols.SamplingParams(1.0, 8, ())
-    taking = vllm_engine.sampling_params(sampling, 100, source)
+    taking = vllm_requests.sampling_params(sampling, 100, source)
     assert taking.extra_args == {"kv_transfer_params": {"remote_port": 7}}
-    assert vllm_engine.sampling_params(sampling, 100, None).extra_args is None
+    assert vllm_requests.sampling_params(sampling, 100, None).extra_args is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

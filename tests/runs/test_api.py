@@ -13,7 +13,7 @@ import pytest
 import libra_jax
 from configs import simulate
 from libra_jax import config, protocols
-from libra_jax.runs import api, wiring
+from libra_jax.runs import api, objects, wiring
 from libra_jax.simulator import report
 
 QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
@@ -123,10 +123,10 @@ def test_an_interrupted_call_says_how_it_goes_on(call, monkeypatch, capsys):
 
 
 def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_name():
-    first = api.with_objects(small(), reward=lambda task, text: 1.0)
-    second = api.with_objects(small(), reward=lambda task, text: 2.0)
+    first = objects.with_objects(small(), reward=lambda task, text: 1.0)
+    second = objects.with_objects(small(), reward=lambda task, text: 2.0)
     assert config.digest(first) != config.digest(second)
-    named = api.with_objects(small(), environment=json.JSONDecoder)  # any class that a module holds
+    named = objects.with_objects(small(), environment=json.JSONDecoder)  # any class that a module holds
     assert named.task.environment == "json.decoder:JSONDecoder"
 
 
@@ -143,7 +143,7 @@ def test_an_edited_object_begins_another_run_and_an_importable_one_keeps_its_nam
 )
 def test_an_object_that_cannot_stand_for_a_name_is_refused(given, message):
     with pytest.raises(protocols.LibraError, match=message):
-        api.with_objects(small(), **given)
+        objects.with_objects(small(), **given)
 
 
 class Stock:
@@ -220,14 +220,14 @@ def test_a_weight_of_the_environment_is_refused_beside_a_reward_that_replaces_it
     run = small()
     run.reward.environment_weight = 0.5
     with pytest.raises(protocols.ConfigError, match=r"reward\.environment_weight: 0\.5 has no effect beside"):
-        api.with_objects(run, reward=lambda task, text: 1.0)
+        objects.with_objects(run, reward=lambda task, text: 1.0)
 
 
 def test_objects_of_the_program_are_refused_where_workers_are_other_processes():
     run = small()
     run.cluster.backend = "ray"
     with pytest.raises(protocols.ConfigError, match=r"config\.cluster\.backend: ray runs workers in other processes"):
-        api.with_objects(run, reward=lambda task, text: 1.0)
+        objects.with_objects(run, reward=lambda task, text: 1.0)
 
 
 def test_a_plan_and_a_simulation_answer_as_the_scripts_do():
