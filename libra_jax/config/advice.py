@@ -94,7 +94,8 @@ def _pretrained(config: RunConfig) -> list[str]:
     if not config.model.path:
         return []
     found, optimizer, warm = [], config.optimizer, config.warm_start
-    if optimizer.name in ("adam", "adamw") and optimizer.learning_rate >= TOY_RATE:
+    # An adapter takes rates of this size: the weights under it stay as they are.
+    if optimizer.name in ("adam", "adamw") and optimizer.learning_rate >= TOY_RATE and not config.model.lora.rank:
         found.append(
             f"config.optimizer.learning_rate: {optimizer.learning_rate:g} moves every pretrained weight by about as "
             "much in each step, which few models survive; 1e-6 is usual"

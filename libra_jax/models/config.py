@@ -346,12 +346,21 @@ def parameter_count(config: TransformerConfig) -> int:
     return config.num_layers * layer + tables * config.vocab_size * width + width
 
 
+def expert_parameter_count(config: TransformerConfig, experts: int) -> int:
+    """Counts the parameters of `experts` experts of every layer."""
+    return 3 * config.num_layers * experts * config.hidden_size * config.expert_intermediate_size
+
+
+def active_parameter_count(config: TransformerConfig) -> int:
+    """Counts all parameters but those of the experts that a token does not take."""
+    return parameter_count(config) - expert_parameter_count(config, config.num_experts - config.experts_per_token)
+
+
 def multiplied_parameter_count(config: TransformerConfig) -> int:
     """Counts the parameters that multiply a token: all but an untied input table, whose rows are looked up, and the
     experts that the token does not take."""
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    idle = (config.num_experts - config.experts_per_token) * 3 * config.hidden_size * config.expert_intermediate_size
-    return parameter_count(config) - looked_up - config.num_layers * idle
+    return active_parameter_count(config) - looked_up
 
 
 def _supported_architecture(values: Mapping[str, Any], source: str) -> str:

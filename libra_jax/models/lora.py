@@ -8,7 +8,7 @@ Letters: K adapted layers, R rank, I inputs and O outputs of a projection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ import numpy as np
 from libra_jax.models import config as model_config
 
 Tree = Mapping[str, Any]
+
+Saveable = Callable[..., bool]
+"""A policy of `jax.checkpoint`: whether the result of a primitive is kept for the backward pass."""
 
 LEAVES = ("lora_a", "lora_b")
 """Names of the trained leaves."""
@@ -61,6 +64,25 @@ def spread(tree: Tree, config: model_config.TransformerConfig) -> Tree:
         return jnp.zeros((config.num_layers, *leaf.shape[1:]), leaf.dtype).at[layers].set(leaf)
 
     return join(base, jax.tree.map(spread_leaf, leaves))
+
+
+def saveable(adapter: model_config.AdapterConfig | None, products: Saveable) -> Saveable:
+    """Returns a rematerialisation policy that keeps what `products` keeps, but no product with B.
+
+    Such a product is as large as that of the weight, to which it is added: to keep it, too, would double what is kept
+    of a projection. It is cheap to compute again, with rank multiplications an element.
+    """
+    if adapter is None:
+        return products
+
+    def keep(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
+        kept = bool(products(primitive, *arrays, **parameters))
+        if not kept or "dimension_numbers" not in parameters:
+            return kept
+        (axes, _), _ = parameters["dimension_numbers"]
+        return [arrays[0].shape[axis] for axis in axes] != [adapter.rank]
+
+    return keep
 
 
 def init(shapes: Tree, key: jax.Array) -> Tree:

@@ -370,7 +370,8 @@ class Transformer(nnx.Module):
             policies = jax.checkpoint_policies
             policy = policies.nothing_saveable
             if options.remat == "dots":
-                policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention.saveable)
+                products = lora.saveable(config.adapter, policies.dots_with_no_batch_dims_saveable)
+                policy = policies.save_from_both_policies(products, attention.saveable)
             elif options.remat == "offload":
                 policy = policies.save_and_offload_only_these_names(
                     names_which_can_be_saved=[],

@@ -14,6 +14,7 @@ from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents.rewards import scoring, trial
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import listing
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, memory
 from libra_jax.runs import wiring
@@ -47,8 +48,11 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
     ]
     of_trainer = ""
     if shape is not None:
-        state = costs.VALUE_BYTES[config.model.param_dtype] * model_config.parameter_count(shape)
+        every, adapter = model_config.parameter_count(shape), adapters.parameter_count(shape)
+        state = costs.VALUE_BYTES[config.model.param_dtype] * (adapter or every)
         state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
+        if adapter:
+            state += costs.VALUE_BYTES[config.model.compute_dtype] * every  # frozen
         of_trainer = (
             f": {size(state / trainer.replica_devices)} of parameters and optimizer a device, about "
             f"{size(memory.trainer_bytes(config, shape))} with gradients, activations and logits"
@@ -91,6 +95,10 @@ def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfi
         )
     count = model_config.parameter_count(shape)
     text = f"{shape.architecture}, {f'{count / 1e6:,.2f} M' if count >= 10_000 else f'{count:,}'} parameters"
+    if shape.adapter is not None:
+        lora = config.model.lora
+        text += f", frozen under an adapter of rank {lora.rank} with {adapters.parameter_count(shape):,} parameters"
+        text += f" (weight syncs send {'it' if lora.sync == 'adapter' else 'merged weights'})"
     if not config.model.path or Path(config.model.path).exists():
         return text
     return f"{text} (no model at {config.model.path}: this is model.preset={config.model.preset})"
@@ -104,7 +112,8 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
-        kl = f"{algorithm.kl_coefficient:g} x {algorithm.kl_estimator} to the initial policy, in {where}"
+        reference = "the frozen weights" if config.model.lora.rank else "the initial policy"
+        kl = f"{algorithm.kl_coefficient:g} x {algorithm.kl_estimator} to {reference}, in {where}"
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
     rate = f"learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warmup}"
     clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"

@@ -123,6 +123,8 @@ def test_settings_that_pretrained_weights_do_not_survive_are_warned_of():
         "warm_start.learning_rate",
         "optimizer.clip_norm",
     ]
+    adapter = dataclasses.replace(TOY["model"], lora=config.LoraConfig(rank=8))
+    assert "optimizer.learning_rate" not in warned(**TOY | {"model": adapter}), "the weights stay as they are"
     assert warned(parameters=410_000) == [], "the shipped character model is what the defaults are for"
 
 

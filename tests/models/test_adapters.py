@@ -61,6 +61,32 @@ def test_a_mixture_of_experts_with_an_adapter_equals_its_merged_weights():
     assert jnp.abs(ours - before).max() > 0.1
 
 
+def test_rematerialisation_keeps_no_product_as_large_as_a_projections():
+    shape = adapters.adapted(DENSE, config_lib.LoraConfig(rank=4))
+    places = transformer.abstract_params(shape, "bfloat16")
+    adapter, base = lora.split(places)
+    tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+
+    def kept(trained, frozen, config, remat):
+        """Elements that the scan over the layers keeps for the backward pass."""
+        options = transformer.ComputeOptions(compute_dtype="bfloat16", remat=remat)
+
+        def loss(trained, frozen, tokens):
+            params = trained if frozen is None else lora.join(frozen, trained)
+            hidden = transformer.forward(params, config, options, tokens, tokens, jnp.ones_like(tokens))
+            return hidden.astype(jnp.float32).sum()
+
+        program = jax.make_jaxpr(jax.grad(loss))(trained, frozen, tokens).jaxpr
+        scans = [item for item in program.eqns if item.primitive.name == "scan"]
+        sizes = [[out.aval.size for out in item.outvars[item.params["num_carry"] :]] for item in scans]
+        return max(map(sum, sizes))
+
+    with_adapter = kept(adapter, base, shape, "dots")
+    inner = 7 * 2 * 2 * 64 * 4  # x A^T of each projection and layer
+    assert with_adapter <= kept(base, None, DENSE, "dots") + inner
+    assert with_adapter < kept(adapter, base, shape, "none") / 2
+
+
 def test_a_sync_that_cannot_bring_the_adapter_is_refused():
     def run(lora, **groups):
         return config_lib.RunConfig(model=config_lib.ModelConfig(lora=lora), **groups)

@@ -388,3 +388,17 @@ def test_a_preset_that_a_model_directory_overrules_is_warned_of(tmp_path, capsys
         preflight.warn(config.RunConfig(model=config.ModelConfig(path=str(tmp_path), preset=preset)))
         sentence = f"config.model.preset: {preset} has no effect, because model.path={tmp_path} counts, and has 596 M"
         assert (sentence in capsys.readouterr().err) == told
+
+
+def test_a_dry_run_shows_what_an_adapter_trains_and_what_it_takes_of_memory():
+    lora = config.LoraConfig(rank=8)
+    plain = dry_run.describe(config.RunConfig(model=config.ModelConfig(preset="Qwen3-8B")))
+    run = config.RunConfig(
+        model=config.ModelConfig(preset="Qwen3-8B", lora=lora, compute_dtype="bfloat16"),
+        algorithm=config.AlgorithmConfig(kl_coefficient=0.1),
+    )
+    said = dry_run.describe(run)
+    assert "frozen under an adapter of rank 8 with 21,823,488 parameters (weight syncs send it)" in said
+    assert "0.1 x k3 to the frozen weights, in the loss" in said
+    assert "91.5 GiB of parameters and optimizer" in plain
+    assert "15.5 GiB of parameters and optimizer" in said
