@@ -35,13 +35,17 @@ These variants show what a pool of hybrid workers adds to fixed splits:
 The variant free is the reference: it looks after every step, and its moves cost nothing. Lengths drift over the whole
 run, so over 100 steps the planner has to follow: --configs=cmlfq,elastic,free --steps=100.
 
-A workload may follow a name, as in static-search or cmlfq-math. The default workload is software engineering.
+A workload may follow a name, as in static-search or cmlfq-math. The default workload is software engineering. A model
+may follow the workload, as in elastic-swe-30b: 14b is Qwen3-14B, the default, and 30b is Qwen3-30B-A3B. Its replica
+needs 16 accelerators, so its split in halves is 16 and 32, and variants of other splits do not exist for it.
 
   python launch/sweep.py --of=configs/ablation.py --configs=static,homogeneous,heterogeneous,cmlfq,elastic --steps=48
   python launch/sweep.py --of=configs/ablation.py --configs=static_optimal-search,libra-search --steps=48
+  python launch/sweep.py --of=configs/ablation.py --configs=colocated-search-30b,libra-search-30b --steps=48
 """
 
 import math
+from collections.abc import Mapping
 
 from configs import simulate
 from libra_jax.simulator import settings
@@ -50,20 +54,42 @@ DEGREE = 2
 """Degree of all instances in variants with one degree: the narrowest that has room for several of the longest
 contexts."""
 
+DEGREES = {"14b": (1, 2, 4, 8), "30b": (2, 4, 8)}
+"""Degrees that the planner may choose, by model. A single A800 holds Qwen3-30B-A3B and 70k tokens of context, which is
+too little for the slots of an instance."""
+
+SLOTS = {"swe": 96, "search": 256, "math": 96}
+"""Slots of an instance with Qwen3-30B-A3B, by the rule of configs/simulate.py: as many requests of the run's middle as
+the narrowest instance has room for, at most vLLM's default of 256. A step reads nearly all experts from 32 requests on,
+so more requests cost little."""
+
 LONGEST = {"swe": (131_072, 65_536), "search": (24_576, 12_288), "math": (40_960, 32_768)}
 """Most tokens of a context (and of a row of the trainer), and most tokens of a turn, by workload."""
 
-BEST = {"swe": ((1, 5, 4), 14), "search": ((3, 10, 1), 9), "math": ((1, 20, 1), 14)}
+MODELS = {"14b": "Qwen3-14B", "30b": "Qwen3-30B-A3B"}
+"""Presets by the names that variants have."""
+
+BEST = {
+    "14b": {"swe": ((1, 5, 4), 14), "search": ((3, 10, 1), 9), "math": ((1, 20, 1), 14)},
+    "30b": {"swe": ((1, 4, 4), 16), "search": ((1, 4, 4), 16), "math": ((1, 4, 4), 16)},
+}
 """(data, fsdp, tensor) and number of instances: the best that launch/plan.py finds for homogeneous-<workload> at max
-staleness 4."""
+staleness 4, by model."""
 
 PLANNED = {
-    "swe": ((3, 2, 4), {2: (2, 8_360), 4: (5, None)}),
-    "search": ((3, 10, 1), {2: (3, 3_600), 4: (3, None)}),
-    "math": ((1, 20, 1), {1: (8, 8_877), 2: (6, 20_556), 4: (2, None)}),
+    "14b": {
+        "swe": ((3, 2, 4), {2: (2, 8_360), 4: (5, None)}),
+        "search": ((3, 10, 1), {2: (3, 3_600), 4: (3, None)}),
+        "math": ((1, 20, 1), {1: (8, 8_877), 2: (6, 20_556), 4: (2, None)}),
+    },
+    "30b": {
+        "swe": ((1, 4, 4), {2: (2, 6_564), 4: (7, None)}),
+        "search": ((2, 4, 4), {2: (2, 3_430), 4: (3, None)}),
+        "math": ((1, 4, 4), {2: (6, 11_892), 4: (5, None)}),
+    },
 }
 """(data, fsdp, tensor), then for each degree the number of instances and the most tokens that their requests may
-have left to generate (None: no limit). This is the best that launch/plan.py finds for libra-<workload>."""
+have left to generate (None: no limit). This is the best that launch/plan.py finds for libra-<workload>, by model."""
 
 AHEAD = 4
 """Max staleness, in versions, where asynchronous systems are compared. AReaL's value for code (arXiv 2505.24298),
@@ -72,8 +98,8 @@ and max_head_offpolicyness in the production runs of Libra's authors."""
 SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train32": (2, 4, 4)}
 """(data, fsdp, tensor) of the fixed splits beside `planned`."""
 
-HALVES = (3, 2, 4)
-"""(data, fsdp, tensor) of the 24 accelerators that train in a split in halves."""
+HALVES = {"14b": (3, 2, 4), "30b": (1, 4, 4)}
+"""(data, fsdp, tensor) of the accelerators that train in a split in halves, by model: 24, or one replica of 16."""
 
 ALL = (3, 4, 4)
 """(data, fsdp, tensor) of all 48 accelerators."""
@@ -101,24 +127,29 @@ NAMES = (
 
 
 def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
-    """Returns the run of `variant`: a name, or a name and a workload with a dash between."""
-    name, _, workload = variant.partition("-")
-    workload = workload or "swe"
-    if name not in NAMES or workload not in WORKLOADS:
+    """Returns the run of `variant`: a name, and perhaps a workload and a model, with dashes between."""
+    name, workload, model, *more = (*variant.split("-"), *("swe", "14b")[variant.count("-") :])
+    if name not in NAMES or workload not in WORKLOADS or model not in MODELS or more:
         raise ValueError(
-            f"configs/ablation.py has {', '.join(NAMES)}, each also with -{', -'.join(WORKLOADS)}, not {variant!r}"
+            f"configs/ablation.py has {', '.join(NAMES)}, each also with -{', -'.join(WORKLOADS)}, and then with "
+            f"-{' or -'.join(MODELS)}, not {variant!r}"
         )
+    if model != "14b" and name in ("planned", "pool", *SPLITS):
+        raise ValueError(f"configs/ablation.py has {name} for 14b only, not {variant!r}")
     config = simulate.get_config(workload)
     config.name = f"ablation-{variant}"
+    config.simulation.model = MODELS[model]
     config.rollout.max_context, config.rollout.max_tokens = LONGEST[workload]
     config.trainer.row_tokens = config.rollout.max_context
     # Every variant begins as the split in halves; the branches below change it.
-    _halves(config)
+    _halves(config, model)
+    if model == "30b":
+        config.rollout.slots = SLOTS[workload]
     if name in ("static", "homogeneous", "heterogeneous"):
         config.scheduler.policy = "least_loaded"
     if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "libra", "free"):
         config.planner.period = 5
-        config.planner.degrees = (DEGREE,) if name == "homogeneous" else (1, 2, 4, 8)
+        config.planner.degrees = (DEGREE,) if name == "homogeneous" else DEGREES[model]
     if name in ("homogeneous", "heterogeneous", "cmlfq"):
         config.planner.cooldown = NEVER
     if name in ("cmlfq", "elastic", "libra", "free", "planned", "pool", *SPLITS):
@@ -132,9 +163,9 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     if name == "colocated":
         _colocated(config)
     if name == "static_optimal":
-        _static_optimal(config, workload)
+        _static_optimal(config, *BEST[model][workload])
     if name in ("libra", "planned"):
-        _libra(config, workload)
+        _libra(config, *PLANNED[model][workload])
     if name in SPLITS:
         _split(config, SPLITS[name])
     if name == "pool":
@@ -142,10 +173,11 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     return config
 
 
-def _halves(config: settings.SimulatedRun) -> None:
-    """Lets 24 accelerators train and 24 roll out, on instances of one degree."""
-    config.simulation.train_devices, config.simulation.train_mesh = 24, HALVES
-    _instances(config, 24 // DEGREE)
+def _halves(config: settings.SimulatedRun, model: str) -> None:
+    """Lets half of the accelerators train and the others roll out, on instances of one degree."""
+    mesh = HALVES[model]
+    config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
+    _instances(config, (48 - math.prod(mesh)) // DEGREE)
     config.scheduler.policy = "sticky"
 
 
@@ -163,17 +195,17 @@ def _colocated(config: settings.SimulatedRun) -> None:
     config.coordinator.max_staleness = 0
 
 
-def _static_optimal(config: settings.SimulatedRun, workload: str) -> None:
+def _static_optimal(config: settings.SimulatedRun, mesh: tuple[int, int, int], instances: int) -> None:
     """Uses the best split with one degree that `launch/plan.py` finds for the whole run's lengths."""
-    mesh, instances = BEST[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = (DEGREE,) * instances
     config.coordinator.max_staleness = AHEAD
 
 
-def _libra(config: settings.SimulatedRun, workload: str) -> None:
+def _libra(
+    config: settings.SimulatedRun, mesh: tuple[int, int, int], instances: Mapping[int, tuple[int, int | None]]
+) -> None:
     """Uses the best split with any degrees that `launch/plan.py` finds for the lengths of `static_optimal`."""
-    mesh, instances = PLANNED[workload]
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
     config.rollout.tensor_parallel = tuple(degree for degree, (count, _) in instances.items() for _ in range(count))
     config.scheduler.max_remaining_tokens = tuple(bound for _, bound in instances.values() if bound is not None)

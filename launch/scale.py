@@ -124,7 +124,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     """Returns the work of a mean step of a simulated run, with the layout that the planner finds, and its settings."""
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     drawn = [workload.script(task, sample) for task in range(groups) for sample in range(run.coordinator.group_size)]
-    model = run.simulation.cost_model()
+    model = run.simulation.cost_model(run.model.lora)
     devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
     setting = forecast.Setting.of_run(run, model, devices, slots=run.simulation.slots)
     made = forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
@@ -146,7 +146,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
         sent_tokens=sent / len(drawn),
         trained_tokens=mean(one.context_tokens for one in drawn),
         step_seconds=best.step_seconds,
-        weight_bytes=2.0 * model.parameters,
+        weight_bytes=model.sync_bytes,
     )
     usual = libra_config.RolloutConfig()  # a simulation looks at its engines seldom, to be fast
     by_sheet = model.sheet.network_bytes_per_second * model.coefficients.network_share

@@ -4,6 +4,9 @@
 the sheet's peaks that `Coefficients` names. Nothing is fitted to a scheduling policy: the values were committed before
 any comparison. `Calibration` has the same methods over measured costs; `planning.calibration` fits them.
 Lengths are tokens, sizes bytes, times seconds. `degree` is an instance's tensor-parallel degree throughout.
+
+A mixture of experts computes with the experts that a token takes, and stores and syncs all of them. A step of an engine
+reads the experts that its tokens take, for experts that are taken equally often.
 """
 
 from __future__ import annotations
@@ -116,7 +119,7 @@ def train_flops(shape: model_config.TransformerConfig, parameters: int, lengths:
 
     Args:
       shape: shape of the model.
-      parameters: N of the formula.
+      parameters: N of the formula: with experts, only those that a token takes.
       lengths: tokens of each sequence, without padding.
     """
     squares = float(sum(length * length for length in lengths))
@@ -174,21 +177,49 @@ class RolloutTimes(abc.ABC):
 
 @dataclass(frozen=True)
 class CostModel(RolloutTimes):
-    """Costs of one model on one accelerator, computed."""
+    """Costs of one model on one accelerator, computed.
+
+    Attributes:
+      sheet: the accelerator.
+      shape: shape of the model, with its adapter.
+      coefficients: shares of the sheet's peaks, and fixed times.
+      merged: a weight sync sends all weights, with the adapter added; False sends the adapter alone.
+    """
 
     sheet: hardware.HardwareSheet
     shape: model_config.TransformerConfig
     coefficients: Coefficients = dataclasses.field(default_factory=Coefficients)
+    merged: bool = False
 
     @functools.cached_property
     def parameters(self) -> int:
         """Parameters of the model."""
         return model_config.parameter_count(self.shape)
 
+    @functools.cached_property
+    def active_parameters(self) -> int:
+        """Parameters without the experts that a token does not take; all parameters of a dense model."""
+        return model_config.active_parameter_count(self.shape)
+
+    @functools.cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts; 0 for a dense model."""
+        return model_config.expert_parameter_count(self.shape, self.shape.num_experts)
+
+    @functools.cached_property
+    def trained_parameters(self) -> int:
+        """Parameters with gradients and moments: those of the adapter, if the model has one."""
+        return self.parameters if self.shape.adapter is None else adapters.parameter_count(self.shape)
+
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the synced weights."""
+        """Bytes of the weights that an instance holds."""
         return BYTES_PER_VALUE * self.parameters
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes of a weight sync: of the adapter alone, unless the run merges it into the weights."""
+        return self.weight_bytes if self.merged else BYTES_PER_VALUE * self.trained_parameters
 
     @functools.cached_property
     def kv_bytes_per_token(self) -> int:
@@ -226,7 +257,7 @@ class CostModel(RolloutTimes):
           prefill: tokens prefilled in the same step.
         """
         tokens = decoding + prefill
-        work = max(self.reading_seconds(degree), self.token_seconds(degree) * tokens)
+        work = max(self.reading_seconds(degree, tokens), self.token_seconds(degree) * tokens)
         return work + self.collective_seconds(degree, tokens) + self.coefficients.step_overhead
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
@@ -247,11 +278,20 @@ class CostModel(RolloutTimes):
 
     def token_seconds(self, degree: int) -> float:
         """Returns the seconds of a token's arithmetic in the matrix products of a step."""
-        return 2.0 * self.parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
+        return 2.0 * self.active_parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
 
-    def reading_seconds(self, degree: int) -> float:
-        """Returns the seconds in which a step reads the weights."""
-        return self.weight_bytes / (degree * (self.sheet.memory_bytes_per_second * self.coefficients.memory_share))
+    def distinct_experts(self, tokens: float) -> float:
+        """Returns the expected number of experts of a layer that at least one of `tokens` tokens takes."""
+        experts, taken = self.shape.num_experts, self.shape.experts_per_token
+        return experts * (1.0 - (1.0 - taken / experts) ** tokens) if experts else 0.0
+
+    def reading_seconds(self, degree: int, tokens: float) -> float:
+        """Returns the seconds in which a step of `tokens` tokens reads the weights."""
+        read: float = self.weight_bytes
+        if self.shape.num_experts:
+            idle = 1.0 - self.distinct_experts(tokens) / self.shape.num_experts
+            read -= BYTES_PER_VALUE * self.expert_parameters * idle
+        return read / (degree * (self.sheet.memory_bytes_per_second * self.coefficients.memory_share))
 
     def collective_seconds(self, degree: int, tokens: float) -> float:
         """Returns the seconds of the all-reduces of one step: two a layer, of one hidden vector a token."""
@@ -271,16 +311,16 @@ class CostModel(RolloutTimes):
           lengths: tokens of each trajectory, prompts and tool returns included.
           devices: number of devices that share the work.
         """
-        flops = train_flops(self.shape, self.parameters, lengths)
+        flops = train_flops(self.shape, self.active_parameters, lengths)
         return flops / (devices * self.sheet.flops * self.coefficients.train_flops_share)
 
     def gather_seconds(self, devices: int) -> float:
         """Returns the seconds in which the trainer's devices put a snapshot in the wire dtype together."""
-        return self.weight_bytes / (min(devices, self.sheet.devices_per_node) * self._network_rate)
+        return self.sync_bytes / (min(devices, self.sheet.devices_per_node) * self._network_rate)
 
     def load_seconds(self, degree: int) -> float:
         """Returns the seconds in which an instance receives a snapshot, each device its part, and puts it in place."""
-        return self.weight_bytes / (degree * self._network_rate) + self.coefficients.load_overhead
+        return self.sync_bytes / (degree * self._network_rate) + self.coefficients.load_overhead
 
     def transfer_seconds(self, degree: int, context: int) -> float:
         """Returns the seconds of moving a request's key-value cache to an instance over the network."""
@@ -422,14 +462,14 @@ class Calibration(MeasuredEngines):
       update: costs of a weight update.
       rows: rows of the trainer.
       parameters: parameters of the model; no cost depends on them.
-      weight_bytes: bytes of a weight sync; no cost depends on them.
+      sync_bytes: bytes of a weight sync; no cost depends on them.
     """
 
     train: TrainCosts
     update: UpdateCosts
     rows: rows.Shape
     parameters: int = 0
-    weight_bytes: int = 0
+    sync_bytes: int = 0
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
         """Returns the seconds of a training step on sequences of these lengths; `devices` must be the measured ones."""

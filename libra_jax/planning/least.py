@@ -34,17 +34,19 @@ class Volumes:
       data: gradients reduced over the replicas.
       tensor: activations.
       context: heads and tokens that attention exchanges.
+      experts: tokens that are gathered for experts over `fsdp`, and sums that are scattered back.
     """
 
     fsdp: float
     data: float
     tensor: float
     context: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
         """Wire bytes over all axes."""
-        return self.fsdp + self.data + self.tensor + self.context
+        return self.fsdp + self.data + self.tensor + self.context + self.experts
 
 
 def share(devices: int) -> float:
@@ -65,6 +67,25 @@ def over_data(values: float, data: int, gradient_bytes: float) -> float:
 def over_tensor(columns: float, hidden_size: int, tensor: int, moves: float) -> float:
     """Returns the bytes of gathering or scattering `columns` hidden vectors `moves` times."""
     return moves * columns * hidden_size * COMPUTE_BYTES * share(tensor)
+
+
+def for_experts(
+    shape: model_config.TransformerConfig, columns: float, fsdp: int, tensor: int, moves: float
+) -> tuple[float, float]:
+    """Returns the bytes over `fsdp` and over `tensor` of gathering all tokens of the `fsdp` group, or of scattering
+    their sums (`models.experts`).
+
+    Args:
+      shape: shape of the model.
+      columns: tokens of a device's shard.
+      fsdp: ways that the experts are split.
+      tensor: ways that an expert's columns are split.
+      moves: gathers and scatters of a layer.
+    """
+    # Beside its hidden vector, an average move takes 4 bytes for each of a token's experts: their numbers or shares.
+    token = COMPUTE_BYTES * shape.hidden_size + 4 * shape.experts_per_token
+    moved = moves * shape.num_layers * columns * token
+    return moved * (fsdp - 1) / tensor, moved * fsdp * share(tensor)
 
 
 def over_context(

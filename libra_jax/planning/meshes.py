@@ -4,9 +4,10 @@ A step models the trainer. The batch is packed into rows (`rows`, by the trainer
 shards then processes micro-batches of these rows one after another, and one update follows. A micro-batch takes the
 longer of two times: its slowest shard's arithmetic, or the collectives that hide behind it. Those collectives gather
 parameters twice and scatter gradients over `fsdp` and `context`, and reduce gradients over `data`. The all-reduces over
-`tensor` and the exchanges of attention over `context` come on top, because nothing hides them. Devices that are parts
-of one CPU take turns, and nothing hides behind anything. A device has to hold its part of the state, its tokens'
-activations and one chunk of logits.
+`tensor` and the exchanges of attention over `context` come on top, because nothing hides them. So do the tokens that
+experts gather over `fsdp` (`models.experts`); the experts themselves stay where they are. Devices that are parts of one
+CPU take turns, and nothing hides behind anything. A device has to hold its part of the state, its tokens' activations
+and one chunk of logits.
 
 The tree of meshes is pruned from above. Tensor degrees must stay inside a node and divide the model. Then come the
 sizes of `fsdp` with which the state fits, then `data`. The size of `context` stays the config's. Of the remaining
@@ -49,6 +50,18 @@ LAYER_ACTIVATIONS = {"none": 34.0, "dots": 18.0, "full": 2.0, "offload": 0.0}
 """Bytes that a layer keeps for the backward pass, of each token and hidden column, by `model.remat`. Korthikanti et
 al. (arXiv 2205.05198, eq. 2) without attention's scores, which are never whole: 34. With only products kept: 18.
 With only the layer's input kept: 2, or none if it is in the host's memory."""
+
+EXPERT_MOVES = 5
+"""Gathers and scatters of tokens for a layer's experts in a micro-batch: the input and the sum in the forward pass; the
+input again, the gradient and its sum in the backward pass. Recomputation adds none, because nothing needs the sum."""
+
+EXPERTS_RECOMPUTED = 2 / 3
+"""Part of an expert's forward pass that its backward pass computes again with each `model.remat`: two of three
+products."""
+
+GATHERED_BYTES = 10
+"""Bytes of each hidden value of the tokens that a device gathers for its experts: input and gradient in bfloat16, their
+sum in float32, and its copy in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +176,11 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
     data, fsdp, tensor = sizes
     # Memory depends on the rows alone, so one short sequence is enough.
     made = Training(model, [2], trainer)
-    if tensor not in made.tensor_degrees() or model.shape.hidden_size % (fsdp * trainer.context):
+    if tensor not in made.tensor_degrees() or not made.divides(fsdp):
+        experts = f" and of {model.shape.num_experts} experts" if model.shape.num_experts else ""
         raise protocols.ConfigError(
             f"config.{field}: (data, fsdp, tensor) = {sizes} does not divide the model: tensor is one of "
-            f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size // trainer.context}"
+            f"{made.tensor_degrees()}, and fsdp a divisor of {model.shape.hidden_size // trainer.context}{experts}"
         )
     needed, room = made.memory_bytes(data, fsdp, tensor), model.sheet.memory_bytes * model.coefficients.memory_fraction
     if needed > room:
@@ -220,7 +234,13 @@ class Training:
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
         working = LAYER_ACTIVATIONS["none"] * columns * shape.hidden_size / tensor
         logits = 2 * 4 * min(trainer.logits_chunk, row) * shape.vocab_size / tensor
-        gathered = 2 * costs.BYTES_PER_VALUE * self._model.parameters / (shape.num_layers * tensor)
+        experts = self._model.expert_parameters
+        gathered = 2 * costs.BYTES_PER_VALUE * (self._model.parameters - experts) / (shape.num_layers * tensor)
+        if experts:
+            gathered += GATHERED_BYTES * columns * fsdp * shape.hidden_size
+            # A layer's own experts in bfloat16, whole over `context`, and their summed gradients in float32.
+            own = experts / (shape.num_layers * fsdp * tensor)
+            gathered += (costs.BYTES_PER_VALUE + least.SUM_BYTES) * own
         return state + activations + working + logits + gathered
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
@@ -232,21 +252,33 @@ class Training:
         cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
         devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
+        further = self._further_operations()
         for length, squares in self._rows.items():
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
             heaviest = squares[:: data * fsdp * each]
-            linear = 2.0 * self._model.parameters * length
+            linear = 2.0 * self._model.active_parameters * length
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
             passes = 3.0 + again + self._trainer.scored_again
-            slowest = passes * forward / (tensor * context * self._model.sheet.flops * known.train_flops_share)
+            work = passes * forward + further * length
+            slowest = work / (tensor * context * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + known.micro_batch_overhead)
             hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length // context, case)
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
             total += len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
-        return total + turns * UPDATE_BYTES * self._model.parameters / (fsdp * tensor * context * rate)
+        return total + turns * UPDATE_BYTES * self._model.trained_parameters / (fsdp * tensor * context * rate)
+
+    def _further_operations(self) -> float:
+        """Returns the operations of a token beyond the passes of a dense model whose weights are all trained."""
+        model, again = self._model, RECOMPUTED[self._trainer.remat]
+        outside = model.parameters - model.expert_parameters
+        further = (EXPERTS_RECOMPUTED - again) * (model.active_parameters - outside)
+        if model.shape.adapter is not None:
+            # Frozen weights have no gradient: one product less. The adapter's own parameters pass as all others do.
+            further += (3.0 + again + self._trainer.scored_again) * model.trained_parameters - model.active_parameters
+        return 2.0 * further
 
     def costing(self, model: costs.CostModel) -> Training:
         """Returns the same steps with other costs."""
@@ -275,7 +307,7 @@ class Training:
         found: list[Mesh] = []
         for tensor in self.tensor_degrees():
             for fsdp in range(1, min(hidden_size, most // (tensor * context)) + 1):
-                if hidden_size % (fsdp * context):
+                if not self.divides(fsdp):
                     continue
                 # More replicas would have no rows.
                 enough = -(-max(map(len, self._rows.values())) // fsdp)
@@ -312,11 +344,16 @@ class Training:
             (fsdp * tensor * context, fsdp, tensor)
             for tensor in self.tensor_degrees()
             for fsdp in range(1, MOST_SHARDS // (tensor * context) + 1)
-            if self._model.shape.hidden_size % (fsdp * context) == 0
+            if self.divides(fsdp)
         )
         fitting = (devices for devices, fsdp, tensor in sorted(shards) if self.memory_bytes(1, fsdp, tensor) <= room)
         fewest = next(fitting, None)
         return "take more devices" if fewest is None else f"take more devices (training alone needs {fewest})"
+
+    def divides(self, fsdp: int) -> bool:
+        """Returns whether `fsdp` divides the width of the model, with `context`, and its experts."""
+        shape = self._model.shape
+        return not shape.hidden_size % (fsdp * self._trainer.context) and not shape.num_experts % fsdp
 
     def tensor_degrees(self) -> list[int]:
         """Returns the tensor degrees that stay inside a node and divide heads, feed-forward columns and rows."""
@@ -333,23 +370,39 @@ class Training:
 
     def volumes(self, data: int, fsdp: int, tensor: int, columns: int) -> least.Volumes:
         """Returns the wire bytes of a device and a micro-batch of `columns` columns a device, by formula."""
-        shape, again, context = self._model.shape, self._trainer.scored_again, self._trainer.context
-        # Over `tensor`: two all-reduces a layer and pass, of one hidden vector a token. Each takes as much as a gather
-        # and a scatter.
+        model, shape, again, context = self._model, self._model.shape, self._trainer.scored_again, self._trainer.context
         passes = 2.0 + RECOMPUTED[self._trainer.remat] + again
+        # Parameters travel in bfloat16, gradients in float32. Frozen weights have none, and the adapter has its own.
+        frozen = shape.adapter is not None
+        summed, experts = 0 if frozen else least.SUM_BYTES, model.expert_parameters
+        state = least.over_fsdp((model.parameters - experts) / tensor, fsdp * context, 2.0 + again, summed)
+        # Experts are split over `fsdp` already, and whole over `context` while they compute.
+        state += least.over_fsdp(experts / (fsdp * tensor), context, 2.0 + again, summed)
+        if frozen:
+            state += least.over_fsdp(model.trained_parameters / tensor, fsdp * context, 2.0 + again, least.SUM_BYTES)
+        gathered, inside = least.for_experts(shape, columns, fsdp, tensor, self._expert_moves)
+        # Over `tensor`: an all-reduce for attention and one for a dense feed-forward layer, in each layer and pass, of
+        # one hidden vector a token. Each takes as much as a gather and a scatter.
+        moves = (2 if experts else 4) * shape.num_layers * passes
         return least.Volumes(
-            # Parameters travel in bfloat16, gradients in float32.
-            least.over_fsdp(self._model.parameters / tensor, fsdp * context, 2.0 + again, least.SUM_BYTES),
-            least.over_data(self._model.parameters / (fsdp * tensor * context), data, least.SUM_BYTES),
-            least.over_tensor(columns, shape.hidden_size, tensor, 4 * shape.num_layers * passes),
+            state,
+            least.over_data(model.trained_parameters / (fsdp * tensor * context), data, least.SUM_BYTES),
+            least.over_tensor(columns, shape.hidden_size, tensor, moves) + inside,
             least.over_context(shape, columns, tensor, context, passes),
+            gathered,
         )
+
+    @property
+    def _expert_moves(self) -> int:
+        """Gathers and scatters of tokens for a layer's experts; 0 for a dense model."""
+        # Scoring is one more forward pass: a gather and a scatter.
+        return EXPERT_MOVES + 2 * self._trainer.scored_again if self._model.expert_parameters else 0
 
     def _collective_seconds(
         self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
     ) -> tuple[float, float]:
         """Returns the seconds of a micro-batch's collectives: of those over `fsdp` and `data`, which its arithmetic may
-        hide, and of those over `tensor` and of attention over `context`, which nothing hides.
+        hide, and of those over `tensor`, of attention over `context` and of tokens for experts, which nothing hides.
 
         Args:
           data: replicas.
@@ -359,24 +412,31 @@ class Training:
           case: the programs that were compiled for the mesh, if there are any.
         """
         sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scored_again
+        shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
+        context = self._trainer.context
+        along_fsdp = least.rate(sheet, fsdp * tensor * context, *shares)
         if case is not None:
             hidden = case.communication_seconds(sheet, known, over_tensor=False)
             if again and "score" in case.programs:
                 hidden += case.communication_seconds(sheet, known, over_tensor=False, program="score")
-            # Bytes over `tensor` grow with the columns; those over the other axes are of parameters.
-            if tensor == 1:
-                return hidden, 0.0
-            return hidden, case.communication_seconds(sheet, known, over_tensor=True) * columns / case.columns
-        shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
+            # A program's record does not tell tokens for experts from parameters, so the formula says how many are.
+            tokens = min(hidden, self.volumes(data, fsdp, tensor, case.columns).experts / along_fsdp)
+            exposed = tokens + (case.communication_seconds(sheet, known, over_tensor=True) if tensor > 1 else 0.0)
+            # Bytes over `tensor` and of tokens grow with the columns; those over the other axes are of parameters.
+            return hidden - tokens, exposed * columns / case.columns
         volumes = self.volumes(data, fsdp, tensor, columns)
-        context, passes = self._trainer.context, 2.0 + RECOMPUTED[self._trainer.remat] + again
+        passes = 2.0 + RECOMPUTED[self._trainer.remat] + again
         # Groups along `fsdp` lie inside those along `data`, so they span fewer neighbouring devices.
-        hidden = volumes.fsdp / least.rate(sheet, fsdp * tensor * context, *shares)
+        hidden = volumes.fsdp / along_fsdp
         hidden += volumes.data / least.rate(sheet, data * fsdp * tensor * context, *shares)
         messages = layers * ((3.0 + again) * (fsdp * context > 1) + (data > 1))
-        # A layer and pass has two exchanges over `tensor`, and four over `context`: queries, keys, values, outputs.
-        latencies = layers * passes * (2 * (tensor > 1) + 4 * (context > 1)) * known.large_message_latency
+        # A layer and pass has two exchanges over `tensor`, one of them for a dense feed-forward layer, and four over
+        # `context`: queries, keys, values, outputs.
+        moves = self._expert_moves
+        latencies = layers * passes * ((1 if moves else 2) * (tensor > 1) + 4 * (context > 1))
+        latencies += layers * moves * ((tensor > 1) + (fsdp > 1))
         # `tensor` stays inside a node; `context` is the innermost axis of the mesh.
-        exposed = latencies + volumes.tensor / (sheet.node_link_bytes_per_second * known.large_message_share)
-        exposed += volumes.context / least.rate(sheet, context, *shares)
+        exposed = latencies * known.large_message_latency
+        exposed += volumes.tensor / (sheet.node_link_bytes_per_second * known.large_message_share)
+        exposed += volumes.context / least.rate(sheet, context, *shares) + volumes.experts / along_fsdp
         return hidden + messages * known.large_message_latency, exposed

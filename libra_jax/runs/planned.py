@@ -44,6 +44,7 @@ SHARED = (
     "coordinator.groups_per_step",
     "coordinator.max_staleness",
     "model.logits_chunk",
+    "model.lora",
     "model.remat",
     "planner.compiled",
     "planner.degrees",
@@ -351,7 +352,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
     drawn = scripts.reshaped(drawn, asked.wanted)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
-    model, slots = run.simulation.cost_model(), run.simulation.slots
+    model, slots = run.simulation.cost_model(run.model.lora), run.simulation.slots
     if asked.lengths:
         run = _limited(run, max(script.context_tokens for script in drawn), asked)
     if (named or asked.lengths) and not SLOTS & asked.given:

@@ -18,9 +18,9 @@ adds rollout and training. In the limit of many steps it is max(work / capacity,
 choose the groups of the first eta + 1 batches, so for them only what holds for every choice is used.
 
 Work is a lower bound on device-seconds. An engine step has b requests, p prefilled tokens and C tokens of context. It
-lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py), where R is the time to read the weights and k the
-arithmetic of a token. Slots bound b by S, and the key-value cache bounds C by K. So for all theta and phi in [0, 1] the
-step lasts at least `b x + p z + C y` with
+lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py), where R is the time to read the weights (of
+experts, those that one token takes) and k the arithmetic of a token. Slots bound b by S, and the key-value cache bounds
+C by K. So for all theta and phi in [0, 1] the step lasts at least `b x + p z + C y` with
 
   z = theta k + collectives of a token in the largest step
   x = z + phi F / S,    y = c + (1 - phi) F / K,    F = (1 - theta) R + overhead,
@@ -79,7 +79,7 @@ def lower_bound(
     config: configuration.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
 ) -> Bound:
     """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`."""
-    limits, model, devices = config.coordinator, simulation.cost_model(), simulation.train_devices
+    limits, model, devices = config.coordinator, simulation.cost_model(config.model.lora), simulation.train_devices
     slots: dict[int, int] = {}  # the most of any instance of each degree
     given = zip(config.rollout.tensor_parallel, simulation.slots or config.rollout.instance_slots, strict=True)
     for degree, most in given:
@@ -187,7 +187,7 @@ def token_shares(
     chunk, overhead = model.coefficients.chunk_tokens, model.coefficients.step_overhead
     largest = slots + chunk
     prefill = theta * model.token_seconds(degree) + model.collective_seconds(degree, largest) / largest
-    fixed = (1 - theta) * model.reading_seconds(degree) + overhead
+    fixed = (1 - theta) * model.reading_seconds(degree, 1.0) + overhead
     decode = prefill + phi * fixed / slots
     context = model.context_seconds(degree) + (1 - phi) * fixed / model.kv_tokens(degree)
     return degree * decode, degree * prefill, degree * context

@@ -74,7 +74,11 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
     # Making each scheduler checks its settings.
     for policy in policies:
-        _scheduler(with_policy(run, policy), costs.SchedulingCosts(run.simulation.cost_model()), lambda request: 0)
+        _scheduler(
+            with_policy(run, policy),
+            costs.SchedulingCosts(run.simulation.cost_model(run.model.lora)),
+            lambda request: 0,
+        )
     # A trace sets the steps: those in which each of its prompts is replayed `passes` times, the last step in part.
     if isinstance(work, traces.Replay) and run.workload.passes:
         steps = -(-len(work.prompts) * run.workload.passes // run.coordinator.groups_per_step)

@@ -228,7 +228,7 @@ class Trainer:
         """Gathers the snapshot."""
         await self._called("stage_weights")
         await asyncio.sleep(self.model.gather_seconds(self.devices))
-        return protocols.WeightChunk(policy_version, index, 1, (), self.model.weight_bytes, {"kind": "simulated"})
+        return protocols.WeightChunk(policy_version, index, 1, (), self.model.sync_bytes, {"kind": "simulated"})
 
     async def close_weights(self, policy_version: int) -> None:
         """Does nothing: a snapshot holds no memory here."""

@@ -215,7 +215,7 @@ class TrainingSide(protocols.TrainingSide):
         await self._take(self.slowdown * (training + sending))
         self.channels.send(self.worker, self._generation, batch.policy_version, mine)
         seconds = asyncio.get_running_loop().time() - began
-        return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self.model.weight_bytes}
+        return {"seconds": seconds, "micro_batches": counted(mine, lengths), "bytes": 2.0 * self.model.sync_bytes}
 
     async def leave(self) -> None:
         """Drops the version and the membership generation."""

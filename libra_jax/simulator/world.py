@@ -21,6 +21,7 @@ from libra_jax import protocols
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import rollouts
 from libra_jax.coordinator import run as coordinator
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
 from libra_jax.scheduling import baselines
@@ -71,14 +72,14 @@ class SimulationConfig:
         )
         configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
 
-    def cost_model(self) -> costs.CostModel:
-        """Returns the costs of this cluster.
+    def cost_model(self, lora: configuration.LoraConfig) -> costs.CostModel:
+        """Returns the costs of this cluster, for a model with this adapter.
 
         Raises:
-          ConfigError: there is no such sheet or preset.
+          ConfigError: there is no such sheet or preset, or the model cannot have the adapter.
         """
-        shape = model_config.load_preset(self.model, "simulation.model")
-        return costs.CostModel(hardware.sheet(self.hardware), shape, self.coefficients)
+        shape = adapters.adapted(model_config.load_preset(self.model, "simulation.model"), lora)
+        return costs.CostModel(hardware.sheet(self.hardware), shape, self.coefficients, merged=lora.sync == "merge")
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,11 @@ def run(
     """
     # Before anything is made: a setting that nobody would read must not pass in silence.
     _check(config, simulation)
-    model, parts, recorder = model or simulation.cost_model(), parts or Parts(), recorder or results.StepRecorder()
+    model, parts, recorder = (
+        model or simulation.cost_model(config.model.lora),
+        parts or Parts(),
+        recorder or results.StepRecorder(),
+    )
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
     fleet = engine.Fleet(config, simulation.slots, model, simulation.warm_seconds)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B"))
+SPARSE = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-30B-A3B"))
 DEGREES = st.sampled_from([1, 2, 4, 8])
 
 
@@ -73,3 +79,45 @@ def test_moving_costs_a_prefill_or_a_transfer_whichever_is_less():
     assert prefill.move_seconds(None, target, 8000) == prefill.move_seconds("engine-1", target, 8000) == 0.0
     assert prefill.move_seconds("engine-0", target, 8000) == MODEL.prefill_seconds(4, 8000)
     assert transfer.move_seconds("engine-0", target, 8000) == 8000 * 163_840 / (4 * 25e9 * 0.8)
+
+
+def test_sizes_of_qwen3_30b_a3b():
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert SPARSE.parameters == 30_532_122_624
+    assert SPARSE.expert_parameters == experts
+    assert SPARSE.active_parameters == SPARSE.parameters - experts * 120 // 128 == 3_353_032_704
+    assert MODEL.active_parameters == MODEL.parameters
+    # Every expert has its place in memory, and in a weight sync.
+    assert SPARSE.kv_tokens(2) == int((2 * (80e9 * 0.9 - 4e9) - 2 * SPARSE.parameters) / (2 * 48 * 4 * 128 * 2))
+    assert SPARSE.sync_bytes == SPARSE.weight_bytes == 2 * SPARSE.parameters
+    assert SPARSE.load_seconds(4) == pytest.approx(2 * SPARSE.parameters / (4 * 25e9 * 0.8) + 0.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64])
+def test_distinct_experts_agree_with_drawn_ones(tokens):
+    drawn = np.random.default_rng(0).random((500, tokens, 128)).argsort(axis=-1)[..., :8]
+    counted = np.mean([len(np.unique(one)) for one in drawn])
+    assert SPARSE.distinct_experts(tokens) == pytest.approx(counted, rel=0.01)
+
+
+def test_a_decode_step_reads_only_the_experts_that_its_requests_take():
+    dense, rate = SPARSE.parameters - SPARSE.expert_parameters, 2.039e12 * 0.7
+    one = 2 * (dense + SPARSE.expert_parameters * 8 / 128) / rate
+    assert SPARSE.fixed_seconds(1, 1) == pytest.approx(one + 3e-3)
+    assert SPARSE.fixed_seconds(1, 512) == pytest.approx(2 * SPARSE.parameters / rate + 3e-3)
+    assert SPARSE.fixed_seconds(1, 1) < SPARSE.fixed_seconds(1, 8) < SPARSE.fixed_seconds(1, 64)
+
+
+def test_arithmetic_counts_the_experts_of_a_token():
+    assert SPARSE.token_seconds(2) == pytest.approx(2 * SPARSE.active_parameters / (2 * 312e12 * 0.5))
+    single = 6 * SPARSE.active_parameters * 1e6 / (24 * 312e12 * 0.4)
+    assert SPARSE.train_seconds([1] * 10**6, 24) == pytest.approx(single, rel=1e-4)
+
+
+def test_a_weight_sync_sends_the_adapter_or_the_merged_weights():
+    shape = adapters.adapted(MODEL.shape, configuration.LoraConfig(rank=8))
+    alone = dataclasses.replace(MODEL, shape=shape)
+    assert alone.sync_bytes == 2 * adapters.parameter_count(shape) < 0.02 * MODEL.sync_bytes
+    assert alone.load_seconds(2) < MODEL.load_seconds(2)
+    assert dataclasses.replace(alone, merged=True).sync_bytes == MODEL.sync_bytes
+    assert alone.kv_tokens(2) == MODEL.kv_tokens(2)

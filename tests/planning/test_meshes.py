@@ -8,11 +8,14 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, meshes, programs
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-8B", "model"))
+SPARSE = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-30B-A3B", "model"))
 TRAINER = meshes.Trainer(lengths=(8_192, 32_768))
 LENGTHS = st.lists(st.integers(2, 30_000), min_size=1, max_size=60)
 
@@ -126,3 +129,77 @@ def test_a_compiled_mesh_takes_its_memory_and_communication_from_the_program():
     assert after.mesh(1, 8, 1) == before.mesh(1, 8, 1)
     other = meshes.Training(MODEL, lengths, dataclasses.replace(known, rows=16))
     assert other.memory_bytes(1, 4, 2) != case.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows", "row_tokens", "over_fsdp", "over_tensor", "memory"),
+    [
+        ((1, 16, 1), 16, 8_192, 128.7e9, 0.0, 44.1e9),
+        ((1, 8, 2), 16, 8_192, 65.8e9, 75.1e9, 43.7e9),
+        ((2, 4, 4), 8, 40_960, 31.92e9, 158.48e9, 45.2e9),
+    ],
+)
+def test_experts_cost_what_compiled_programs_count(mesh, rows, row_tokens, over_fsdp, over_tensor, memory):
+    """Programs for H100s with remat full, by launch/compile.py (docs/results/experts.md, published_sizes.md)."""
+    made, (data, fsdp, _) = meshes.Training(SPARSE, [2], meshes.Trainer((row_tokens,), rows=rows)), mesh
+    volumes = made.volumes(*mesh, rows // (data * fsdp) * row_tokens)
+    assert volumes.fsdp + volumes.experts == pytest.approx(over_fsdp, rel=0.15)
+    assert volumes.tensor == pytest.approx(over_tensor, rel=0.15)
+    assert volumes.total - volumes.data == pytest.approx(over_fsdp + over_tensor, rel=0.05)
+    assert made.memory_bytes(*mesh) == pytest.approx(memory, rel=0.05)
+
+
+def test_experts_compute_what_compiled_programs_count():
+    """1.32 times 6ND + attention, with N the parameters that multiply a token and remat full."""
+    free = dataclasses.replace(SPARSE.sheet, node_link_bytes_per_second=1e30, network_bytes_per_second=1e30)
+    known = dataclasses.replace(SPARSE.coefficients, large_message_latency=0.0)
+    trainer, lengths = meshes.Trainer((8_192,), rows=16), [8_193] * 256
+    made = meshes.Training(dataclasses.replace(SPARSE, sheet=free, coefficients=known), lengths, trainer)
+    ideal = costs.train_flops(SPARSE.shape, model_config.multiplied_parameter_count(SPARSE.shape), [8_192] * 256)
+    assert made.seconds(1, 16, 1) * 16 * free.flops * 0.4 / ideal == pytest.approx(1.32, rel=0.15)
+
+
+def test_tokens_for_experts_hide_behind_nothing():
+    slow, fast = (
+        dataclasses.replace(SPARSE, sheet=dataclasses.replace(SPARSE.sheet, network_bytes_per_second=rate))
+        for rate in (50e9, 100e9)
+    )
+    made = meshes.Training(slow, [8_193] * 32, meshes.Trainer((8_192,), rows=16))
+    saved = made.seconds(1, 16, 1) - made.costing(fast).seconds(1, 16, 1)
+    tokens = 2 * made.volumes(1, 16, 1, 8_192).experts  # two micro-batches
+    assert saved == pytest.approx(tokens / (0.8 * 50e9) - tokens / (0.8 * 100e9), rel=1e-6)
+
+
+def test_a_mesh_divides_the_experts_or_is_refused():
+    made = meshes.Training(SPARSE, [8_193] * 512, meshes.Trainer((8_192,)))
+    assert all(128 % mesh.fsdp == 0 for mesh in made.front(192))
+    wide = dataclasses.replace(SPARSE, shape=dataclasses.replace(SPARSE.shape, num_experts=120))
+    with pytest.raises(protocols.ConfigError, match="fsdp a divisor of 2048 and of 120 experts"):
+        meshes.check_fits(wide, meshes.Trainer((8_192,)), (1, 16, 1), "trainer")
+
+
+def test_experts_of_a_compiled_mesh_take_longer_with_more_columns():
+    """The program's bytes over `fsdp` are those of its longest rows; shorter rows move fewer tokens."""
+    parts = (programs.Traffic(("fsdp",), 16, 500, 128.7e9),)
+    program = programs.Program(9e9, 9e9, parts, 1e12, 0, 0, 0, (), (), 1.0)
+    sizes = "h100", 1, 16, 1, 16, 32_768, True, "full", 38e9, 8e9
+    case = programs.Case("a", SPARSE.parameters, *sizes, {"policy": program})
+    made = meshes.Training(SPARSE, [8_193] * 16, meshes.Trainer((8_192, 32_768), rows=16, compiled=(case,)))
+    seconds = [made._collective_seconds(1, 16, 1, columns, case) for columns in (8_192, 32_768)]
+    assert sum(seconds[1]) == pytest.approx(128.7e9 / (0.8 * 50e9) + 500 * 40e-6)
+    assert seconds[0][1] == pytest.approx(seconds[1][1] / 4)
+
+
+def test_an_adapter_saves_gradients_updates_and_bytes():
+    shape = adapters.adapted(MODEL.shape, configuration.LoraConfig(rank=8))
+    adapted = dataclasses.replace(MODEL, shape=shape)
+    lengths, trainer = [8_193] * 64, meshes.Trainer((8_192,), rows=8, remat="none")
+    whole = meshes.Training(MODEL, lengths, trainer)
+    light = meshes.Training(adapted, lengths, dataclasses.replace(trainer, frozen_bytes=2))
+    # Frozen weights have no gradient: 2 of 3 products are left, and attention takes as long as before.
+    assert light.seconds(1, 8, 1) / whole.seconds(1, 8, 1) == pytest.approx(
+        adapted.train_seconds([8_192] * 64, 8) / MODEL.train_seconds([8_192] * 64, 8), rel=0.05
+    )
+    # Two gathers in bfloat16 are left of two and a sum in float32.
+    assert light.volumes(1, 8, 1, 8_192).fsdp == pytest.approx(whole.volumes(1, 8, 1, 8_192).fsdp / 2, rel=0.02)
+    assert light.volumes(2, 8, 1, 8_192).data < 0.02 * whole.volumes(2, 8, 1, 8_192).data

@@ -81,7 +81,7 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
         worker = training_side.TrainingSide(
             "a",
             devices=1,
-            model=types.SimpleNamespace(load_seconds=lambda _: 0.0, weight_bytes=0),
+            model=types.SimpleNamespace(load_seconds=lambda _: 0.0, sync_bytes=0),
             channels=channels,
             train_seconds=sum,
             masks=masks,

@@ -146,3 +146,16 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(changes, simulation
     )
     with pytest.raises(protocols.ConfigError, match=sentence):
         doubles.simulate(changed)
+
+
+def test_a_run_that_syncs_an_adapter_is_shorter_than_one_that_merges_it():
+
+    alone, merged = (
+        doubles.run_config(model={"lora": {"rank": 8, "sync": sync}}, coordinator={"max_staleness": 0})
+        for sync in ("adapter", "merge")
+    )
+    seconds = [sum(doubles.simulate(config).step_seconds) for config in (alone, merged)]
+    model = doubles.SIMULATION.cost_model(alone.model.lora)
+    assert model.sync_bytes < 0.02 * model.weight_bytes
+    # Each step ends with a sync, which is all that differs.
+    assert 0 < seconds[1] - seconds[0] < alone.steps * model.weight_bytes / 1e9

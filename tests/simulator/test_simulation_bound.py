@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.models import config as model_config
 from libra_jax.simulator import bound, scripts
 
 
@@ -61,6 +62,7 @@ def test_the_bound_is_tight_where_one_attempt_has_the_machines_to_itself(eta):
     assert least.path_seconds > 40.0
 
 
+@pytest.mark.parametrize("preset", ["Qwen3-0.6B", "Qwen3-30B-A3B"])
 @given(
     degree=st.sampled_from((1, 2, 4, 8)),
     slots=st.integers(1, 128),
@@ -70,10 +72,12 @@ def test_the_bound_is_tight_where_one_attempt_has_the_machines_to_itself(eta):
     theta=st.floats(0.0, 1.0),
     phi=st.floats(0.0, 1.0),
 )
-def test_shares_never_add_up_to_more_than_the_step_they_share(degree, slots, filled, prefill, context, theta, phi):
-    model = doubles.model()
+def test_shares_never_add_up_to_more_than_the_step_they_share(
+    preset, degree, slots, filled, prefill, context, theta, phi
+):
+    model = dataclasses.replace(doubles.model(), shape=model_config.load_preset(preset))
     decode, new, each = bound.token_shares(model, degree, slots, theta, phi)
-    decoding, tokens = round(filled * slots), context * model.kv_tokens(degree)
+    decoding, tokens = max(1, round(filled * slots)), context * model.kv_tokens(degree)
     step = model.fixed_seconds(degree, decoding, prefill) + model.context_seconds(degree) * tokens
     assert decoding * decode + prefill * new + tokens * each <= degree * step * (1 + 1e-9)
 
