@@ -19,9 +19,13 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 """Supported values of `model_type`, each with its class name in `architectures`."""
+
+QWEN2 = ("qwen2", "qwen2_moe")
+"""Architectures with biases on queries, keys and values, and none on the output."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _PRESETS = pathlib.Path(__file__).parent / "presets"
@@ -90,7 +94,7 @@ class TransformerConfig:
     """The shape of a decoder-only transformer: the fields of config.json under this project's names.
 
     Attributes:
-      architecture: "llama", "qwen2", "qwen3" or "qwen3_moe".
+      architecture: "llama", "qwen2", "qwen3", "qwen2_moe" or "qwen3_moe".
       vocab_size: rows of the embedding table.
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated feed-forward layer; with experts, no layer has it.
@@ -114,6 +118,7 @@ class TransformerConfig:
       experts_per_token: experts that each token takes.
       expert_intermediate_size: width of an expert.
       normalize_expert_shares: the shares of a token's experts sum to 1.
+      shared_expert_intermediate_size: width of the expert that every token takes, too; 0 for none.
       adapter: adapters on the model; None without. No field of config.json.
     """
 
@@ -141,6 +146,7 @@ class TransformerConfig:
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     normalize_expert_shares: bool = False
+    shared_expert_intermediate_size: int = 0
     adapter: AdapterConfig | None = None
 
     @property
@@ -182,8 +188,8 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         raise DataError(f"{source}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}.")
     head_dim = _head_dim(values, architecture, sizes["hidden_size"], heads, source)
     bias = bool(values.get("attention_bias", False))
-    defaults = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768}
-    max_positions = int(values.get("max_position_embeddings") or defaults[architecture])
+    # The defaults of transformers' configs.
+    max_positions = int(values.get("max_position_embeddings") or (2048 if architecture == "llama" else 32768))
     rope = _rope_from_hf(values, max_positions, source)
     if rope.kind == "yarn":
         # Model cards add yarn and leave max_position_embeddings unchanged, but vLLM expects the stretched value.
@@ -202,8 +208,8 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         rope=rope,
         # Qwen2 always has query, key and value biases and never an output bias; its config.json does not say so.
-        qkv_bias=architecture == "qwen2" or bias,
-        output_bias=architecture != "qwen2" and bias,
+        qkv_bias=bool(values.get("qkv_bias", True)) if architecture in QWEN2 else bias,
+        output_bias=architecture not in QWEN2 and bias,
         mlp_bias=architecture == "llama" and bool(values.get("mlp_bias", False)),
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
@@ -211,7 +217,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         pad_token_id=values.get("pad_token_id"),
         initializer_range=float(values.get("initializer_range", 0.02)),
-        **(_experts_from_hf(values, source) if architecture == "qwen3_moe" else {}),
+        **(_experts_from_hf(values, source) if architecture.endswith("_moe") else {}),
     )
 
 
@@ -247,8 +253,13 @@ def to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if config.architecture != "qwen2":
+    if config.architecture not in QWEN2:
         values["attention_bias"] = config.qkv_bias
+    if config.shared_expert_intermediate_size:
+        values |= {
+            "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+            "qkv_bias": config.qkv_bias,
+        }
     if config.num_experts:
         values |= {
             "num_experts": config.num_experts,
@@ -326,6 +337,8 @@ def parameter_count(config: TransformerConfig) -> int:
     layer = 2 * width + width * (2 * query + 2 * kv) + 3 * width * ffn
     if config.num_experts:
         layer += 3 * width * (config.num_experts * config.expert_intermediate_size - ffn) + width * config.num_experts
+    if config.shared_expert_intermediate_size:
+        layer += 3 * width * config.shared_expert_intermediate_size + width  # and its gate
     # Biases and per-head norms, where the architecture has them.
     layer += (query + 2 * kv) * config.qkv_bias + width * config.output_bias
     layer += (2 * ffn + width) * config.mlp_bias + 2 * config.head_dim * config.qk_norm
@@ -380,6 +393,7 @@ def _experts_from_hf(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     # transformers 5 writes num_local_experts, which transformers 4 and vLLM call num_experts.
     named = "num_experts" if "num_experts" in values else "num_local_experts"
     count, taken = _positive(values, named, source), _positive(values, "num_experts_per_tok", source)
+    shared = "shared_expert_intermediate_size"
     if taken > count:
         raise DataError(f"{source}: num_experts_per_tok = {taken} is more than {named} = {count}.")
     if values.get("mlp_only_layers") or int(values.get("decoder_sparse_step") or 1) != 1:
@@ -392,6 +406,7 @@ def _experts_from_hf(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         "experts_per_token": taken,
         "expert_intermediate_size": _positive(values, "moe_intermediate_size", source),
         "normalize_expert_shares": bool(values.get("norm_topk_prob", False)),
+        "shared_expert_intermediate_size": _positive(values, shared, source) if values.get(shared) else 0,
     }
 
 

@@ -73,6 +73,7 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
         # No layer has columns of `intermediate_size`.
         del splits["tensor"]["intermediate_size"]
         splits["tensor"]["moe_intermediate_size"] = config.expert_intermediate_size
+        splits["tensor"]["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
         splits["fsdp"]["num_experts"] = config.num_experts
     for axis, sizes in splits.items():
         ways = mesh_shape.get(axis, 1)

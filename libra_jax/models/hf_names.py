@@ -109,6 +109,11 @@ def weight_map(config: model_config.TransformerConfig) -> tuple[HfEntry, ...]:
         shapes["mlp", "gate", "weight"] = (experts, width)
         for name, shape in (("gate_proj", (ffn, width)), ("up_proj", (ffn, width)), ("down_proj", (width, ffn))):
             shapes["mlp", "experts", name, "weight"] = (experts, *shape)
+        if shared := config.shared_expert_intermediate_size:
+            for name in ("gate_proj", "up_proj"):
+                shapes["mlp", "shared_expert", name, "weight"] = (shared, width)
+            shapes["mlp", "shared_expert", "down_proj", "weight"] = (width, shared)
+            shapes["mlp", "shared_expert_gate", "weight"] = (1, width)
     else:
         for name in ("gate_proj", "up_proj"):
             linear("mlp", name, width, ffn, config.mlp_bias)

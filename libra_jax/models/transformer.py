@@ -222,8 +222,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
-        width, ffn, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs, columns: int | None = None) -> None:
+        """Makes the layer; `columns` replaces the model's `intermediate_size`."""
+        width, ffn, bias = config.hidden_size, columns or config.intermediate_size, config.mlp_bias
         on = functools.partial(_adapter_on, config)
         self.gate_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("gate_proj"))
         self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("up_proj"))
@@ -254,13 +255,21 @@ class Experts(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """The router and the experts of a layer (Qwen3-MoE, arXiv 2505.09388; routing as in arXiv 1701.06538)."""
+    """The router and the experts of a layer (Qwen3-MoE, arXiv 2505.09388; routing as in arXiv 1701.06538).
+
+    With a shared expert (Qwen2-MoE, arXiv 2407.10671, section 2.2.2), every token takes that one, too, times a gate of
+    its own.
+    """
 
     def __init__(self, config: model_config.TransformerConfig, rngs: nnx.Rngs) -> None:
         self.gate = Linear(config.hidden_size, config.num_experts, False, ("router", "embed"), rngs)
         self.experts = Experts(config, rngs)
         self.experts_per_token = config.experts_per_token
         self.normalize = config.normalize_expert_shares
+        shared = config.shared_expert_intermediate_size
+        self.shared_expert = MLP(config, rngs, shared) if shared else None
+        # One column, which no axis splits.
+        self.shared_expert_gate = Linear(config.hidden_size, 1, False, ("router", "embed"), rngs) if shared else None
 
     def __call__(
         self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences
@@ -270,7 +279,11 @@ class SparseMLP(nnx.Module):
         of = self.experts
         weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
-        return experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights), losses
+        mixed_BxTxD = experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            shared_BxTxD, _ = self.shared_expert(x_BxTxD, given, sequences)
+            mixed_BxTxD += jax.nn.sigmoid(self.shared_expert_gate(x_BxTxD)) * shared_BxTxD
+        return mixed_BxTxD, losses
 
 
 class DecoderLayer(nnx.Module):

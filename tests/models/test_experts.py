@@ -35,6 +35,21 @@ def make_sparse(make_reference):
     return make
 
 
+@pytest.fixture(scope="module")
+def shared(make_reference):
+    """A Qwen2-MoE of transformers: with a shared expert, its gate, and biases."""
+    return make_reference(
+        "qwen2_moe",
+        False,
+        "small",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        vocab_size=96,
+    )
+
+
 def _tokens(config, rows=2, length=59):
     return np.random.default_rng(3).integers(0, config.vocab_size, (rows, length)).astype(np.int32)
 
@@ -74,6 +89,30 @@ def test_logits_equal_transformers_both_ways(make_sparse, tmp_path, count, taken
     np.testing.assert_array_equal(_torch_logits(again.eval(), tokens), expected)
     reloaded = hf.load(tmp_path / "ours", model_config.read_directory(tmp_path / "ours"))
     jax.tree.map(np.testing.assert_array_equal, reloaded, params)
+
+
+def test_a_shared_expert_computes_what_it_does_in_transformers_both_ways_and_on_a_mesh(shared, tmp_path):
+    shared.save_pretrained(tmp_path / "theirs")
+    config = model_config.read_directory(tmp_path / "theirs")
+    assert (config.shared_expert_intermediate_size, config.qkv_bias, config.qk_norm) == (40, True, False)
+    assert model_config.parameter_count(config) == sum(leaf.numel() for leaf in shared.parameters())
+    params, tokens = hf.load(tmp_path / "theirs", config), _tokens(config)
+    expected = _torch_logits(shared, tokens)
+    np.testing.assert_allclose(_logits(params, config, tokens), expected, atol=1e-4, rtol=0)
+    hf.save(params, config, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    for name, leaf in again.state_dict().items():
+        np.testing.assert_array_equal(leaf, shared.state_dict()[name], err_msg=name)
+    loss, gradient = jax.jit(_step, static_argnums=0)(config, params, *_batch())
+    mesh = jax.make_mesh((1, 2, 2, 1), AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        step = jax.jit(_step, static_argnums=0, out_shardings=(None, transformer.shardings(config, mesh)))
+        placed = jax.device_put(params, transformer.shardings(config, mesh))
+        rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+        got_loss, got = step(config, placed, *jax.device_put(_batch(), rows))
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
 
 
 def _batch(rows=8, length=24):
