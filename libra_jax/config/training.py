@@ -259,14 +259,15 @@ class TrainerConfig:
         check(self.peak_flops >= 0, "trainer.peak_flops", f"must not be negative, not {self.peak_flops}")
         lengths = (self.row_tokens, *self.row_buckets)
         check(list(lengths) == sorted(set(lengths)), "trainer.row_buckets", "must ascend and exceed row_tokens")
+        parts, named = self.context * self.tensor, f"tensor = {self.tensor}"
+        if self.context > 1:
+            named = f"context x tensor = {self.context} x {self.tensor}"
         for length in lengths:
             name = "row_tokens" if length == self.row_tokens else "row_buckets"
             check(
-                length % (self.context * self.tensor) == 0,
+                length % parts == 0,
                 f"trainer.{name}",
-                f"{length} does not divide over context x tensor = {self.context} x {self.tensor}"
-                if self.context > 1
-                else f"{length} does not divide over tensor = {self.tensor}",
+                f"{length} does not divide over {named}; take a multiple of {parts}",
             )
         shards = self.data * self.fsdp
         check(

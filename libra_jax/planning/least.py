@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from libra_jax.models import adapters, feasibility
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility
 from libra_jax.planning import hardware
 
 COMPUTE_BYTES = 2
@@ -131,19 +131,24 @@ def volumes(
     # Experts stay where they are, and tokens travel to them.
     experts = 3 * shape.num_layers * shape.num_experts * shape.hidden_size * shape.expert_intermediate_size / tensor
     layers -= experts
+    # Frozen weights under an adapter have no gradients.
+    trained = shape.adapter is None
     # The projection onto the vocabulary is gathered once, and its gradient sums over all tokens in float32. The lookup
     # needs no table, only the rows of its tokens, and sends their gradients back.
-    gathered = over_fsdp(layers, state, 2, COMPUTE_BYTES) + over_fsdp(tables, state, 1, SUM_BYTES)
-    gathered += 2 * COMPUTE_BYTES * columns * shape.hidden_size / tensor * share(state)
+    gathered = over_fsdp(layers, state, 2, COMPUTE_BYTES * trained) + over_fsdp(tables, state, 1, SUM_BYTES * trained)
+    gathered += (1 + trained) * COMPUTE_BYTES * columns * shape.hidden_size / tensor * share(state)
     if shape.num_experts:
         # To each other device that holds an expert of theirs, of experts that are taken equally often: the input and
         # the sum in the forward pass; the input again, its gradient and the sum's in the backward pass.
         copies = (fsdp - 1) * (1 - (1 - 1 / fsdp) ** shape.experts_per_token)
         gathered += 5 * shape.num_layers * copies * columns * shape.hidden_size / tensor * COMPUTE_BYTES
         # Over `context`, the weights of a device's experts travel instead.
-        gathered += over_fsdp(experts / fsdp, context, 2, COMPUTE_BYTES)
-    reduced = over_data((layers + experts) / state, data, COMPUTE_BYTES)
-    reduced += over_data(tables / state, data, SUM_BYTES) * (1 if shape.tie_word_embeddings else 2)
+        gathered += over_fsdp(experts / fsdp, context, 2, COMPUTE_BYTES * trained)
+    reduced = over_data((layers + experts) / state, data, COMPUTE_BYTES * trained)
+    reduced += over_data(tables / state, data, SUM_BYTES * trained) * (1 if shape.tie_word_embeddings else 2)
+    # The adapter's own parameters, as those of other layers.
+    gathered += over_fsdp(adapters.parameter_count(shape), state, 2, COMPUTE_BYTES)
+    reduced += over_data(adapters.parameter_count(shape) / state, data, COMPUTE_BYTES)
     # Two gathers and two scatters a layer and pass, and two gathers more in the backward pass: the inputs of the
     # projections are kept split. The projection onto the vocabulary gathers its input in each pass and scatters its
     # gradient; the lookup scatters its output and gathers its gradient.

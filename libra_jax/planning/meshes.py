@@ -119,18 +119,13 @@ class Trainer:
             context=run.trainer.context,
         )
 
-    def case(self, parameters: int, mesh: tuple[int, int, int]) -> programs.Case | None:
-        """Returns what was compiled for a mesh (data, fsdp, tensor), or None.
-
-        Args:
-          parameters: parameters of the model.
-          mesh: sizes of data, fsdp and tensor.
-        """
-        micro_batch = self.rows, self.lengths[-1], self.packed
-        wanted = (parameters, mesh, *micro_batch, self.remat, self.reference_bytes > 0, self.context)
+    def case(self, model: costs.CostModel, mesh: tuple[int, int, int]) -> programs.Case | None:
+        """Returns what was compiled for a model and a mesh (data, fsdp, tensor), or None."""
+        sizes = model.parameters, adapters.parameter_count(model.shape), mesh, self.context
+        wanted = (*sizes, self.rows, self.lengths[-1], self.packed, self.remat, self.reference_bytes > 0)
         for case in self.compiled:
-            micro_batch = case.rows, case.row_tokens, case.packed
-            if (case.parameters, case.mesh, *micro_batch, case.remat, case.reference, case.context) == wanted:
+            sizes = case.parameters, case.adapter_parameters, case.mesh, case.context
+            if (*sizes, case.rows, case.row_tokens, case.packed, case.remat, case.reference) == wanted:
                 return case
         return None
 
@@ -223,7 +218,7 @@ class Training:
 
     def memory_bytes(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the bytes on each device."""
-        if (case := self._trainer.case(self._model.parameters, (data, fsdp, tensor))) is not None:
+        if (case := self._trainer.case(self._model, (data, fsdp, tensor))) is not None:
             return case.memory_bytes
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
         state = float((MASTER_BYTES + trainer.reference_bytes) * self._model.parameters)
@@ -245,7 +240,7 @@ class Training:
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
-        case = self._trainer.case(self._model.parameters, (data, fsdp, tensor))
+        case = self._trainer.case(self._model, (data, fsdp, tensor))
         known, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))

@@ -138,6 +138,7 @@ class Case:
       programs: the compiled programs by name: "policy" is the gradient of a micro-batch; "apply"; "score".
       reference: the state holds a frozen reference model.
       context: ways that the tokens of a row are split.
+      adapter_parameters: parameters of the adapter, on frozen weights; 0 without one.
     """
 
     model: str
@@ -155,6 +156,7 @@ class Case:
     programs: Mapping[str, Program]
     reference: bool = False
     context: int = 1
+    adapter_parameters: int = 0
 
     @property
     def mesh(self) -> tuple[int, int, int]:

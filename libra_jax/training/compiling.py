@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from libra_jax import config as config_lib
+from libra_jax.models import adapters, experts
 from libra_jax.models import config as model_config
-from libra_jax.models import experts
 from libra_jax.planning import compiled, programs
 from libra_jax.training import learner, step, topology
 from libra_jax.training import state as state_lib
@@ -94,6 +94,7 @@ def case(
         programs=found,
         reference=made.layout.state.reference is not None,
         context=trainer.context,
+        adapter_parameters=adapters.parameter_count(model),
     )
 
 

@@ -12,7 +12,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes, programs
+from libra_jax.planning import costs, hardware, least, meshes, programs
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-8B", "model"))
 SPARSE = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-30B-A3B", "model"))
@@ -203,3 +203,22 @@ def test_an_adapter_saves_gradients_updates_and_bytes():
     # Two gathers in bfloat16 are left of two and a sum in float32.
     assert light.volumes(1, 8, 1, 8_192).fsdp == pytest.approx(whole.volumes(1, 8, 1, 8_192).fsdp / 2, rel=0.02)
     assert light.volumes(2, 8, 1, 8_192).data < 0.02 * whole.volumes(2, 8, 1, 8_192).data
+
+
+def test_an_adapter_costs_what_its_compiled_program_counts():
+    """Qwen3-1.7B with rank 16 for 8 H100s, 8 rows of 8,192 tokens, remat full (launch/compile.py)."""
+    shape = adapters.adapted(model_config.load_preset("Qwen3-1.7B"), configuration.LoraConfig(rank=16))
+    trainer = meshes.Trainer((8_192,), rows=8, frozen_bytes=2)
+    made = meshes.Training(costs.CostModel(MODEL.sheet, shape), [2], trainer)
+    assert made.volumes(1, 8, 1, 8_192).total == pytest.approx(5.58e9, rel=0.15)
+    assert least.volumes(shape, 1, 8, 1, 8_192).total == pytest.approx(5.58e9, rel=0.03)
+    assert made.memory_bytes(1, 8, 1) == pytest.approx(3.9e9, rel=0.15)
+
+
+def test_a_program_compiled_without_an_adapter_is_not_taken_for_one_with_it():
+    shape = adapters.adapted(MODEL.shape, configuration.LoraConfig(rank=8))
+    program = programs.Program(9e9, 30e9, (), 1e12, 0, 0, 0, (), (), 1.0)
+    case = programs.Case("a", MODEL.parameters, "h100", 1, 8, 1, 8, 8_192, True, "full", 5e9, 1e9, {"policy": program})
+    trainer = meshes.Trainer((8_192,), rows=8, compiled=(case,))
+    assert trainer.case(MODEL, (1, 8, 1)) == case
+    assert trainer.case(dataclasses.replace(MODEL, shape=shape), (1, 8, 1)) is None
