@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, hf_names, transformer
+from libra_jax.models import hf, hf_names, layers, transformer
 from libra_jax.training import losses
 
 TOKENS = 512
@@ -70,7 +70,7 @@ def test_bfloat16_gradients_equal_float64_leaf_by_leaf(architecture, tied, make_
 
 def test_bias_gradient_of_a_long_row_is_a_float32_sum():
     tokens = 1 << 16
-    graph, state = nnx.split(transformer.Linear(2, 2, True, ("heads", "embed"), nnx.Rngs(params=0)))
+    graph, state = nnx.split(layers.Linear(2, 2, True, ("heads", "embed"), nnx.Rngs(params=0)))
 
     def total(state, x, weights):
         return (nnx.merge(graph, state)(x) * weights).sum(dtype=jnp.float32)
