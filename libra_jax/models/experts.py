@@ -1,9 +1,10 @@
 """The sparse feed-forward layer of Qwen3-MoE: a router, and experts of which each token takes a few.
 
-Experts are split over `fsdp` and their columns over `tensor`. Each device gathers the tokens of its `fsdp` group and
-computes its own experts' part of them. The parts are summed where the tokens came from, so weights stay where they are
-and no token is dropped. An all-to-all of 8 experts a token on 8 devices sends 5.3 copies of a token where this sends 7,
-but needs room for the most unbalanced batch, or drops tokens.
+Experts are split over `fsdp` and their columns over `tensor`. Weights stay where they are. Each device sends a token to
+the devices that hold one of its experts, once to each (all-to-all). Their parts of the sum come back the same way.
+
+An all-to-all has a fixed number of places, `HEADROOM` more than a batch needs whose experts are taken equally often. If
+a device has more tokens for another one, the devices of the group gather all tokens instead. So no token is dropped.
 
 Over `context`, tokens stay where they are. The width of the weights is split, and gathered for the layer, because the
 bytes of weights do not grow with the rows.
@@ -90,26 +91,64 @@ mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _forward(x: jax.Array, share: jax.Array, chosen: jax.Array, *weights: jax.Array) -> jax.Array:
-    x_BxTxD, share_BxTxK, chosen_BxTxK = _gathered(x), _gathered(share), _gathered(chosen)
-    own, tiles = _whole(weights, x.dtype), _tiles(chosen_BxTxK, weights[0].shape[0])
-    x_NxD, share_R = x_BxTxD.reshape(-1, x.shape[-1]), share_BxTxK.reshape(-1)
+    own, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen))
 
-    def add(total_NxD: jax.Array, tile: Tile) -> jax.Array:
-        hidden_MxF, *_ = _hidden(x_NxD[tile.token_M], own, tile.expert)
-        out_MxD = _times(hidden_MxF, own.down_ExDxF[tile.expert].T) * share_R[tile.row_M, None]
-        return total_NxD.at[tile.token_M].add(jnp.where(tile.valid_M[:, None], out_MxD, 0.0))
+    def compute(exchange: Exchange) -> jax.Array:
+        x_MxD, share_MxK = exchange.bring(tokens[0]), exchange.bring(tokens[1])
+        part_MxD = _mixed(x_MxD, share_MxK, exchange.bring_experts(tokens[2]), own, exchange.rows)
+        return exchange.take_back(part_MxD.astype(x.dtype))
 
-    total_NxD = _over_tiles(tiles, add, jnp.zeros(x_NxD.shape, jnp.float32))
-    return _scattered(total_NxD.astype(x.dtype).reshape(x_BxTxD.shape))
+    return _exchanged(tokens[2], own.gate_ExFxD.shape[0], compute).reshape(x.shape)
 
 
 def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the gradients of `x`, the shares and the weights, tile by tile with the hidden values computed again."""
+    """Returns the gradients of `x`, the shares and the weights."""
     *weights, grad = rest
-    x_BxTxD, share_BxTxK, chosen_BxTxK, grad_BxTxD = _gathered(x), _gathered(share), _gathered(chosen), _gathered(grad)
-    own, tiles = _whole(weights, x.dtype), _tiles(chosen_BxTxK, weights[0].shape[0])
-    x_NxD, grad_NxD = x_BxTxD.reshape(-1, x.shape[-1]), grad_BxTxD.reshape(-1, x.shape[-1])
-    share_R = share_BxTxK.reshape(-1)
+    own, tokens = _whole(weights, x.dtype), (_flat(x), _flat(share), _flat(chosen), _flat(grad))
+
+    def compute(exchange: Exchange) -> tuple[jax.Array, jax.Array, Weights]:
+        x_MxD, share_MxK, grad_MxD = (exchange.bring(tokens[place]) for place in (0, 1, 3))
+        brought = exchange.bring_experts(tokens[2])
+        x_grad_MxD, share_grad_MxK, grads = _mixed_gradients(x_MxD, share_MxK, brought, grad_MxD, own, exchange.rows)
+        return (
+            exchange.take_back(x_grad_MxD.astype(x.dtype)),
+            exchange.take_back(share_grad_MxK.astype(share.dtype)),
+            grads,
+        )
+
+    x_grad_NxD, share_grad_NxK, grads = _exchanged(tokens[2], own.gate_ExFxD.shape[0], compute)
+    scattered = map(collectives.reduce_scatter, grads, ("context",) * 3, _WIDTH)
+    return (
+        x_grad_NxD.reshape(x.shape),
+        share_grad_NxK.reshape(share.shape),
+        *(
+            collectives.sum_over(total, "data").astype(leaf.dtype)
+            for total, leaf in zip(scattered, weights, strict=True)
+        ),
+    )
+
+
+def _flat(x_BxTxD: jax.Array) -> jax.Array:
+    return x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
+
+
+def _mixed(x_MxD: jax.Array, share_MxK: jax.Array, chosen_MxK: jax.Array, own: Weights, rows: float) -> jax.Array:
+    """Returns this device's experts' part of the sum, float32 [tokens, D]."""
+    share_R = share_MxK.reshape(-1)
+
+    def add(total_MxD: jax.Array, tile: Tile) -> jax.Array:
+        hidden_MxF, *_ = _hidden(x_MxD[tile.token_M], own, tile.expert)
+        out_MxD = _times(hidden_MxF, own.down_ExDxF[tile.expert].T) * share_R[tile.row_M, None]
+        return total_MxD.at[tile.token_M].add(jnp.where(tile.valid_M[:, None], out_MxD, 0.0))
+
+    return _over_tiles(_tiles(chosen_MxK, own, rows), add, jnp.zeros(x_MxD.shape, jnp.float32))
+
+
+def _mixed_gradients(
+    x_NxD: jax.Array, share_NxK: jax.Array, chosen_NxK: jax.Array, grad_NxD: jax.Array, own: Weights, rows: float
+) -> tuple[jax.Array, jax.Array, Weights]:
+    """Returns the gradients of `_mixed`, float32, tile by tile with the hidden values computed again."""
+    share_R, dtype = share_NxK.reshape(-1), x_NxD.dtype
 
     def add(sums: tuple[jax.Array, jax.Array, Weights], tile: Tile) -> tuple[jax.Array, jax.Array, Weights]:
         x_grad_NxD, share_grad_R, weight_grads = sums
@@ -124,9 +163,9 @@ def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Arra
         share_grad_M = jnp.sum(back_MxF * hidden_MxF, axis=-1)
         activated_MxF, slope = jax.vjp(jax.nn.silu, gate_MxF)
         (gate_grad_MxF,) = slope(back_MxF * share_M * up_MxF)
-        gate_grad_MxF = gate_grad_MxF.astype(x.dtype)
-        up_grad_MxF = (back_MxF * share_M * activated_MxF).astype(x.dtype)
-        shared_MxD = (grad_MxD * share_M).astype(x.dtype)
+        gate_grad_MxF = gate_grad_MxF.astype(dtype)
+        up_grad_MxF = (back_MxF * share_M * activated_MxF).astype(dtype)
+        shared_MxD = (grad_MxD * share_M).astype(dtype)
         new = Weights(_times(gate_grad_MxF.T, in_MxD), _times(up_grad_MxF.T, in_MxD), _times(shared_MxD.T, hidden_MxF))
         in_grad_MxD = _times(gate_grad_MxF, gate_FxD) + _times(up_grad_MxF, up_FxD)
         return (
@@ -137,16 +176,8 @@ def _backward(x: jax.Array, share: jax.Array, chosen: jax.Array, *rest: jax.Arra
 
     zeros = jnp.zeros(x_NxD.shape, jnp.float32), jnp.zeros(share_R.shape, jnp.float32)
     empty = Weights(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in own))
-    x_grad_NxD, share_grad_R, weight_grads = _over_tiles(tiles, add, (*zeros, empty))
-    scattered = map(collectives.reduce_scatter, weight_grads, ("context",) * 3, _WIDTH)
-    return (
-        _scattered(x_grad_NxD.astype(x.dtype).reshape(x_BxTxD.shape)),
-        _scattered(share_grad_R.astype(share.dtype).reshape(share_BxTxK.shape)),
-        *(
-            collectives.sum_over(total, "data").astype(leaf.dtype)
-            for total, leaf in zip(scattered, weights, strict=True)
-        ),
-    )
+    x_grad_NxD, share_grad_R, weight_grads = _over_tiles(_tiles(chosen_NxK, own, rows), add, (*zeros, empty))
+    return x_grad_NxD, share_grad_R.reshape(share_NxK.shape), weight_grads
 
 
 def _whole(weights: Sequence[jax.Array], dtype: jnp.dtype) -> Weights:
@@ -160,15 +191,6 @@ def _whole(weights: Sequence[jax.Array], dtype: jnp.dtype) -> Weights:
     )
 
 
-def _gathered(x_BxTxD: jax.Array) -> jax.Array:
-    # Over `tensor` last: its devices are neighbours, and each has its own tokens to bring from the others' nodes.
-    return collectives.all_gather(collectives.all_gather(x_BxTxD, "fsdp", 0), "tensor", 1)
-
-
-def _scattered(x_BxTxD: jax.Array) -> jax.Array:
-    return collectives.reduce_scatter(collectives.reduce_scatter(x_BxTxD, "tensor", 1), "fsdp", 0)
-
-
 def _times(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the matrix product, summed in float32; factors have the dtype of `b`."""
     return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=jnp.float32)
@@ -178,6 +200,85 @@ def _hidden(in_MxD: jax.Array, own: Weights, expert: jax.Array) -> tuple[jax.Arr
     """Returns the hidden values of a tile's rows in the compute dtype, and their two factors in float32."""
     gate_MxF, up_MxF = (_times(in_MxD, leaf[expert].T) for leaf in (own.gate_ExFxD, own.up_ExFxD))
     return (jax.nn.silu(gate_MxF) * up_MxF).astype(in_MxD.dtype), gate_MxF, up_MxF
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Exchanges.
+# --------------------------------------------------------------------------------------------------------------------
+
+HEADROOM = 1.2
+"""Places of an all-to-all, as a multiple of those that tokens need whose experts are taken equally often."""
+
+OVERFLOW = "expert_overflow"
+"""Name of the branch that gathers all tokens in compiled programs (`planning.compiled`)."""
+
+
+class Exchange(NamedTuple):
+    """Brings tokens to the devices of their experts, and results back.
+
+    Attributes:
+      tokens: N, number of this device's tokens.
+      rows: of a device, for experts that are taken equally often: tokens x experts of a token.
+      slot_WxC: token that each place takes, for each of the W devices of the group; N for none. None: every device
+        gathers all tokens.
+    """
+
+    tokens: int
+    rows: float
+    slot_WxC: jax.Array | None
+
+    def bring(self, x_NxD: jax.Array, empty: int = 0) -> jax.Array:
+        """Returns the tokens that came to this device, [M, D], with `empty` in places without one."""
+        if self.slot_WxC is None:
+            x_MxD = collectives.all_gather(x_NxD, "fsdp", 0)
+        else:
+            padded = jnp.pad(x_NxD, ((0, 1), (0, 0)), constant_values=empty)
+            x_MxD = _flat(collectives.all_to_all(padded[self.slot_WxC], "fsdp", 0, 0))
+        # Over `tensor` last: its devices are neighbours, and each has its own tokens to bring from the others' nodes.
+        return collectives.all_gather(x_MxD, "tensor", 0)
+
+    def bring_experts(self, chosen_NxK: jax.Array) -> jax.Array:
+        """Returns the experts of the tokens that came, [M, K]; -1 in places without one."""
+        return self.bring(chosen_NxK, -1)
+
+    def take_back(self, part_MxD: jax.Array) -> jax.Array:
+        """Returns the sum of all devices' parts at each of this device's tokens, [N, D]."""
+        part_MxD = collectives.reduce_scatter(part_MxD, "tensor", 0)
+        if self.slot_WxC is None:
+            return collectives.reduce_scatter(part_MxD, "fsdp", 0)
+        part_WxCxD = part_MxD.reshape(*self.slot_WxC.shape, -1)
+        home_MxD = _flat(collectives.all_to_all(part_WxCxD, "fsdp", 0, 0))
+        total_NxD = jnp.zeros((self.tokens + 1, home_MxD.shape[-1]), jnp.float32)
+        return total_NxD.at[self.slot_WxC.reshape(-1)].add(home_MxD)[:-1].astype(part_MxD.dtype)
+
+
+def _exchanged(chosen_NxK: jax.Array, experts: int, compute: Callable[[Exchange], Carry]) -> Carry:
+    """Computes over an all-to-all if every token finds a place in it, else over all tokens.
+
+    Args:
+      chosen_NxK: the experts of this device's tokens.
+      experts: number of a device's experts.
+      compute: the devices of the group call it with the same kind of exchange.
+    """
+    (tokens, of_token), ways = chosen_NxK.shape, sharding.ways("fsdp")
+    rows = tokens * of_token * sharding.ways("tensor")
+    places = math.ceil(HEADROOM * tokens * (1 - (1 - 1 / ways) ** of_token))
+    everything = Exchange(tokens, rows, None)
+    if places >= tokens:
+        return compute(everything)
+    needs_NxW = (chosen_NxK[..., None] // experts == jnp.arange(ways)).any(axis=1)
+    place_NxW = jnp.where(needs_NxW, jnp.cumsum(needs_NxW, axis=0) - 1, places)
+    missing = jnp.sum(needs_NxW & (place_NxW >= places), dtype=jnp.int32)
+    # What finds no place falls into one more, which is cut off.
+    slot_WxC = jnp.full((ways, places + 1), tokens, jnp.int32)
+    slot_WxC = slot_WxC.at[jnp.arange(ways), jnp.minimum(place_NxW, places)].set(jnp.arange(tokens)[:, None])[:, :-1]
+
+    def overflow() -> Carry:
+        with jax.named_scope(OVERFLOW):
+            return compute(everything)
+
+    fits = collectives.sum_over(missing, "fsdp", "tensor") == 0
+    return jax.lax.cond(fits, lambda: compute(Exchange(tokens, rows, slot_WxC)), overflow)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -250,16 +351,23 @@ def balanced_iterations(rows: float, experts: int) -> float:
     return math.ceil((rows / tile_rows(rows, experts) + experts / 2) / TILES_AT_ONCE)
 
 
-def _tiles(chosen_BxTxK: jax.Array, experts: int) -> Tiles:
-    """Sorts the rows of this device's experts."""
-    own_R = chosen_BxTxK.reshape(-1) - collectives.first_index("fsdp", experts)
+def _tiles(chosen_MxK: jax.Array, own: Weights, rows: float) -> Tiles:
+    """Sorts the rows of this device's experts.
+
+    Args:
+      chosen_MxK: the experts of each token.
+      own: weights of this device's experts.
+      rows: of a device, for experts that are taken equally often.
+    """
+    experts = own.gate_ExFxD.shape[0]
+    own_R = chosen_MxK.reshape(-1) - collectives.first_index("fsdp", experts)
     own_R = jnp.where((own_R >= 0) & (own_R < experts), own_R, experts)  # behind all of its own
-    size = tile_rows(len(own_R) / sharding.ways("fsdp"), experts)
+    size = tile_rows(rows, experts)
     counts_E = jnp.bincount(own_R, length=experts)
     # A tile may reach over the end.
     order_R = jnp.pad(jnp.argsort(own_R, stable=True), (0, size))
     ends_E = jnp.cumsum(-(-counts_E // size))
-    return Tiles(order_R, jnp.cumsum(counts_E) - counts_E, counts_E, ends_E, size, chosen_BxTxK.shape[-1])
+    return Tiles(order_R, jnp.cumsum(counts_E) - counts_E, counts_E, ends_E, size, chosen_MxK.shape[-1])
 
 
 def _over_tiles(tiles: Tiles, add: Callable[[Carry, Tile], Carry], carry: Carry) -> Carry:

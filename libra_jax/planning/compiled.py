@@ -2,7 +2,8 @@
 
 The counts are of one execution on one device. A loop whose number of iterations depends on the data counts as one
 iteration for collectives, and its matrix products do not count: the chunked attention kernel has such loops. The loop
-over tiles of experts (`models.experts`) counts as for experts that are taken equally often.
+over tiles of experts (`models.experts`) counts as for experts that are taken equally often. What runs only if they are
+taken very unequally does not count.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 EXPERTS = "expert_tiles"
 """Part of the label of the loop over tiles of experts (`models.experts.SCOPE`)."""
+
+OVERFLOW = "expert_overflow"
+"""Part of the label of what runs if the tokens of experts find no place (`models.experts.OVERFLOW`)."""
 
 SCALARS_PER_TOKEN = 4
 """Float32 numbers of each token that the vocabulary loop may sum over `tensor`: maximum, sum, target, entropy."""
@@ -141,7 +145,7 @@ def count(text: str, sizes: Sizes) -> Counts:
             lengths = {size for shape in (*instruction.shapes, *operands) for size in shape.sizes}
             if lengths & sizes.vocabulary_parts:
                 over_vocabulary.add(place.loops[-1])
-        if not (unknown - over_experts).intersection(place.loops):
+        if OVERFLOW not in instruction.label and not (unknown - over_experts).intersection(place.loops):
             flops += product * place.executions * (sizes.expert_iterations if over_experts & {*place.loops} else 1.0)
     collectives = sorted(_collectives(module, sizes, over_vocabulary), key=lambda item: -item.wire_bytes)
     return Counts(tuple(collectives), flops, forward, backward, len(unknown), tuple(_logits(module, sizes)))
@@ -152,7 +156,7 @@ def _collectives(module: hlo.Module, sizes: Sizes, over_vocabulary: set[str]) ->
     scalars = SCALARS_PER_TOKEN * least.SUM_BYTES * min(sizes.tokens, sizes.logits_chunk)
     for place, instruction in module.instructions():
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in _KINDS:
+        if kind not in _KINDS or OVERFLOW in instruction.label:
             continue
         # XLA's TPU compiler writes a reduce-scatter as a fusion of an all-reduce and the slice that a device keeps.
         if kind == "all-reduce" and place.computation.startswith("all-reduce-scatter"):

@@ -72,6 +72,7 @@ GATES = [
             Gate("h100", "Qwen3-8B", (1, 1, 1), 1, 131_072, "full", context=8),
             Gate("h100", "Qwen3-8B", (2, 4, 2), 8),  # two hosts
             Gate("h100", "narrow-32B", (1, 2, 8), 2),  # two hosts
+            Gate("h100", "Qwen3-30B-A3B", (1, 16, 1), 16, remat="full"),  # two hosts, 8 experts a device
             Gate("v6e", "Qwen3-1.7B", (1, 8, 1), 8),
             Gate("v6e", "Qwen3-1.7B", (1, 4, 2), 8),
         )

@@ -288,3 +288,27 @@ def test_evenly_spread_tokens_have_a_balance_of_one_and_a_gradient_spreads_other
     skewed = even + jnp.asarray(np.eye(8)[0])
     lower = skewed - 0.5 * jax.grad(balance)(skewed)
     assert 1.0 < balance(lower) < balance(skewed)
+
+
+@pytest.mark.parametrize(("headroom", "shape"), [(3.0, (1, 8, 1, 1)), (1.5, (1, 4, 2, 1)), (0.01, (1, 8, 1, 1))])
+def test_exchanged_and_gathered_tokens_make_the_loss_and_gradient_of_one_device(sparse, monkeypatch, headroom, shape):
+    monkeypatch.setattr(experts, "HEADROOM", headroom)
+    test_loss_and_gradient_on_a_mesh_equal_those_of_one_device(sparse, shape)
+
+
+def test_tokens_are_exchanged_if_all_find_a_place_and_else_gathered():
+    mesh = jax.make_mesh((1, 8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 4)
+    tokens, everyone = 160, jnp.arange(8 * 160)
+
+    def exchanged(chosen):
+        return experts._exchanged(chosen, 1, lambda exchange: jnp.full((1,), exchange.slot_WxC is not None))
+
+    with jax.set_mesh(mesh):
+        split = jax.jit(
+            jax.shard_map(exchanged, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec("fsdp"), check_vma=False)
+        )
+        spread = (everyone % 8)[:, None]
+        assert np.asarray(split(spread)).tolist() == [True] * 8
+        # One device's tokens all take one expert: every device gathers, or they would wait for each other.
+        skewed = jnp.where((everyone < tokens)[:, None], 3, spread)
+        assert np.asarray(split(skewed)).tolist() == [False] * 8
