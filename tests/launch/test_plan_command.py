@@ -19,9 +19,9 @@ def test_a_plan_is_printed_written_and_drawn_and_uses_no_more_than_there_is(tmp_
     assert list(made) == ["for", "train", "rollout", "predicted", "uncertainty", "solve_seconds", "calibrated"]
     assert list(made["uncertainty"]) == list(made["predicted"])
     assert all(0.05 < share < 1.0 for share in made["uncertainty"].values())
-    assert list(made["train"]) == ["devices", "data", "fsdp", "tensor"]
+    assert list(made["train"]) == ["devices", "data", "fsdp", "tensor", "context"]
     train, buckets = made["train"], made["rollout"]
-    assert train["devices"] == train["data"] * train["fsdp"] * train["tensor"]
+    assert train["devices"] == train["data"] * train["fsdp"] * train["tensor"] * train["context"]
     assert train["devices"] + sum(item["count"] * item["tensor_parallel"] for item in buckets) <= 64
     assert [list(item) for item in buckets] == [["tensor_parallel", "count", "max_remaining_tokens"]] * len(buckets)
     predicted = made["predicted"]
@@ -172,7 +172,7 @@ def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(t
     twice = {**made, "rollout": [made["rollout"][0]] * 2}
     for text, fragment in (
         (json.dumps(none), "at least one instance"),
-        (json.dumps(other), "data x fsdp x tensor are"),
+        (json.dumps(other), "data x fsdp x tensor x context are"),
         (json.dumps(twice), "degrees and bounds of rollout must ascend"),
         ("{}", "no plan of launch/plan.py: it has no train"),
     ):
