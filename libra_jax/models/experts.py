@@ -3,8 +3,8 @@
 Experts are split over `fsdp` and their columns over `tensor`. Weights stay where they are. Each device sends a token to
 the devices that hold one of its experts, once to each (all-to-all). Their parts of the sum come back the same way.
 
-An all-to-all has a fixed number of places, `HEADROOM` more than a batch needs whose experts are taken equally often. If
-a device has more tokens for another one, the devices of the group gather all tokens instead. So no token is dropped.
+An all-to-all has a fixed number of places, some more than a batch needs whose experts are taken equally often. If a
+device has more tokens for another one, the devices of the group gather all tokens instead. So no token is dropped.
 
 Over `context`, tokens stay where they are. The width of the weights is split, and gathered for the layer, because the
 bytes of weights do not grow with the rows.
@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax.models import collectives, sharding
+from libra_jax.planning import least
 
 Carry = TypeVar("Carry")
 
@@ -206,9 +207,6 @@ def _hidden(in_MxD: jax.Array, own: Weights, expert: jax.Array) -> tuple[jax.Arr
 # Exchanges.
 # --------------------------------------------------------------------------------------------------------------------
 
-HEADROOM = 1.2
-"""Places of an all-to-all, as a multiple of those that tokens need whose experts are taken equally often."""
-
 OVERFLOW = "expert_overflow"
 """Name of the branch that gathers all tokens in compiled programs (`planning.compiled`)."""
 
@@ -262,7 +260,7 @@ def _exchanged(chosen_NxK: jax.Array, experts: int, compute: Callable[[Exchange]
     """
     (tokens, of_token), ways = chosen_NxK.shape, sharding.ways("fsdp")
     rows = tokens * of_token * sharding.ways("tensor")
-    places = math.ceil(HEADROOM * tokens * (1 - (1 - 1 / ways) ** of_token))
+    places = math.ceil(tokens * least.places_for_experts(ways, of_token))
     everything = Exchange(tokens, rows, None)
     if places >= tokens:
         return compute(everything)

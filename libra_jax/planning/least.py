@@ -21,6 +21,9 @@ from libra_jax.planning import hardware
 COMPUTE_BYTES = 2
 """Bytes of a value in the compute dtype, bfloat16."""
 
+EXPERT_HEADROOM = 1.2
+"""Places of an all-to-all of tokens, as a multiple of those that tokens need whose experts are taken equally often."""
+
 SUM_BYTES = 4
 """Bytes of a value in float32, the dtype of sums over many tokens."""
 
@@ -69,22 +72,27 @@ def over_tensor(columns: float, hidden_size: int, tensor: int, moves: float) -> 
     return moves * columns * hidden_size * COMPUTE_BYTES * share(tensor)
 
 
+def places_for_experts(fsdp: int, of_token: int) -> float:
+    """Returns the places of an all-to-all for the tokens of experts, as a share of a device's tokens; 1: all tokens."""
+    return min(1.0, EXPERT_HEADROOM * (1 - (1 - 1 / fsdp) ** of_token))
+
+
 def for_experts(
     shape: model_config.TransformerConfig, columns: float, fsdp: int, tensor: int, moves: float
 ) -> tuple[float, float]:
-    """Returns the bytes over `fsdp` and over `tensor` of gathering all tokens of the `fsdp` group, or of scattering
-    their sums (`models.experts`).
+    """Returns the bytes over `fsdp` and over `tensor` of bringing tokens to their experts, or of bringing the sums back
+    (`models.experts`), for experts that are taken equally often.
 
     Args:
       shape: shape of the model.
       columns: tokens of a device's shard.
       fsdp: ways that the experts are split.
       tensor: ways that an expert's columns are split.
-      moves: gathers and scatters of a layer.
+      moves: times that a layer's tokens or sums travel.
     """
     # Beside its hidden vector, an average move takes 4 bytes for each of a token's experts: their numbers or shares.
     token = COMPUTE_BYTES * shape.hidden_size + 4 * shape.experts_per_token
-    moved = moves * shape.num_layers * columns * token
+    moved = moves * shape.num_layers * columns * token * places_for_experts(fsdp, shape.experts_per_token)
     return moved * (fsdp - 1) / tensor, moved * fsdp * share(tensor)
 
 

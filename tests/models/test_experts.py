@@ -11,6 +11,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from libra_jax.models import config as model_config
 from libra_jax.models import experts, hf, router, transformer
+from libra_jax.planning import least
 
 AXES = ("data", "fsdp", "tensor", "context")
 CASES = [(8, 1), (8, 2), (8, 8), (128, 1), (128, 2), (128, 8)]
@@ -292,7 +293,7 @@ def test_evenly_spread_tokens_have_a_balance_of_one_and_a_gradient_spreads_other
 
 @pytest.mark.parametrize(("headroom", "shape"), [(3.0, (1, 8, 1, 1)), (1.5, (1, 4, 2, 1)), (0.01, (1, 8, 1, 1))])
 def test_exchanged_and_gathered_tokens_make_the_loss_and_gradient_of_one_device(sparse, monkeypatch, headroom, shape):
-    monkeypatch.setattr(experts, "HEADROOM", headroom)
+    monkeypatch.setattr(least, "EXPERT_HEADROOM", headroom)
     test_loss_and_gradient_on_a_mesh_equal_those_of_one_device(sparse, shape)
 
 

@@ -134,8 +134,8 @@ def test_a_compiled_mesh_takes_its_memory_and_communication_from_the_program():
 @pytest.mark.parametrize(
     ("mesh", "rows", "row_tokens", "over_fsdp", "over_tensor", "memory"),
     [
-        ((1, 16, 1), 16, 8_192, 128.7e9, 0.0, 44.1e9),
-        ((1, 8, 2), 16, 8_192, 65.8e9, 75.1e9, 43.7e9),
+        ((1, 16, 1), 16, 8_192, 65.9e9, 0.0, 44.1e9),
+        ((1, 8, 2), 16, 8_192, 53.7e9, 61.4e9, 43.9e9),
         ((2, 4, 4), 8, 40_960, 31.92e9, 158.48e9, 45.2e9),
     ],
 )
@@ -145,7 +145,7 @@ def test_experts_cost_what_compiled_programs_count(mesh, rows, row_tokens, over_
     volumes = made.volumes(*mesh, rows // (data * fsdp) * row_tokens)
     assert volumes.fsdp + volumes.experts == pytest.approx(over_fsdp, rel=0.15)
     assert volumes.tensor == pytest.approx(over_tensor, rel=0.15)
-    assert volumes.total - volumes.data == pytest.approx(over_fsdp + over_tensor, rel=0.05)
+    assert volumes.total - volumes.data == pytest.approx(over_fsdp + over_tensor, rel=0.08)
     assert made.memory_bytes(*mesh) == pytest.approx(memory, rel=0.05)
 
 
@@ -180,13 +180,13 @@ def test_a_mesh_divides_the_experts_or_is_refused():
 
 def test_experts_of_a_compiled_mesh_take_longer_with_more_columns():
     """The program's bytes over `fsdp` are those of its longest rows; shorter rows move fewer tokens."""
-    parts = (programs.Traffic(("fsdp",), 16, 500, 128.7e9),)
+    parts = (programs.Traffic(("fsdp",), 16, 500, 65.9e9),)
     program = programs.Program(9e9, 9e9, parts, 1e12, 0, 0, 0, (), (), 1.0)
     sizes = "h100", 1, 16, 1, 16, 32_768, True, "full", 38e9, 8e9
     case = programs.Case("a", SPARSE.parameters, *sizes, {"policy": program})
     made = meshes.Training(SPARSE, [8_193] * 16, meshes.Trainer((8_192, 32_768), rows=16, compiled=(case,)))
     seconds = [made._collective_seconds(1, 16, 1, columns, case) for columns in (8_192, 32_768)]
-    assert sum(seconds[1]) == pytest.approx(128.7e9 / (0.8 * 50e9) + 500 * 40e-6)
+    assert sum(seconds[1]) == pytest.approx(65.9e9 / (0.8 * 50e9) + 500 * 40e-6)
     assert seconds[0][1] == pytest.approx(seconds[1][1] / 4)
 
 
