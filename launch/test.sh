@@ -20,8 +20,14 @@ export PATH="$PWD/.venv/bin:$PATH"
 echo "== ruff"
 ruff check .  # a line of its own: inside && a failure would not end the script
 ruff format --check .
-echo "== mypy" && mypy
-echo "== import-linter" && lint-imports --no-cache
+echo "== mypy and import-linter, documentation beside them"
+mkdir -p build
 # -n warns of links that lead nowhere, -W ends on any warning, -E reads pages that did not change as well.
-echo "== documentation" && sphinx-build -E -W --keep-going -n -q -b html docs build/docs
+sphinx-build -E -W --keep-going -n -q -b html docs build/docs >build/docs.log 2>&1 &
+documentation=$!
+trap 'kill "$documentation" 2>/dev/null || true' EXIT
+mypy
+lint-imports --no-cache
+wait "$documentation" || { cat build/docs.log && exit 1; }
+trap - EXIT
 echo "== pytest" && exec python -m pytest -n 2 --dist loadgroup "$@"

@@ -20,7 +20,7 @@ SETTINGS = (
     "--config.telemetry.report=False",
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.drill]
 
 
 @pytest.mark.timeout(600)

@@ -50,7 +50,8 @@ def begun(small):
     return _beginning(small)
 
 
-@pytest.fixture(scope="module", params=["small", "sparse"])
+# The model with experts has all that the dense one has.
+@pytest.fixture(scope="module", params=[pytest.param("small", marks=pytest.mark.drill), "sparse"])
 def begun_of_each(request):
     """The same, of a dense model and of one with experts."""
     return _beginning(request.getfixturevalue(request.param))
