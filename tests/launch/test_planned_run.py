@@ -17,7 +17,7 @@ SETTINGS = (
     "--config.trainer.rows_per_micro_batch=4",
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.drill]
 
 
 def lines(path):
