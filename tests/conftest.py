@@ -47,7 +47,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--drills", action="store_true", help="Also the longer runs, most of them hit: some ten minutes on two cores."
+        "--drills",
+        action="store_true",
+        help="Also the longer runs, most of them hit: some fifteen minutes on two cores.",
     )
     parser.addoption(
         "--accelerators",

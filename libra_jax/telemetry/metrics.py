@@ -151,6 +151,7 @@ _TRAINER = _table(
     ("correction/weight_squared", "1", "its square, mean over trained tokens"),
     ("correction/capped_fraction", "share", "trained tokens whose ratio is above the correction's cap"),
     ("router/balance", "1", "load-balance loss of a mixture's routers; 1 if tokens spread evenly over experts"),
+    ("router/replayed", "share", "trained tokens that took the engine's experts (routing replay)"),
     ("router/z", "1", "z-loss of a mixture's routers: square of the log of the sum of exponentiated logits"),
     ("mismatch/kl", "nats/token", "KL between engine and trainer over tokens of the scoring version"),
     ("mismatch/ratio_max", "1", "largest ratio between trainer and engine over tokens of the scoring version"),

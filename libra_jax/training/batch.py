@@ -99,6 +99,12 @@ def prepare(
         further["moved"] = packed.scatter(moved)
     extras = [dict(zip(further, arrays, strict=True)) for arrays in zip(*further.values(), strict=True)]
     if config.algorithm.routing_replay == "rollout":
+        trained = [example for example in sequences if example.columns]
+        if trained and all(example.routing_RxW is None for example in trained):
+            raise protocols.DataError(
+                f"trajectory {trained[0].sequence_id} and all others of the batch came without experts, which "
+                "config.algorithm.routing_replay=rollout trains on: use engines that return them, or set it to off."
+            )
         routing = packed.routing(sequences, model.routing_width, np.dtype(model.routing_dtype))
         extras = [extra | arrays for extra, arrays in zip(extras, routing, strict=True)]
     return Prepared(packed, extras, sequences, values)

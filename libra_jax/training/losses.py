@@ -114,6 +114,12 @@ def policy(
     distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
     offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
     sums = sums._replace(metrics={**sums.metrics, "offpolicy/kl": offpolicy})
+    if "routed" in batch:
+        replayed = (
+            jnp.sum(batch["mask"] & batch["routed"], dtype=jnp.float32),
+            jnp.sum(batch["mask"], dtype=jnp.float32),
+        )
+        sums = sums._replace(metrics={**sums.metrics, "router/replayed": replayed})
     if "moved" not in batch:
         return sums
     # A move of a trajectory between instances must not change its log-probabilities, so it is measured apart.

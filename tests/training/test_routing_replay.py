@@ -70,6 +70,11 @@ def test_experts_that_are_not_the_models_are_refused_by_name(change, message):
         batch_lib.examples([trajectory], 0, SPARSE)
 
 
+def test_a_batch_without_experts_is_refused_rather_than_trained_without_replay(small):
+    with pytest.raises(protocols.DataError, match=r"p/0 and all others .* without experts, .*routing_replay=rollout"):
+        batch_lib.prepare(_config(small), _batch([_trajectory(1, 0), _trajectory(2, 0)]), SPARSE)
+
+
 def test_more_than_256_experts_take_two_bytes_each():
     many = dataclasses.replace(SPARSE, num_experts=300)
     trajectory = _trajectory(1, routed=0)
@@ -92,6 +97,9 @@ def test_the_step_trains_on_the_given_experts_with_the_program_compiled_ahead(sp
         }
         sums, report = made.sums(learner.POLICY, made.params, prepared.packed, prepared.extras, [0])
         ratios[replay] = report["maxima"]["mismatch/ratio_max"]
+        if replay == "rollout":
+            replayed, trained = report["metrics"]["router/replayed"]
+            assert replayed == trained > 0
         assert np.abs(jax.device_get(sums.gradients["layers"]["mlp"]["gate"]["weight"])).max() > 0
     assert abs(ratios["off"] - ratios["rollout"]) > 1e-5
 
