@@ -125,9 +125,15 @@ class AlgorithmConfig:
     aggregation: str = "token_mean"
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
     # Denominator of the ratio: behaviour (the sampling policy) or decoupled (the proximal policy, at the step's start).
-    # A batch takes one update, so the decoupled ratio is 1 and no clip binds. Its gradient is that of -weight *
-    # advantage * log-probability, with the weight of `correction`; changed clips are refused.
+    # With one update a batch the decoupled ratio is 1 and no clip binds. Its gradient is that of -weight * advantage *
+    # log-probability, with the weight of `correction`; changed clips are refused.
     objective: str = "behaviour"
+    # Source of the decoupled objective's proximal policy: recompute (the policy before the batch's first update, one
+    # more forward pass with several updates), interpolate (between the behaviour and the current policy, by staleness:
+    # A-3PO).
+    proximal: str = "recompute"
+    minibatches: int = 1  # parts of a batch, of whole groups; each takes an update of its own
+    epochs: int = 1  # passes over a batch's mini-batches
     correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
     # Largest importance weight: larger ones are cut to it (truncated), or their tokens dropped (masked).
     correction_cap: float = 2.0
@@ -147,6 +153,9 @@ class AlgorithmConfig:
         check_choice(self.loss, LOSSES, "algorithm.loss")
         check_choice(self.aggregation, AGGREGATIONS, "algorithm.aggregation")
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
+        check_choice(self.proximal, ("recompute", "interpolate"), "algorithm.proximal")
+        for name in ("minibatches", "epochs"):
+            check(getattr(self, name) > 0, f"algorithm.{name}", f"must be positive, not {getattr(self, name)}")
         check_choice(self.correction, CORRECTIONS, "algorithm.correction")
         check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
         check_choice(self.routing_replay, ("off", "rollout"), "algorithm.routing_replay")
@@ -162,6 +171,16 @@ class AlgorithmConfig:
         check(self.correction_cap > 0, "algorithm.correction_cap", "must be positive")
         check(self.kl_coefficient >= 0, "algorithm.kl_coefficient", "must not be negative")
         check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
+
+    @property
+    def updates(self) -> int:
+        """Updates that a batch takes."""
+        return self.minibatches * self.epochs
+
+    @property
+    def scores_proximal(self) -> bool:
+        """True if the policy scores a batch before the first update, as the later updates' proximal policy."""
+        return self.objective == "decoupled" and self.proximal == "recompute" and self.updates > 1
 
 
 OPTIMIZERS = {

@@ -73,7 +73,9 @@ class Trainer:
       packed: several sequences share a row.
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
-      scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
+      scored_again: the batch's log-probs are computed once more beforehand (decoupled objective, several updates).
+      epochs: passes of a step over its batch.
+      updates: updates of a step.
       reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
       frozen_bytes: bytes of each frozen weight under an adapter; 0 if all weights are trained.
       rows: rows of a micro-batch, over all shards; at least one each.
@@ -90,6 +92,8 @@ class Trainer:
     remat: str = "full"
     logits_chunk: int = 1024
     scored_again: bool = False
+    epochs: int = 1
+    updates: int = 1
     reference_bytes: int = 0
     frozen_bytes: int = 0
     rows: int = 1
@@ -111,7 +115,9 @@ class Trainer:
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
-            scored_again=run.algorithm.objective == "decoupled",
+            scored_again=run.algorithm.scores_proximal,
+            epochs=run.algorithm.epochs,
+            updates=run.algorithm.updates,
             # Frozen weights under an adapter are the reference model, too.
             reference_bytes=value if run.algorithm.kl_coefficient and not run.model.lora.rank else 0,
             frozen_bytes=value if run.model.lora.rank else 0,
@@ -259,7 +265,7 @@ class Training:
         cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
         devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
-        further = self._further_operations()
+        further, epochs = self._further_operations(), self._trainer.epochs
         for length, squares in self._rows.items():
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
@@ -267,16 +273,18 @@ class Training:
             linear = 2.0 * self._model.active_parameters * length
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
-            passes = 3.0 + again + self._trainer.scored_again
-            work = passes * forward + further * length
+            passes = epochs * (3.0 + again) + self._trainer.scored_again
+            work = passes * forward + epochs * further * length
             slowest = work / (tensor * context * self._model.sheet.flops * known.train_flops_share)
-            busy = turns * (each * slowest + known.micro_batch_overhead)
+            busy = turns * (each * slowest + epochs * known.micro_batch_overhead)
             hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length // context, case)
+            hidden *= epochs
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
-            total += len(slowest) * exposed
+            total += epochs * len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
         # An update reads and writes weights, summed gradients and moments.
         numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
+        turns *= self._trainer.updates
         return total + turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
 
     def _further_operations(self) -> float:

@@ -108,7 +108,9 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     """Describes the objective, the reference policy and the optimizer."""
     algorithm, optimizer = config.algorithm, config.optimizer
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
-    ratio = "ratio 1, no clip" if algorithm.objective == "decoupled" else f"ratio in {bounds}"  # one update a batch
+    unmoved = algorithm.objective == "decoupled" and algorithm.proximal == "recompute" and algorithm.updates == 1
+    ratio = "ratio 1, no clip" if unmoved else f"ratio in {bounds}"
+    several = f", {algorithm.minibatches} mini-batches x {algorithm.epochs} epochs" if algorithm.updates > 1 else ""
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
@@ -119,7 +121,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"
     return [
         f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss ({ratio}), "
-        f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}",
+        f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}{several}",
         f"KL          {kl}",
         f"optimizer   {resolving.shown(optimizer.name)}, {rate}, {clip}",
     ]
