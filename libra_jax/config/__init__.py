@@ -39,6 +39,7 @@ from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
 from libra_jax.config.training import (
     ADVANTAGES,
     AGGREGATIONS,
+    BATCH_LOSSES,
     CORRECTIONS,
     GROUP_ADVANTAGES,
     KL_ESTIMATORS,
@@ -55,6 +56,7 @@ from libra_jax.config.training import (
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
+    "BATCH_LOSSES",
     "ALIASES",
     "CORRECTIONS",
     "GROUP_ADVANTAGES",
