@@ -56,8 +56,8 @@ from libra_jax.config.training import (
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
-    "BATCH_LOSSES",
     "ALIASES",
+    "BATCH_LOSSES",
     "CORRECTIONS",
     "GROUP_ADVANTAGES",
     "KL_ESTIMATORS",

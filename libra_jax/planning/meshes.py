@@ -37,11 +37,11 @@ TENSOR_DEGREES = (1, 2, 4, 8)
 MOST_SHARDS = 4_096
 """Most shards of the parameters that the advice of a refusal looks at."""
 
-MASTER_BYTES = 20
-"""Bytes of each parameter in float32: master weight, two moments, summed gradient, and the gradient being added."""
+MASTER_BYTES = 12
+"""Bytes of each parameter in float32: master weight, summed gradient, and the gradient being added."""
 
-UPDATE_BYTES = 32
-"""Bytes of each parameter that an update reads and writes: weight, moments and gradient, each in both directions."""
+VALUE_BYTES = 4
+"""Bytes of each weight, gradient and moment in float32."""
 
 RECOMPUTED = {"none": 0.0, "dots": 0.1, "full": 1.0, "offload": 1.0}
 """Part of a forward pass that the backward pass computes again, by `model.remat`."""
@@ -85,6 +85,7 @@ class Trainer:
       compiled: programs that were compiled for this trainer.
       context: parts that the tokens of a row are split into. Every mesh has this many devices for each of data x fsdp
         x tensor.
+      moments: numbers that the optimizer keeps of each parameter of the layers, and of the tables.
     """
 
     lengths: tuple[int, ...]
@@ -100,6 +101,7 @@ class Trainer:
     cores: int | None = None
     compiled: tuple[programs.Case, ...] = ()
     context: int = 1
+    moments: tuple[int, int] = (2, 2)
 
     @classmethod
     def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
@@ -124,7 +126,16 @@ class Trainer:
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
             compiled=programs.read(Path(run.planner.compiled)) if run.planner.compiled else (),
             context=run.trainer.context,
+            moments=run.optimizer.moments,
         )
+
+    def moment_numbers(self, model: costs.CostModel) -> int:
+        """Returns the count of numbers that the optimizer keeps of all trained parameters."""
+        shape, (of_layers, of_tables) = model.shape, self.moments
+        tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+        if shape.adapter is not None:
+            tables = 0  # frozen
+        return of_layers * (model.trained_parameters - tables) + of_tables * tables
 
     def case(self, model: costs.CostModel, mesh: tuple[int, int, int]) -> programs.Case | None:
         """Returns what was compiled for a model and a mesh (data, fsdp, tensor), or None."""
@@ -231,6 +242,7 @@ class Training:
         state = float((MASTER_BYTES + trainer.reference_bytes) * self._model.parameters)
         if trainer.frozen_bytes:
             state = trainer.frozen_bytes * self._model.parameters + MASTER_BYTES * adapters.parameter_count(shape)
+        state += VALUE_BYTES * trainer.moment_numbers(self._model)
         state /= fsdp * tensor * trainer.context
         columns = -(-trainer.rows // (data * fsdp)) * row / trainer.context  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
@@ -271,8 +283,10 @@ class Training:
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
             total += epochs * len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
+        # An update reads and writes weights, summed gradients and moments.
+        numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
         turns *= self._trainer.updates
-        return total + turns * UPDATE_BYTES * self._model.trained_parameters / (fsdp * tensor * context * rate)
+        return total + turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
 
     def _further_operations(self) -> float:
         """Returns the operations of a token beyond the passes of a dense model whose weights are all trained."""
