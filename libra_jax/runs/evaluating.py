@@ -235,7 +235,7 @@ def _read_config(workdir: Path) -> libra_config.RunConfig:
 
 
 def _with_flags(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
-    """Returns the config with the flags' settings of the evaluation. Nothing is reported but to this program's user."""
+    """Returns the config with the flags' settings of the evaluation; an error names the flag."""
     given = {
         name: value for name in ("attempts", "threshold", "temperature") if (value := getattr(asked, name)) is not None
     }
