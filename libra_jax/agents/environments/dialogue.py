@@ -87,15 +87,6 @@ class EarlyCalls:
                 running = asyncio.get_running_loop().create_task(self.box.call(call.name, call.arguments))
                 self.begun[place] = call, running
 
-    def take(self, place: int, call: formats.Call) -> asyncio.Task[protocols.ToolReturn] | None:
-        """Returns the started call at this position of the whole output. None if no such call was started.
-
-        The caller awaits or cancels the returned task.
-        """
-        # The parse of the whole output decides: an early call that differs from it is cancelled by `close`.
-        begun = self.begun.get(place)
-        return self.begun.pop(place)[1] if begun is not None and begun[0] == call else None
-
     async def close(self) -> None:
         """Cancels the calls that were not taken, and waits for their end."""
         left = [running for _, running in self.begun.values()]
@@ -250,13 +241,13 @@ class Dialogue:
             return protocols.ToolReturn(NO_CALL, "failure", f"error: {problem}")
         # A policy may write a name that is no text.
         self._running[place] = str(call.name)
-        begun = early.take(place, call) if early is not None else None
-        if begun is None:
+        # The parse of the whole output decides: `EarlyCalls.close` cancels an early call that differs from the parse.
+        if early is None or place not in early.begun or early.begun[place][0] != call:
             answer = await box.call(call.name, call.arguments)
         else:
             loop = asyncio.get_running_loop()
             began = loop.time()
-            answer = await begun
+            answer = await early.begun.pop(place)[1]
             self._early += 1
             # Only the seconds that the rollout waited.
             answer = dataclasses.replace(answer, seconds=loop.time() - began)
