@@ -266,7 +266,9 @@ class TrainerClient:
         processes, alone = self._processes, self._processes.count == 1 or method in FIRST_ALONE
         try:
             work = (processes.first.call if alone else processes.call_all)(method, *args, **kwargs)
-            return await deadlines.limited(self._limits, limit, work, f"{subject}, asked to {what},")
+            return await deadlines.limited(
+                self._limits, limit, work, f"{subject}, asked to {what.format(*args, **kwargs)},"
+            )
         except protocols.WorkerLost as error:
             # A late error of former processes must not condemn the present ones.
             if life == self._life:
@@ -285,10 +287,7 @@ class HybridClient(clients.ActorClient):
     start = clients.Call("trainer_start", "start", TrainingSide.start)
     init_weight_transfer = clients.Call("weight_sync", "open its weight transport", TrainingSide.init_weight_transfer)
     start_weight_update = clients.Call("weight_sync", "prepare for new parameters", TrainingSide.start_weight_update)
-
-    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        await self._ask("weight_sync", f"load weight chunk {chunk.index}", TrainingSide.update_weights, chunk)
-
+    update_weights = clients.Call("weight_sync", "load weight chunk {0.index}", TrainingSide.update_weights)
     finish_weight_update = clients.Call("weight_sync", "finish its weight update", TrainingSide.finish_weight_update)
     warm = clients.Call("trainer_start", "compile its gradient steps", TrainingSide.warm)
     join = clients.Call("transition", "join training", TrainingSide.join)
