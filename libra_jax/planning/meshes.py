@@ -209,6 +209,8 @@ class Training:
             )
         self._model = model
         self._trainer = trainer
+        # Gathers and scatters of tokens for a layer's experts. Scoring is one more forward pass: one more of each.
+        self._expert_moves = EXPERT_MOVES + 2 * trainer.scored_again if model.expert_parameters else 0
         # A sequence of N tokens takes N - 1 columns: the last token is only a target.
         columns = np.asarray(lengths, np.int64) - 1
         fitted = rows.fit(columns, trainer.lengths, trainer.packed)
@@ -247,7 +249,14 @@ class Training:
         cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
         devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
-        further = self._further_operations()
+        model = self._model
+        # Operations of a token beyond the passes of a dense model whose weights are all trained.
+        outside = model.parameters - model.expert_parameters
+        further = 2.0 * (EXPERTS_RECOMPUTED - again) * (model.active_parameters - outside)
+        if shape.adapter is not None:
+            # Frozen weights have no gradient: one product less. The adapter's own parameters pass as all others do.
+            adapted = (3.0 + again + self._trainer.scored_again) * model.trained_parameters
+            further += 2.0 * (adapted - model.active_parameters)
         for length, squares in self._rows.items():
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
@@ -264,16 +273,6 @@ class Training:
             total += len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
         return total + turns * UPDATE_BYTES * self._model.trained_parameters / (fsdp * tensor * context * rate)
-
-    def _further_operations(self) -> float:
-        """Returns the operations of a token beyond the passes of a dense model whose weights are all trained."""
-        model, again = self._model, RECOMPUTED[self._trainer.remat]
-        outside = model.parameters - model.expert_parameters
-        further = (EXPERTS_RECOMPUTED - again) * (model.active_parameters - outside)
-        if model.shape.adapter is not None:
-            # Frozen weights have no gradient: one product less. The adapter's own parameters pass as all others do.
-            further += (3.0 + again + self._trainer.scored_again) * model.trained_parameters - model.active_parameters
-        return 2.0 * further
 
     def costing(self, model: costs.CostModel) -> Training:
         """Returns the same steps with other costs."""
@@ -386,12 +385,6 @@ class Training:
             least.over_context(shape, columns, tensor, context, passes),
             gathered,
         )
-
-    @property
-    def _expert_moves(self) -> int:
-        """Gathers and scatters of tokens for a layer's experts; 0 for a dense model."""
-        # Scoring is one more forward pass: a gather and a scatter.
-        return EXPERT_MOVES + 2 * self._trainer.scored_again if self._model.expert_parameters else 0
 
     def _collective_seconds(
         self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
