@@ -161,15 +161,10 @@ def sealed(text: bytes) -> bytes:
     return text[:-1] + b', "checksum": "' + of_bytes(text[:-1]).encode() + b'"}'
 
 
-def carries(text: bytes) -> bool:
-    """Returns whether the text of a JSON object ends with its own checksum."""
-    return _CHECKSUM.fullmatch(text[-_TAIL:]) is not None
-
-
-def is_whole(text: bytes) -> bool:
-    """Returns whether a text that `sealed` returned is undamaged."""
+def is_whole(text: bytes) -> bool | None:
+    """Returns whether a text that `sealed` returned is undamaged. None if the text does not end with a checksum."""
     found = _CHECKSUM.fullmatch(text[-_TAIL:])
-    return found is not None and of_bytes(text[:-_TAIL]) == found[1].decode()
+    return None if found is None else of_bytes(text[:-_TAIL]) == found[1].decode()
 
 
 def unsealed(text: bytes) -> dict[str, Any]:

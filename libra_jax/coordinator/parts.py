@@ -63,12 +63,6 @@ class WorkerSpecs:
     make_engine: instances.MakeSpec | None = None
     make_trainer: client.MakeTrainer | None = None
 
-    @property
-    def hybrid(self) -> dict[str, protocols.ActorSpec]:
-        """Training sides by the name of their worker's engine."""
-        engines = self.engines[len(self.engines) - len(self.training_sides) :]
-        return dict(zip((spec.name for spec in engines), self.training_sides, strict=True))
-
 
 class Workers:
     """The workers of a run. `start` sets the attributes. Create it inside the event loop that it serves.
@@ -135,7 +129,9 @@ class Workers:
           LibraError: a worker did not start.
         """
         run, specs = self._run, self.specs
-        hybrid = specs.hybrid
+        # Training sides by the name of their worker's engine.
+        names = [spec.name for spec in specs.engines[len(specs.engines) - len(specs.training_sides) :]]
+        hybrid = dict(zip(names, specs.training_sides, strict=True))
         self.engines = instances.Instances(run, self._engine_specs, make_spec=specs.make_engine, hybrid=tuple(hybrid))
         self.engines.trainer_holds(len(specs.trainer.devices))
         # All at once: a trainer and engines of a real model each take minutes to start.

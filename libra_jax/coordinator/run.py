@@ -228,9 +228,18 @@ class Coordinator:
 
     async def _open(self) -> None:
         """Finishes the warm start, syncs the weights, and evaluates the policy if no evaluation has been made."""
-        name, begin = self._trainer_name, self._clock()
+        name, begin, here = self._trainer_name, self._clock(), self._parts
+
+        async def take(batch: list[protocols.Trajectory]) -> Mapping[str, float]:
+            async with here.trainer.lock:
+                metrics = await here.trainer.warm_start_step(batch)
+                here.recovery.warmed(self._warm_start.taken, batch)
+                return metrics
+
         report = await self._warm_start.run(
-            self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
+            lambda batch: here.recovery.through(lambda: take(batch)),
+            self._ending,
+            lambda text: self._recorder.status(name, text),
         )
         if report:
             self._recorder.span(name, "warm start", begin, self._clock())
@@ -241,16 +250,7 @@ class Coordinator:
         if report:
             self._recorder.metrics(self._step, {"policy_version": self._step, **report})
         if self._step == 0 and self._warm_start.taken:
-            await self._parts.recovery.through(lambda: self._parts.saver.at_step(0))
-
-    async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
-        async def take() -> Mapping[str, float]:
-            async with self._parts.trainer.lock:
-                metrics = await self._parts.trainer.warm_start_step(batch)
-                self._parts.recovery.warmed(self._warm_start.taken, batch)
-                return metrics
-
-        return await self._parts.recovery.through(take)
+            await here.recovery.through(lambda: here.saver.at_step(0))
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -355,8 +355,9 @@ class Coordinator:
         report.rollout_devices = sum(instance.tensor_parallel for instance in self._workers.engines.serving())
         report.plan = self._parts.elastic.after(self._step, report)
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
-        for line in report.trace():
-            self._recorder.trajectory(line)
+        for group in report.groups:
+            for trajectory in group.trajectories:
+                self._recorder.trajectory(reports.trace_record(trajectory, group, report.version + 1))
         if self._context.samples is not None:
             for record in self._context.samples.of_step(self._step, report.groups):
                 self._recorder.sample(record)
