@@ -255,7 +255,7 @@ class Checkpoints:
                 "step": step,
                 **self._parts,
                 **fencing_token,
-                "files": checksums.to_json(sums),
+                "files": sums,
             }
             text = checksums.sealed(json.dumps(manifest).encode()).decode()
             _write_durably(path, text, check=self._check_fencing)

@@ -171,8 +171,8 @@ class Coordinator:
                 self._ending.start(self._verify_older(newest.step), OLDER)
                 await self._restore(newest)
             self._parts.recovery.watch()
-            if replanned:
-                self._parts.elastic.take_up_plan()
+            if replanned and (follower := self._parts.elastic.follower) is not None:
+                follower.begin()
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -206,13 +206,15 @@ class Coordinator:
         self._parts.batches.data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
-        self._parts.elastic.restore(state.get("hybrid"))
+        if (workers := self._parts.elastic.hybrid) is not None and (held := state.get("hybrid")) is not None:
+            workers.restore(held)
         self._parts.groups.restore(state["groups"])
         # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
 
     def _state(self) -> checkpoints.CoordinatorState:
         """Returns the coordinator's part of a checkpoint."""
+        workers = self._parts.elastic.hybrid
         return {
             "step": self._step,
             "planned_steps": self._config.steps,
@@ -223,7 +225,7 @@ class Coordinator:
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
             "groups": self._parts.groups.state(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
-            "hybrid": self._parts.elastic.snapshot(),
+            "hybrid": None if workers is None else workers.snapshot(),
         }
 
     async def _open(self) -> None:

@@ -207,12 +207,7 @@ class Channel:
             for array in arrays:
                 flat[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 at += array.nbytes
-        kinds = [(str(array.dtype), array.shape) for array in arrays]
-        text = json.dumps({**dataclasses.asdict(header), "arrays": kinds}).encode()
-        if len(text) > HEADER_BYTES:
-            raise ValueError(f"a header of {len(text)} bytes, of which {HEADER_BYTES} fit")
-        # Padded with blanks, which JSON ignores.
-        head = np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
+        head = _encode(header, [(str(array.dtype), array.shape) for array in arrays])
         began = time.monotonic()
         self._pass("send", head, deadline)
         waited = time.monotonic() - began
@@ -345,6 +340,14 @@ class Channel:
     def _fail(self, why: str) -> ChannelError:
         self.close(why)
         return ChannelError(self.closed)
+
+
+def _encode(header: Header, kinds: Sequence[ArrayKind]) -> np.ndarray:
+    text = json.dumps({**dataclasses.asdict(header), "arrays": kinds}).encode()
+    if len(text) > HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes, of which {HEADER_BYTES} fit")
+    # Padded with blanks, which JSON ignores.
+    return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
 
 def _line(error: BaseException) -> str:
