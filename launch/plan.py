@@ -99,7 +99,11 @@ def main() -> None:
     searched = case.searched()
     best, seconds = _timed(searched, case.devices)
     splits = list(searched.splits(case.devices, near=best if _OBJECTIVE.value == "step_time" else None))
-    unsure = case.uncertainty(best.plan)
+    # Relative errors of the times: from a profile's held-out steps, or from the coefficients.
+    if (profile := case.setting.profile) is not None:
+        unsure = forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
+    else:
+        unsure = forecast.uncertainty(case.setting, case.work.prompts, case.work.turns, best.plan)
     _print(best, case, unsure)
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits)}.")

@@ -225,12 +225,6 @@ class Case:
         """Seconds of a step beside training in which the trainer takes part; 0 without measurements."""
         return 0.0 if self.setting.profile is None else self.setting.profile.besides
 
-    def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
-        """Returns the relative errors of a plan's times: from a profile's held-out steps, or from the coefficients."""
-        if (profile := self.setting.profile) is not None:
-            return forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
-        return forecast.uncertainty(self.setting, self.work.prompts, self.work.turns, plan)
-
     @functools.cached_property
     def setting(self) -> forecast.Setting:
         """The setting of the case's plans."""
