@@ -89,6 +89,30 @@ def cap_log_ratio(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
     return kl.straight_through(jnp.minimum(log_ratio_BxT, jnp.log(cap)), log_ratio_BxT)
 
 
+def interpolated_proximal(
+    log_probs_BxT: jax.Array, behaviour_log_probs_BxT: jax.Array, staleness_BxT: jax.Array
+) -> jax.Array:
+    """Approximates a proximal policy between the behaviour and the current policy, without a forward pass of its own.
+
+    log π_p = log π_b + d / (d + 1) · (log π - log π_b), with d the token's staleness: π is one update ahead of the
+    policy that the batch came to, which is d updates ahead of the behaviour policy.
+
+    Args:
+      log_probs_BxT: log-probs under the current policy π.
+      behaviour_log_probs_BxT: log-probs under the policy π_b that sampled the token.
+      staleness_BxT: d, policy versions between the sampling of the token and its training step.
+
+    Returns:
+      Log-probs of shape [B, T], without a gradient.
+
+    References:
+      A-3PO, arXiv 2512.06547, section 3; AReaL's `prox_logp_method="loglinear"`.
+    """
+    # Below 0 only in padding, whose value never counts.
+    share_BxT = staleness_BxT / (jnp.maximum(staleness_BxT, 0.0) + 1.0)
+    return jax.lax.stop_gradient(behaviour_log_probs_BxT + share_BxT * (log_probs_BxT - behaviour_log_probs_BxT))
+
+
 def diagnostics(
     log_ratio_BxT: jax.Array, weights_BxT: jax.Array, mask_BxT: jax.Array, *, cap: float
 ) -> dict[str, tuple[jax.Array, jax.Array]]:

@@ -79,6 +79,7 @@ def policy_objective(
     proximal_log_probs_BxT: jax.Array | None = None,
     reference_log_probs_BxT: jax.Array | None = None,
     same_version_BxT: jax.Array | None = None,
+    arrived_log_probs_BxT: jax.Array | None = None,
     balance_BxT: jax.Array | None = None,
     router_z_BxT: jax.Array | None = None,
 ) -> ObjectiveSums:
@@ -97,12 +98,13 @@ def policy_objective(
       max_segments: S (static).
       entropy_BxT: entropy of the next-token distribution that the token was sampled from. Required with an entropy
         coefficient, else only reported.
-      proximal_log_probs_BxT: log-probs under the policy at the step's start; required by `objective="decoupled"`. A
-        trainer with one update per batch passes `log_probs_BxT` itself: no gradient flows through this argument.
+      proximal_log_probs_BxT: log-probs under the policy at the step's start; required by `objective="decoupled"`. In a
+        batch's first update these are `log_probs_BxT` itself: no gradient flows through this argument.
       reference_log_probs_BxT: log-probs under the frozen reference. Required with a KL coefficient in the loss, else
         only reported.
       same_version_BxT: true for tokens sampled by the policy version that scores them. Adds `mismatch/kl` and
         `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
+      arrived_log_probs_BxT: log-probs under the weights of that version; default: `log_probs_BxT`.
       balance_BxT: load-balance loss of a mixture's routers (`models.router`); reported, and part of the loss with a
         coefficient.
       router_z_BxT: z-loss of the routers; as the load-balance loss.
@@ -143,6 +145,7 @@ def policy_objective(
         proximal_log_probs_BxT=proximal_log_probs_BxT,
         reference_log_probs_BxT=reference_log_probs_BxT,
         same_version_BxT=same_version_BxT,
+        arrived_log_probs_BxT=arrived_log_probs_BxT,
         balance_BxT=balance_BxT,
         router_z_BxT=router_z_BxT,
     )
@@ -171,7 +174,9 @@ def policy_objective(
     )
     sums = _sums(config, tokens, max_segments)
     if same_version_BxT is not None:
-        _report_mismatch(sums, tokens, trained_BxT & (same_version_BxT != 0))
+        arrived_BxT = fixed(arrived_log_probs_BxT, "arrived_log_probs_BxT")
+        scored_BxT = jax.lax.stop_gradient(tokens.log_probs) if arrived_BxT is None else arrived_BxT
+        _report_mismatch(sums, tokens.behaviour, scored_BxT, trained_BxT & (same_version_BxT != 0))
     return sums
 
 
@@ -284,12 +289,11 @@ def _correct_ratio(
     return log_ratio_BxT, (weights_BxT > 0).astype(weights_BxT.dtype)
 
 
-def _report_mismatch(sums: ObjectiveSums, tokens: _Tokens, same_BxT: jax.Array) -> None:
+def _report_mismatch(sums: ObjectiveSums, behaviour_BxT: jax.Array, scored_BxT: jax.Array, same_BxT: jax.Array) -> None:
     """Adds the disagreement of engine and trainer on tokens sampled by the scoring version."""
-    log_probs_BxT = jax.lax.stop_gradient(tokens.log_probs)
-    kl_BxT = jnp.where(same_BxT, kl.k3(tokens.behaviour, log_probs_BxT), 0.0)
+    kl_BxT = jnp.where(same_BxT, kl.k3(behaviour_BxT, scored_BxT), 0.0)
     sums.metrics["mismatch/kl"] = (jnp.sum(kl_BxT), jnp.sum(same_BxT, dtype=kl_BxT.dtype))
-    sums.maxima["mismatch/ratio_max"] = _largest(corrections.bounded_ratio(log_probs_BxT - tokens.behaviour), same_BxT)
+    sums.maxima["mismatch/ratio_max"] = _largest(corrections.bounded_ratio(scored_BxT - behaviour_BxT), same_BxT)
 
 
 def _largest(values_BxT: jax.Array, keep_BxT: jax.Array) -> jax.Array:

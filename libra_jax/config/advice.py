@@ -5,6 +5,9 @@ from __future__ import annotations
 from libra_jax.config.run import RunConfig
 from libra_jax.config.training import GROUP_ADVANTAGES, AlgorithmConfig
 
+ADAPTIVE = ("adam", "adamw", "muon", "lion")
+"""Optimizers whose update of a weight has about the size of the learning rate, for gradients of any size."""
+
 TOY_RATE = 1e-4
 """Adam's learning rate from which on full fine-tuning of pretrained weights is warned of. Each step moves a weight by
 about the rate; published RL runs use 1e-7 to 1e-5."""
@@ -95,12 +98,12 @@ def _pretrained(config: RunConfig) -> list[str]:
         return []
     found, optimizer, warm = [], config.optimizer, config.warm_start
     # An adapter takes rates of this size: the weights under it stay as they are.
-    if optimizer.name in ("adam", "adamw") and optimizer.learning_rate >= TOY_RATE and not config.model.lora.rank:
+    if optimizer.name in ADAPTIVE and optimizer.learning_rate >= TOY_RATE and not config.model.lora.rank:
         found.append(
             f"config.optimizer.learning_rate: {optimizer.learning_rate:g} moves every pretrained weight by about as "
             "much in each step, which few models survive; 1e-6 is usual"
         )
-    if warm.steps and optimizer.name in ("adam", "adamw") and warm.learning_rate >= TOY_RATE:
+    if warm.steps and optimizer.name in ADAPTIVE and warm.learning_rate >= TOY_RATE:
         found.append(
             f"config.warm_start.learning_rate: {warm.learning_rate:g} moves every pretrained weight by about as much "
             "in each step, which few models survive; 1e-5 is usual"

@@ -117,26 +117,36 @@ class RunConfig:
     def _check_algorithm(self) -> None:
         """Refuses settings of the objective that have no effect, and quantised engines that it would not correct."""
         algorithm, defaults = self.algorithm, AlgorithmConfig()
-        for name in ("clip_low", "clip_high", "dual_clip") if algorithm.objective == "decoupled" else ():
+        unmoved = algorithm.objective == "decoupled" and algorithm.proximal == "recompute" and algorithm.updates == 1
+        for name in ("clip_low", "clip_high", "dual_clip") if unmoved else ():
             value, default = getattr(algorithm, name), getattr(defaults, name)
             check(
                 value == default,
                 f"algorithm.{name}",
-                f"{value} never binds with algorithm.objective=decoupled: a batch takes one update, so the ratio to "
-                f"the proximal policy is 1; leave it at {default} and bound the importance weight by "
-                "algorithm.correction and correction_cap, or set algorithm.objective=behaviour",
+                f"{value} never binds with algorithm.objective=decoupled and one update a batch: the ratio to the "
+                "proximal policy is 1; set algorithm.minibatches or algorithm.epochs above 1, or leave it at "
+                f"{default} and bound the importance weight by algorithm.correction and correction_cap, or set "
+                "algorithm.objective=behaviour",
             )
+        check(
+            algorithm.minibatches <= self.coordinator.groups_per_step,
+            "algorithm.minibatches",
+            f"{algorithm.minibatches} parts of whole groups cannot be made of coordinator.groups_per_step = "
+            f"{self.coordinator.groups_per_step} groups; lower it, or raise that",
+        )
         for name, reads, partner, instead in (
             ("dual_clip", algorithm.loss != "cispo", "loss", "clipped or gspo"),
             ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
             ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
+            ("proximal", algorithm.objective == "decoupled", "objective", "decoupled"),
         ):
             value, default = getattr(algorithm, name), getattr(defaults, name)
+            shown, usual = (f"{item:g}" if isinstance(item, float) else item for item in (value, default))
             check(
                 reads or value == default,
                 f"algorithm.{name}",
-                f"{value:g} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
-                f"{default:g}, or set algorithm.{partner}={instead}",
+                f"{shown} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
+                f"{usual}, or set algorithm.{partner}={instead}",
             )
         arguments = self.rollout.engine_arguments
         quantises = [name for name in ("quantization", "quantization_config") if arguments.get(name)]

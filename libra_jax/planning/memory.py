@@ -26,6 +26,12 @@ def trainer_bytes(config: libra_config.RunConfig, shape: model_config.Transforme
     return made.memory_bytes(trainer.data, trainer.fsdp, trainer.tensor)
 
 
+def moment_numbers(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> int:
+    """Returns the count of numbers that the run's optimizer keeps of all trained parameters."""
+    sheet = hardware.SHEETS[0]  # counts do not depend on the accelerator
+    return meshes.Trainer.of_run(config, sheet).moment_numbers(costs.CostModel(sheet, shape))
+
+
 def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> float:
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator

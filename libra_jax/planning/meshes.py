@@ -37,11 +37,11 @@ TENSOR_DEGREES = (1, 2, 4, 8)
 MOST_SHARDS = 4_096
 """Most shards of the parameters that the advice of a refusal looks at."""
 
-MASTER_BYTES = 20
-"""Bytes of each parameter in float32: master weight, two moments, summed gradient, and the gradient being added."""
+MASTER_BYTES = 12
+"""Bytes of each parameter in float32: master weight, summed gradient, and the gradient being added."""
 
-UPDATE_BYTES = 32
-"""Bytes of each parameter that an update reads and writes: weight, moments and gradient, each in both directions."""
+VALUE_BYTES = 4
+"""Bytes of each weight, gradient and moment in float32."""
 
 RECOMPUTED = {"none": 0.0, "dots": 0.1, "full": 1.0, "offload": 1.0}
 """Part of a forward pass that the backward pass computes again, by `model.remat`."""
@@ -73,7 +73,9 @@ class Trainer:
       packed: several sequences share a row.
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
-      scored_again: the batch's log-probs are computed once more beforehand (decoupled objective).
+      scored_again: the batch's log-probs are computed once more beforehand (decoupled objective, several updates).
+      epochs: passes of a step over its batch.
+      updates: updates of a step.
       reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
       frozen_bytes: bytes of each frozen weight under an adapter; 0 if all weights are trained.
       rows: rows of a micro-batch, over all shards; at least one each.
@@ -82,6 +84,7 @@ class Trainer:
       compiled: programs that were compiled for this trainer.
       context: parts that the tokens of a row are split into. Every mesh has this many devices for each of data x fsdp
         x tensor.
+      moments: numbers that the optimizer keeps of each parameter of the layers, and of the tables.
     """
 
     lengths: tuple[int, ...]
@@ -89,12 +92,15 @@ class Trainer:
     remat: str = "full"
     logits_chunk: int = 1024
     scored_again: bool = False
+    epochs: int = 1
+    updates: int = 1
     reference_bytes: int = 0
     frozen_bytes: int = 0
     rows: int = 1
     cores: int | None = None
     compiled: tuple[programs.Case, ...] = ()
     context: int = 1
+    moments: tuple[int, int] = (2, 2)
 
     @classmethod
     def of_run(cls, run: configuration.RunConfig, sheet: hardware.HardwareSheet) -> Trainer:
@@ -109,7 +115,9 @@ class Trainer:
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
-            scored_again=run.algorithm.objective == "decoupled",
+            scored_again=run.algorithm.scores_proximal,
+            epochs=run.algorithm.epochs,
+            updates=run.algorithm.updates,
             # Frozen weights under an adapter are the reference model, too.
             reference_bytes=value if run.algorithm.kl_coefficient and not run.model.lora.rank else 0,
             frozen_bytes=value if run.model.lora.rank else 0,
@@ -117,7 +125,16 @@ class Trainer:
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
             compiled=programs.read(Path(run.planner.compiled)) if run.planner.compiled else (),
             context=run.trainer.context,
+            moments=run.optimizer.moments,
         )
+
+    def moment_numbers(self, model: costs.CostModel) -> int:
+        """Returns the count of numbers that the optimizer keeps of all trained parameters."""
+        shape, (of_layers, of_tables) = model.shape, self.moments
+        tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+        if shape.adapter is not None:
+            tables = 0  # frozen
+        return of_layers * (model.trained_parameters - tables) + of_tables * tables
 
     def case(self, model: costs.CostModel, mesh: tuple[int, int, int]) -> programs.Case | None:
         """Returns what was compiled for a model and a mesh (data, fsdp, tensor), or None."""
@@ -226,6 +243,7 @@ class Training:
         state = float((MASTER_BYTES + trainer.reference_bytes) * self._model.parameters)
         if trainer.frozen_bytes:
             state = trainer.frozen_bytes * self._model.parameters + MASTER_BYTES * adapters.parameter_count(shape)
+        state += VALUE_BYTES * trainer.moment_numbers(self._model)
         state /= fsdp * tensor * trainer.context
         columns = -(-trainer.rows // (data * fsdp)) * row / trainer.context  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
@@ -249,14 +267,7 @@ class Training:
         cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
         devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
-        model = self._model
-        # Operations of a token beyond the passes of a dense model whose weights are all trained.
-        outside = model.parameters - model.expert_parameters
-        further = 2.0 * (EXPERTS_RECOMPUTED - again) * (model.active_parameters - outside)
-        if shape.adapter is not None:
-            # Frozen weights have no gradient: one product less. The adapter's own parameters pass as all others do.
-            adapted = (3.0 + again + self._trainer.scored_again) * model.trained_parameters
-            further += 2.0 * (adapted - model.active_parameters)
+        further, epochs = self._further_operations(), self._trainer.epochs
         for length, squares in self._rows.items():
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
@@ -264,15 +275,29 @@ class Training:
             linear = 2.0 * self._model.active_parameters * length
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
-            passes = 3.0 + again + self._trainer.scored_again
-            work = passes * forward + further * length
+            passes = epochs * (3.0 + again) + self._trainer.scored_again
+            work = passes * forward + epochs * further * length
             slowest = work / (tensor * context * self._model.sheet.flops * known.train_flops_share)
-            busy = turns * (each * slowest + known.micro_batch_overhead)
+            busy = turns * (each * slowest + epochs * known.micro_batch_overhead)
             hidden, exposed = self._collective_seconds(data, fsdp, tensor, each * length // context, case)
+            hidden *= epochs
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
-            total += len(slowest) * exposed
+            total += epochs * len(slowest) * exposed
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
-        return total + turns * UPDATE_BYTES * self._model.trained_parameters / (fsdp * tensor * context * rate)
+        # An update reads and writes weights, summed gradients and moments.
+        numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
+        turns *= self._trainer.updates
+        return total + turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
+
+    def _further_operations(self) -> float:
+        """Returns the operations of a token beyond the passes of a dense model whose weights are all trained."""
+        model, again = self._model, RECOMPUTED[self._trainer.remat]
+        outside = model.parameters - model.expert_parameters
+        further = (EXPERTS_RECOMPUTED - again) * (model.active_parameters - outside)
+        if model.shape.adapter is not None:
+            # Frozen weights have no gradient: one product less. The adapter's own parameters pass as all others do.
+            further += (3.0 + again + self._trainer.scored_again) * model.trained_parameters - model.active_parameters
+        return 2.0 * further
 
     def costing(self, model: costs.CostModel) -> Training:
         """Returns the same steps with other costs."""

@@ -49,8 +49,8 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
     of_trainer = ""
     if shape is not None:
         every, adapter = model_config.parameter_count(shape), adapters.parameter_count(shape)
-        state = costs.VALUE_BYTES[config.model.param_dtype] * (adapter or every)
-        state *= 3 if config.optimizer.name != "sgd" else 1  # parameters and two moments
+        numbers = (adapter or every) + memory.moment_numbers(config, shape)
+        state = costs.VALUE_BYTES[config.model.param_dtype] * numbers
         if adapter:
             state += costs.VALUE_BYTES[config.model.compute_dtype] * every  # frozen
         of_trainer = (
@@ -108,20 +108,22 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     """Describes the objective, the reference policy and the optimizer."""
     algorithm, optimizer = config.algorithm, config.optimizer
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
-    ratio = "ratio 1, no clip" if algorithm.objective == "decoupled" else f"ratio in {bounds}"  # one update a batch
+    unmoved = algorithm.objective == "decoupled" and algorithm.proximal == "recompute" and algorithm.updates == 1
+    ratio = "ratio 1, no clip" if unmoved else f"ratio in {bounds}"
+    several = f", {algorithm.minibatches} mini-batches x {algorithm.epochs} epochs" if algorithm.updates > 1 else ""
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
         reference = "the frozen weights" if config.model.lora.rank else "the initial policy"
         kl = f"{algorithm.kl_coefficient:g} x {algorithm.kl_estimator} to {reference}, in {where}"
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
-    rate = f"learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warmup}"
+    rate = f"learning rate {optimizer.learning_rate:g}, {resolving.shown(optimizer.schedule)}{warmup}"
     clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"
     return [
         f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss ({ratio}), "
-        f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}",
+        f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}{several}",
         f"KL          {kl}",
-        f"optimizer   {optimizer.name}, {rate}, {clip}",
+        f"optimizer   {resolving.shown(optimizer.name)}, {rate}, {clip}",
     ]
 
 

@@ -61,6 +61,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
     for name, function in config.reward.parsed().items():
         actors.check(name, function)
+    _check_optimizer(config)
     if shape is None:
         return
     size = tokenizers.CharacterTokenizer.vocab_size
@@ -178,6 +179,18 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
         except protocols.DataError as error:
             found.append(f"config.task.path: {error}")
     return found
+
+
+def _check_optimizer(config: libra_config.RunConfig) -> None:
+    """Checks the functions that the optimizer's settings name. The trainer calls them."""
+    optimizer = config.optimizer
+    for field, name, arguments in (
+        ("optimizer.name", optimizer.name, {"config": optimizer, **optimizer.arguments}),
+        ("optimizer.schedule", optimizer.schedule, {"config": optimizer, "steps": 1, **optimizer.schedule_arguments}),
+    ):
+        if ":" in name:
+            of_arguments = "optimizer.arguments" if field == "optimizer.name" else "optimizer.schedule_arguments"
+            resolving.check_arguments(resolving.resolve(name, field), name, arguments, of_arguments)
 
 
 def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:

@@ -30,13 +30,17 @@ STRICT_VARIABLE = "LIBRA_JAX_STRICT_METRICS"
 METRIC = "<metric>"
 """Placeholder for another registered name."""
 
+INDEX = "<index>"
+"""Placeholder for a whole number."""
+
 
 @dataclass(frozen=True)
 class Metric:
     """A number of a training step.
 
     Attributes:
-      name: Name in `metrics.jsonl`. `<...>` stands for any text, and `<metric>` for another registered name.
+      name: Name in `metrics.jsonl`. `<...>` stands for any text, `<index>` for a whole number, and `<metric>` for
+        another registered name.
       unit: Unit of the number. "share" is from 0 to 1.
       meaning: Meaning of the number, as a noun phrase.
       source: Part of Libra-JAX that emits the number.
@@ -55,7 +59,7 @@ def find(name: str) -> Metric | None:
     for metric, pattern in _PATTERNS:
         found = pattern.fullmatch(name)
         # What stands for `<metric>` has to be registered itself.
-        if found is not None and (not metric.name.endswith(METRIC) or find(found[1]) is not None):
+        if found is not None and (not metric.name.endswith(METRIC) or find(found[found.re.groups]) is not None):
             return metric
     return None
 
@@ -138,7 +142,8 @@ _TRAINER = _table(
     ("loss/kl", "1", "KL penalty's part of the loss"),
     ("loss/entropy", "1", "entropy bonus's part of the loss"),
     ("grad_norm", "1", "norm of the gradient before clipping"),
-    ("skipped", "0 or 1", "1 if the step was skipped because its loss or gradient was not finite"),
+    ("skipped", "share", "updates of the step that were skipped because their loss or gradient was not finite"),
+    (f"update/{INDEX}/{METRIC}", "", "the same of one update, from 1, if a batch takes several"),
     ("learning_rate", "1", "learning rate of the step"),
     ("entropy", "nats/token", "entropy of the policy, mean over trained tokens"),
     ("kl/reference", "nats/token", "KL to the reference policy"),
@@ -245,7 +250,7 @@ _BY_NAME = {metric.name: metric for metric in METRICS if "<" not in metric.name}
 # Longer patterns come first, because `reward/<function>` would also cover `reward/<function>/<number>`.
 _PATTERNS = [
     # Any text, slashes included: a tool or a user's function may have any name.
-    (metric, re.compile(re.sub(r"<\w+>", "(.+)", re.escape(metric.name)), re.DOTALL))
+    (metric, re.compile(re.sub(r"<\w+>", "(.+)", re.escape(metric.name).replace(INDEX, r"(\d+)")), re.DOTALL))
     for metric in sorted(METRICS, key=lambda metric: -metric.name.count("/"))
     if "<" in metric.name
 ]

@@ -36,21 +36,23 @@ class Prepared:
 
     Attributes:
       packed: the micro-batches.
-      extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `routed` [B, T], and `routing`
-        [B, T, W] (`packing.Packed.routing`).
+      extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `staleness`, `routed` [B, T], and
+        `routing` [B, T, W] (`packing.Packed.routing`).
+      minibatches: micro-batches of each mini-batch, in order.
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence.
     """
 
     packed: packing.Packed
     extras: Sequence[dict[str, Any]]
+    minibatches: Sequence[range]
     examples: Sequence[packing.Example]
     advantages: Sequence[np.ndarray]
 
     @property
     def work(self) -> tuple[int, ...]:
-        """Rows x columns of each micro-batch."""
-        return tuple(item.tokens.size for item in self.packed.micro_batches)
+        """Rows x columns of each micro-batch of the first update, whose work hybrid workers share."""
+        return tuple(self.packed.micro_batches[index].tokens.size for index in self.minibatches[0])
 
 
 def prepare(
@@ -75,7 +77,14 @@ def prepare(
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
     sequences = examples(trajectories, batch.policy_version, model, masked)
-    packed = pack(config, sequences, may_be_empty=any(masked))
+    parts, taken = [], 0
+    for groups in np.array_split(np.arange(len(batch.groups)), config.algorithm.minibatches):
+        size = sum(len(batch.groups[index].trajectories) for index in groups)
+        parts.append(pack(config, sequences[taken : taken + size], may_be_empty=any(masked)))
+        taken += size
+    packed = packing.joined(parts)
+    ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()
+    minibatches = [range(end - len(part.micro_batches), end) for end, part in zip(ends, parts, strict=True)]
     # Further arrays, one of each name for each micro-batch.
     further: dict[str, Sequence[Any]] = {}
     references: list[np.ndarray] | None = None
@@ -97,6 +106,9 @@ def prepare(
         # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
         further["moved"] = packed.scatter(moved)
+    if config.algorithm.proximal == "interpolate":
+        ages = [batch.policy_version - np.array(item.policy_versions, np.float32) for item in trajectories]
+        further["staleness"] = packed.scatter(ages)
     extras = [dict(zip(further, arrays, strict=True)) for arrays in zip(*further.values(), strict=True)]
     if config.algorithm.routing_replay == "rollout":
         trained = [example for example in sequences if example.columns]
@@ -107,7 +119,7 @@ def prepare(
             )
         routing = packed.routing(sequences, model.routing_width, np.dtype(model.routing_dtype))
         extras = [extra | arrays for extra, arrays in zip(extras, routing, strict=True)]
-    return Prepared(packed, extras, sequences, values)
+    return Prepared(packed, extras, minibatches, sequences, values)
 
 
 def pack(

@@ -1,4 +1,4 @@
-"""One process's learner: the train state on its mesh, and the host loop of a step.
+"""One process's learner: the train state on its mesh, and the host loop of a step and its updates.
 
 Thread-safety: none; one thread makes and uses a learner (JAX's mesh contexts are thread-local).
 """
@@ -31,8 +31,34 @@ AHEAD = 4
 devices busy; few enough that a step can be aborted quickly."""
 
 Rest = Callable[[float], Iterable["range | step.Received"]]
-"""Takes the seconds that this learner needed for its own micro-batches. Yields the rest of the step: either
+"""Takes the seconds that this learner needed for its own micro-batches. Yields the rest of the first update: either
 micro-batches to compute here after all, or their sums."""
+
+OF_THE_BATCH = ("mismatch/", "offpolicy/", "router/replayed")
+"""Metrics that compare the engine with the policy that the batch came to: after an update, it is another policy."""
+
+OF_AN_UPDATE = ("loss", "grad_norm", "skipped", "clip/low_fraction", "clip/high_fraction", "ratio/max", "kl/behaviour")
+"""Metrics that a step of several updates also reports for each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """Reports of one update on the host.
+
+    Attributes:
+      applied: `loss`, `grad_norm` and `skipped`.
+      sums: metric sums and maxima over the update's micro-batches.
+    """
+
+    applied: Mapping[str, float]
+    sums: step.Report
+
+    def metrics(self) -> dict[str, float]:
+        """Returns its metrics. A mean or a maximum over nothing is left out."""
+        found = dict(self.applied)
+        found |= {name: total / count for name, (total, count) in self.sums["metrics"].items() if count > 0}
+        # All maxima are of positive numbers, so 0 means that there was nothing to compare.
+        return found | {name: value for name, value in self.sums["maxima"].items() if value != 0}
 
 
 class Learner:
@@ -41,13 +67,14 @@ class Learner:
     Attributes:
       config: the run's configuration, with this learner's mesh.
       compares: True if the objective compares the policy with a reference model.
+      scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
       accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
         after a failed one, and after `release`.
       programs: the compiled programs.
       abort: event that any thread may set during a step of a single-process trainer. It aborts the step between two
-        micro-batches; `update` clears it.
+        micro-batches of the first update, and has no effect after it; `update` and `train` clear it.
     """
 
     def __init__(
@@ -55,6 +82,8 @@ class Learner:
         config: config_lib.RunConfig,
         model: model_config.TransformerConfig,
         devices: Sequence[jax.Device],
+        *,
+        first_update_only: bool = False,
     ) -> None:
         """Builds the mesh and the programs. `begin` or an assignment sets the state.
 
@@ -62,6 +91,8 @@ class Learner:
           config: configuration of the run.
           model: shape of the model.
           devices: the mesh takes the first of these devices.
+          first_update_only: the learner only sums gradients for a batch's first update, in which the policy is its own
+            proximal policy.
 
         Raises:
           ConfigError: too few devices, or the model is not divisible over the mesh.
@@ -70,6 +101,7 @@ class Learner:
         self._model = model
         self._transform = optimizer.transform(config.optimizer)
         self.compares = config.algorithm.kl_coefficient > 0
+        self.scores_proximal = config.algorithm.scores_proximal and not first_update_only
         mesh = state_lib.make_mesh(config.trainer, devices)
         # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
@@ -102,6 +134,7 @@ class Learner:
             self._transform,
             losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
+            proximal=lambda params, batch: scorer(params, batch, temperature=temperature)[0],
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -109,6 +142,7 @@ class Learner:
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         # Set by the actor's event loop while another thread takes the step.
         self.abort = threading.Event()
+        self._taking = 0  # the number of the present step's update, from 0
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None
 
@@ -188,7 +222,7 @@ class Learner:
         """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
         names = [SUPERVISED] * (self.config.warm_start.steps > 0 and self.layout.state.base is None)
-        names += [step.SCORE] * self.compares
+        names += [step.SCORE] * self.compares + [step.PROXIMAL] * self.scores_proximal
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):
             for name in (*names, POLICY):
@@ -200,7 +234,7 @@ class Learner:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
-          name: `POLICY`, `SUPERVISED` or `step.SCORE`.
+          name: `POLICY`, `SUPERVISED`, `step.SCORE` or `step.PROXIMAL`.
           row_tokens: length of the rows; None for the shortest.
         """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
@@ -210,10 +244,12 @@ class Learner:
             extras = ["advantages"]
             extras += ["reference"] * self.compares
             extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
+            extras += ["staleness"] * (self.config.algorithm.proximal == "interpolate")
+            extras += ["proximal"] * self.scores_proximal
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
-            if self.config.algorithm.routing_replay == "rollout":
-                width, dtype = self._model.routing_width, self._model.routing_dtype
-                batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
+        if name in (POLICY, step.PROXIMAL) and self.config.algorithm.routing_replay == "rollout":
+            width, dtype = self._model.routing_width, self._model.routing_dtype
+            batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
     def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
@@ -256,37 +292,103 @@ class Learner:
         packed: packing.Packed,
         learning_rate: float,
         extras: Sequence[Mapping[str, Any]] | None = None,
-        own: Iterable[int] | None = None,
-        rest: Rest | None = None,
     ) -> dict[str, float]:
-        """Takes one step over all micro-batches. Without `rest`, the host waits for the devices only at the end.
+        """Takes a step of one update over all micro-batches, and returns its metrics.
 
         Args:
           loss: `POLICY` or `SUPERVISED`.
           packed: the global batch.
           learning_rate: learning rate of this step.
           extras: further arrays of each micro-batch (`batch.Prepared`).
-          own: micro-batches to compute here first; default: all.
-          rest: yields the sums or indices of the other micro-batches, in the same order in all processes. If it raises,
-            the state is unchanged.
-
-        Returns:
-          The step's metrics. A mean or a maximum over nothing is left out.
 
         Raises:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
           StepAborted: `abort` was set; the state is unchanged.
         """
+        extras = extras or [{} for _ in packed.micro_batches]
+        indices = range(len(packed.micro_batches))
+        try:
+            return self._update(loss, packed, learning_rate, extras, indices).metrics()
+        finally:
+            self.abort.clear()
+
+    def train(
+        self,
+        packed: packing.Packed,
+        learning_rate: float,
+        extras: Sequence[Mapping[str, Any]],
+        minibatches: Sequence[range],
+        own: range | None = None,
+        rest: Rest | None = None,
+    ) -> dict[str, float]:
+        """Takes a step of the policy: an update on each mini-batch, `algorithm.epochs` times.
+
+        Without `rest`, the host waits for the devices only at the end of each update.
+
+        Args:
+          packed: the global batch.
+          learning_rate: learning rate of this step.
+          extras: further arrays of each micro-batch (`batch.Prepared`).
+          minibatches: micro-batches of each mini-batch.
+          own: micro-batches of the first update to compute here first; default: all.
+          rest: yields the sums or indices of the first update's other micro-batches, in the same order in all
+            processes. If it raises, the state is unchanged.
+
+        Returns:
+          The step's metrics. Means and maxima are over all updates, and `loss`, `grad_norm` and `skipped` are their
+          means over updates. With several updates, `update/<number>/<metric>` has `OF_AN_UPDATE` of each, from 1.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
+          StepAborted: `abort` was set before the first update; the state is unchanged.
+        """
+        updates = [part for _ in range(self.config.algorithm.epochs) for part in minibatches]
+        taken: list[Update] = []
+        try:
+            if self.scores_proximal:
+                extras = self._with_proximal(packed, extras)
+            for number, part in enumerate(updates):
+                self._taking = number
+                indices, others = (part, None) if number or own is None else (own, rest)
+                last = number == len(updates) - 1
+                taken.append(self._update(POLICY, packed, learning_rate, extras, indices, others, steps=int(last)))
+        finally:
+            self._taking = 0
+            self.abort.clear()
+        return _step_metrics(taken, keeps_first=self.scores_proximal)
+
+    def _with_proximal(
+        self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Adds `proximal` to the extras: the log-probabilities of the policy as it is now, on the mesh."""
+        state, routed = self.train_state(), ("routing", "routed")
+        found = []
+        for item, extra in zip(packed.micro_batches, extras, strict=True):
+            arrays = self.programs.put(vars(item) | {name: extra[name] for name in routed if name in extra})
+            found.append({**extra, "proximal": self.programs.proximal(state.params, arrays, state.base)})
+        return found
+
+    def _update(
+        self,
+        loss: str,
+        packed: packing.Packed,
+        learning_rate: float,
+        extras: Sequence[Mapping[str, Any]],
+        indices: range,
+        rest: Rest | None = None,
+        *,
+        steps: int = 1,
+    ) -> Update:
+        """Takes one update on the given micro-batches and `rest`. The step number advances by `steps`."""
         state = self.train_state()
         accumulator = self.accumulator or self.programs.zeros()
-        self.accumulator = None  # the first program consumes it; kept again only if the step ends well
-        extras = extras or [{} for _ in packed.micro_batches]
+        self.accumulator = None  # the first program consumes it; kept again only if the update ends well
         parts: list[step.Report] = []
         began = time.monotonic()
         try:
-            own = range(len(packed.micro_batches)) if own is None else own
-            accumulator = self._accumulate(loss, state.params, packed, extras, own, accumulator, parts, state.base)
+            accumulator = self._accumulate(loss, state.params, packed, extras, indices, accumulator, parts, state.base)
             if rest is not None:
                 # The seconds passed to `rest` set its deadline, so the core's own work must really be done.
                 jax.block_until_ready(accumulator)
@@ -298,19 +400,13 @@ class Learner:
                         accumulator = self._accumulate(
                             loss, state.params, packed, extras, item, accumulator, parts, state.base
                         )
-            self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate)
-            # Reports come to the host once per step, because every transfer waits for the devices.
+            self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate, steps)
+            # Reports come to the host once per update, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
-        finally:
-            self.abort.clear()
         self.accumulator = accumulator
-        combined = _combined(parts)
-        metrics = {name: float(value) for name, value in report.items()}
-        metrics |= {name: total / count for name, (total, count) in combined["metrics"].items() if count > 0}
-        # All maxima are of positive numbers, so 0 means that there was nothing to compare.
-        return metrics | {name: value for name, value in combined["maxima"].items() if value != 0}
+        return Update({name: float(value) for name, value in report.items()}, _combined(parts))
 
     def _accumulate(
         self,
@@ -328,7 +424,8 @@ class Learner:
             # Waiting for an older report bounds the queue at AHEAD without draining it.
             if len(parts) >= AHEAD:
                 jax.block_until_ready(parts[-AHEAD])
-            if self.abort.is_set():
+            # Between two updates the state is no longer that of before the step, so the step goes on.
+            if self.abort.is_set() and not self._taking:
                 raise protocols.StepAborted(f"the step was aborted after {len(parts)} of its micro-batches.")
             arrays = self.programs.put({**vars(packed.micro_batches[index]), **extras[index]})
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays, base)
@@ -348,6 +445,27 @@ def _combined(parts: Sequence[step.Report]) -> step.Report:
             # np.max, not max: a NaN must win, and Python's max may drop it.
             maxima[name] = float(np.max([value, maxima.get(name, value)]))
     return {"metrics": metrics, "maxima": maxima}
+
+
+def _step_metrics(taken: Sequence[Update], *, keeps_first: bool) -> dict[str, float]:
+    """Returns the metrics of a step's updates together, and with several updates also some of each.
+
+    Args:
+      taken: the updates in order.
+      keeps_first: all updates compare the engine with the policy of before the first; else only the first does.
+    """
+    sums = [update.sums for update in taken]
+    if not keeps_first:
+        for later in sums[1:]:
+            for part in later.values():
+                for name in [name for name in part if name.startswith(OF_THE_BATCH)]:
+                    del part[name]
+    applied = {name: float(np.mean([update.applied[name] for update in taken])) for name in taken[0].applied}
+    metrics = Update(applied, _combined(sums)).metrics()
+    for number, update in enumerate(taken if len(taken) > 1 else (), 1):
+        found = update.metrics()
+        metrics |= {f"update/{number}/{name}": found[name] for name in OF_AN_UPDATE if name in found}
+    return metrics
 
 
 def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax import config as config_lib
-from libra_jax.algorithms import kl, objective
+from libra_jax.algorithms import corrections, kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import router, transformer
 from libra_jax.planning import rows
@@ -79,13 +79,15 @@ def policy(
     cover the tokens of the scoring version in trajectories that several instances served.
 
     The decoupled objective (AReaL, arXiv 2505.24298 section 5.2) needs a proximal policy: the policy just before the
-    update. A batch takes one update, so the proximal policy is the one being differentiated. Its log-probabilities are
-    these, held constant, and need no extra forward pass.
+    batch's first update. In that update it is the policy being differentiated. Its log-probabilities are these, held
+    constant, and need no extra forward pass. Later updates take them from `proximal`. With `staleness`, the proximal
+    policy is interpolated (`corrections.interpolated_proximal`).
 
     Args:
       params: parameters of the policy.
       batch: arrays [B, T] of `packing.MicroBatch` and `advantages`; `reference` if there is a reference model; `moved`
-        if there are several instances: above 0 on the tokens of trajectories that several instances served.
+        if there are several instances: above 0 on the tokens of trajectories that several instances served;
+        `proximal`, the log-probabilities of before the batch's first update; `staleness`, of each token in versions.
       scorer: scores the tokens.
       algorithm: settings of the objective.
       temperature: sampling temperature of the tokens.
@@ -94,6 +96,11 @@ def policy(
     log_probs_BxT, entropy_BxT, of_routers = scorer(
         params, batch, temperature=temperature, entropy_gradient=algorithm.entropy_coefficient != 0
     )
+    # The policy that the batch came to: compared with the engine, and the proximal policy of the decoupled objective.
+    arrived_BxT = jax.lax.stop_gradient(batch.get("proximal", log_probs_BxT))
+    proximal_BxT = arrived_BxT
+    if "staleness" in batch:
+        proximal_BxT = corrections.interpolated_proximal(log_probs_BxT, batch["behaviour"], batch["staleness"])
     sums = objective.policy_objective(
         algorithm,
         log_probs_BxT=log_probs_BxT,
@@ -103,7 +110,8 @@ def policy(
         segments_BxT=batch["segments"],
         max_segments=rows.max_segments(batch["tokens"].shape[1], packed),
         entropy_BxT=entropy_BxT,
-        proximal_log_probs_BxT=log_probs_BxT if algorithm.objective == "decoupled" else None,
+        proximal_log_probs_BxT=proximal_BxT if algorithm.objective == "decoupled" else None,
+        arrived_log_probs_BxT=arrived_BxT,
         reference_log_probs_BxT=batch.get("reference"),
         same_version_BxT=batch["on_version"],
         balance_BxT=None if of_routers is None else of_routers.balance_BxT,
@@ -111,7 +119,7 @@ def policy(
     )
     # Off-policyness: only tokens of older versions, to keep it apart from the mismatch between engine and trainer.
     older_BxT = batch["mask"] & ~batch["on_version"]
-    distance_BxT = kl.k3(batch["behaviour"], jax.lax.stop_gradient(log_probs_BxT))
+    distance_BxT = kl.k3(batch["behaviour"], arrived_BxT)
     offpolicy = jnp.sum(jnp.where(older_BxT, distance_BxT, 0.0)), jnp.sum(older_BxT, dtype=jnp.float32)
     sums = sums._replace(metrics={**sums.metrics, "offpolicy/kl": offpolicy})
     if "routed" in batch:
@@ -124,7 +132,7 @@ def policy(
         return sums
     # A move of a trajectory between instances must not change its log-probabilities, so it is measured apart.
     moved_BxT = batch["mask"] & batch["on_version"] & (batch["moved"] > 0)
-    difference_BxT = jnp.abs(jax.lax.stop_gradient(log_probs_BxT) - batch["behaviour"])
+    difference_BxT = jnp.abs(arrived_BxT - batch["behaviour"])
     moved = jnp.sum(jnp.where(moved_BxT, distance_BxT, 0.0)), jnp.sum(moved_BxT, dtype=jnp.float32)
     largest = jnp.max(jnp.where(moved_BxT, difference_BxT, 0.0))
     return sums._replace(

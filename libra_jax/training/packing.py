@@ -11,6 +11,7 @@ Letters: B rows of a micro-batch, T columns of a row.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -148,6 +149,21 @@ class Packed:
 def row_lengths(config: config_lib.TrainerConfig) -> tuple[int, ...]:
     """Returns the row lengths that programs are compiled for, ascending."""
     return (config.row_tokens, *config.row_buckets)
+
+
+def joined(parts: Sequence[Packed]) -> Packed:
+    """Returns several packed batches as one, with their micro-batches and examples one after the other."""
+    micro_batches: list[MicroBatch] = []
+    places: list[Place | None] = []
+    for part in parts:
+        offset = len(micro_batches)
+        places += [
+            place and dataclasses.replace(place, micro_batch=place.micro_batch + offset) for place in part.places
+        ]
+        micro_batches += part.micro_batches
+    columns = [sum(item.tokens.size for item in part.micro_batches) for part in parts]
+    padding = sum(part.padding_fraction * size for part, size in zip(parts, columns, strict=True))
+    return Packed(tuple(micro_batches), tuple(places), padding / max(1, sum(columns)))
 
 
 def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packed:

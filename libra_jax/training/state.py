@@ -5,6 +5,7 @@ Thread-safety: none; one thread makes and changes the state.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -171,7 +172,7 @@ def layout(
     accumulation: str = "float32",
     offload: bool = False,
 ) -> Layout:
-    """Returns the layout of the state: optimizer moments like their parameters, scalars on every device.
+    """Returns the layout of the state: optimizer moments like their parameters (`_moments`), scalars on every device.
 
     Args:
       config: shape of the model.
@@ -200,14 +201,7 @@ def layout(
         (shapes, weights), (shardings, places) = lora.split(shapes), lora.split(shardings)
         frozen = _frozen(jax.tree.map(placed, weights, places), base)
     params = jax.tree.map(placed, shapes, shardings)
-    opt_state = optax.tree_utils.tree_map_params(
-        transform,
-        lambda leaf, where: placed(leaf, where.with_memory_kind(HOST) if offload else where),
-        jax.eval_shape(transform.init, shapes),
-        shardings,
-        # Counters and the like belong to no parameter.
-        transform_non_params=lambda leaf: placed(leaf, everywhere),
-    )
+    opt_state = _moments(jax.eval_shape(transform.init, shapes), params, everywhere, offload)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     return Layout(
         mesh=mesh,
@@ -230,6 +224,44 @@ def layout(
         rows=NamedSharding(mesh, sharding.spec(("batch", "tokens"))),
         everywhere=everywhere,
     )
+
+
+def _moments(opt_state: PyTree, params: PyTree, everywhere: NamedSharding, offload: bool) -> PyTree:
+    """Places the optimizer's state: each moment like the parameter at the end of its path, all else on every device.
+
+    Nothing but paths and shapes is known of an optimizer: the trees of moments may lack parameters (Muon), and a moment
+    may lack axes of its parameter (Adafactor's row and column means).
+
+    Args:
+      opt_state: shapes of the optimizer's state.
+      params: placed shapes of the parameters.
+      everywhere: sharding of what belongs to no parameter, such as counters.
+      offload: moments live in the host's memory.
+    """
+    known = dict(jax.tree_util.tree_leaves_with_path(params))
+
+    def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ends = (path[start:] for start in range(len(path)))
+        param = next((known[end] for end in ends if end in known), None)
+        axes = None if param is None else _axes_kept(param.shape, leaf.shape)
+        if param is None or not axes:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+        where = param.sharding
+        if len(axes) < len(param.shape):
+            where = NamedSharding(where.mesh, PartitionSpec(*(where.spec[axis] for axis in axes)))
+        if offload:
+            where = where.with_memory_kind(HOST)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(placed, opt_state)
+
+
+def _axes_kept(shape: Sequence[int], moment: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns axes of a parameter, ascending, whose sizes are those of the moment; None if there are none."""
+    for axes in itertools.combinations(range(len(shape)), len(moment)):
+        if tuple(shape[axis] for axis in axes) == tuple(moment):
+            return axes
+    return None
 
 
 def _frozen(params: PyTree, dtype: str) -> PyTree:

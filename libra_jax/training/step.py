@@ -1,8 +1,9 @@
 """The programs of a training step, compiled ahead of time, one for each shape.
 
-A step is a host loop. `grad_step` runs once per micro-batch and adds its loss and gradient sums to an accumulator.
-`apply_step` runs once: it divides by the global count, clips and updates. Any split of the batch adds up to the same
-step, so a share of the batch may be computed elsewhere; `Programs.add` adds its sums. Every program consumes the
+An update is a host loop. `grad_step` runs once per micro-batch and adds its loss and gradient sums to an accumulator.
+`apply_step` runs once: it divides by the global count, clips and updates. Any split of the micro-batches adds up to the
+same update, so a share of them may be computed elsewhere; `Programs.add` adds its sums. A step takes one update, or
+several on parts of its batch. Every program consumes the
 buffers that it replaces: the accumulator stays in place, and `apply_step` returns it zeroed.
 
 Thread-safety: any thread may compile programs; one thread runs them.
@@ -29,16 +30,17 @@ from libra_jax.training import state as state_lib
 
 Batch = Mapping[str, jax.Array]
 Loss = Callable[[Any, Batch], objective.ObjectiveSums]
+Score = Callable[[Any, Batch], jax.Array]
 Report = dict[str, Any]
 
-SCORE, APPLY, ADD = "score", "apply", "add"
+SCORE, PROXIMAL, APPLY, ADD = "score", "proximal", "apply", "add"
 """Names of the programs that belong to no loss, used beside the names of the losses."""
 
 Key = tuple[Any, ...]
 """A program's name, and each array's name and shape."""
 
 Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
-"""A loss's name, or SCORE, and the shapes of a micro-batch that the program was compiled for."""
+"""A loss's name, SCORE or PROXIMAL, and the shapes of a micro-batch that the program was compiled for."""
 
 
 def grad_step(
@@ -63,16 +65,22 @@ def grad_step(
     return added, {"metrics": sums.metrics, "maxima": sums.maxima}
 
 
+def policy_scores(score: Score, params: Any, batch: Batch, base: Any = None) -> jax.Array:
+    """Returns the policy's log-probabilities [B, T]. If `base` is given, `params` are an adapter on it."""
+    return score(params if base is None else lora.join(base, params), batch)
+
+
 def apply_step(
     transform: optax.GradientTransformation,
     state: state_lib.TrainState,
     accumulator: state_lib.Accumulator,
     learning_rate: jax.Array,
+    steps: jax.Array,
 ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
     """Takes one update from the accumulated sums. Returns the new state, the zeroed accumulator and a report.
 
     If the loss or a gradient is not finite, the parameters and the optimizer stay unchanged and `skipped` is 1. The
-    step number advances in both cases.
+    step number advances by `steps` in both cases: 1 for the last update of a step, and 0 for the updates before it.
     """
     # A step without trained tokens has count 0; dividing by 1 leaves its gradients at zero.
     count = jnp.where(accumulator.count > 0, accumulator.count, 1.0)
@@ -89,7 +97,7 @@ def apply_step(
         (params, opt_state),
         (state.params, state.opt_state),
     )
-    advanced = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+    advanced = dataclasses.replace(state, step=state.step + steps, params=params, opt_state=opt_state)
     report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
     return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
 
@@ -100,12 +108,13 @@ def offloaded_apply_step(
     state: state_lib.TrainState,
     accumulator: state_lib.Accumulator,
     learning_rate: jax.Array,
+    steps: jax.Array,
 ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
     """Takes one update as `apply_step`, of a state whose moments live in the host's memory."""
     at_rest = where.state.opt_state
     there = state_lib.shardings_of(state_lib.on_devices(at_rest))
     state = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, there))
-    advanced, zeroed, report = apply_step(transform, state, accumulator, learning_rate)
+    advanced, zeroed, report = apply_step(transform, state, accumulator, learning_rate, steps)
     moments = jax.device_put(advanced.opt_state, state_lib.shardings_of(at_rest))
     return dataclasses.replace(advanced, opt_state=moments), zeroed, report
 
@@ -137,7 +146,8 @@ class Programs:
         where: state_lib.Layout,
         transform: optax.GradientTransformation,
         losses: Mapping[str, Loss],
-        score: Callable[[Any, Batch], jax.Array],
+        score: Score,
+        proximal: Score,
         *,
         helped: bool = False,
     ) -> None:
@@ -148,6 +158,7 @@ class Programs:
           transform: gradient to update direction.
           losses: loss functions by name.
           score: (params, batch) -> log-probabilities [B, T] of the reference model.
+          proximal: (params, batch) -> log-probabilities [B, T] of the policy.
           helped: sums may be computed elsewhere, so `compile` also compiles the program that adds them.
         """
         self.shapes: list[Shape] = []
@@ -156,6 +167,7 @@ class Programs:
         self._transform = transform
         self._losses = dict(losses)
         self._score = score
+        self._proximal = proximal
         self._helped = helped
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
@@ -168,7 +180,7 @@ class Programs:
         """Returns a program, and compiles it at the first call with these shapes. If another thread compiles it, waits.
 
         Args:
-          name: `APPLY`, `ADD`, `SCORE`, or the name of a loss for its `grad_step`.
+          name: `APPLY`, `ADD`, `SCORE`, `PROXIMAL`, or the name of a loss for its `grad_step`.
           batch: host or device arrays of the micro-batch, of which only shapes and dtypes count; None for `APPLY` and
             `ADD`.
         """
@@ -200,9 +212,10 @@ class Programs:
             function = functools.partial(apply_step, self._transform)
             if where.offloads:
                 function = functools.partial(offloaded_apply_step, where, self._transform)
-            inputs = trained, where.accumulator, jax.ShapeDtypeStruct((), jnp.float32)
-            shardings = results = state, sums, where.everywhere
-            donated = 0, 1
+            scalars = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+            inputs = trained, where.accumulator, *scalars
+            results = state, sums, where.everywhere
+            shardings, donated = (*results, where.everywhere), (0, 1)
         elif name == ADD:
             function, inputs = functools.partial(jax.tree.map, jnp.add), (where.accumulator, where.accumulator)
             shardings, results, donated = (sums, sums), sums, (0,)
@@ -210,6 +223,13 @@ class Programs:
             # Of the reference model if there is one; else of the model's own weights.
             function, inputs = self._score, (where.state.reference or where.weights, shapes)
             shardings, results = (state_lib.shardings_of(where.weights), arrays), where.rows
+        elif name == PROXIMAL:
+            function = functools.partial(policy_scores, self._proximal)
+            inputs, shardings, results = (
+                (where.state.params, shapes, where.state.base),
+                (params, arrays, base),
+                where.rows,
+            )
         else:
             function = functools.partial(grad_step, self._losses[name])
             inputs = where.state.params, where.accumulator, shapes, where.state.base
@@ -235,7 +255,7 @@ class Programs:
     def compile(self, name: str, batch: Mapping[str, Any]) -> None:
         """Compiles scoring, or all programs of a step with the named loss, for micro-batches like `batch`."""
         self.program(name, batch)
-        if name != SCORE:
+        if name not in (SCORE, PROXIMAL):
             self.program(APPLY)
             # Ahead of time, so that the first share to arrive does not wait for a compilation.
             if self._helped:
@@ -279,11 +299,12 @@ class Programs:
         return self._needed(loss, batch)(params, accumulator, batch, base)
 
     def apply_step(
-        self, state: state_lib.TrainState, accumulator: state_lib.Accumulator, learning_rate: float
+        self, state: state_lib.TrainState, accumulator: state_lib.Accumulator, learning_rate: float, steps: int = 1
     ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
         """Runs `apply_step`; consumes the given state, except for its frozen weights, and the accumulator."""
         trained = dataclasses.replace(state, base=None)
-        advanced, zeroed, report = self._needed(APPLY)(trained, accumulator, np.float32(learning_rate))
+        program = self._needed(APPLY)
+        advanced, zeroed, report = program(trained, accumulator, np.float32(learning_rate), np.int32(steps))
         return dataclasses.replace(advanced, base=state.base), zeroed, report
 
     def add(self, accumulator: state_lib.Accumulator, received: Received) -> state_lib.Accumulator:
@@ -299,8 +320,12 @@ class Programs:
         return self._needed(ADD)(accumulator, jax.tree.unflatten(structure, placed))
 
     def score(self, params: Any, batch: Batch) -> jax.Array:
-        """Returns the log-probability of each target, float32 [B, T]."""
+        """Returns the reference model's log-probability of each target, float32 [B, T]."""
         return self._needed(SCORE, batch)(params, batch)
+
+    def proximal(self, params: Any, batch: Batch, base: Any = None) -> jax.Array:
+        """Returns the policy's log-probability of each target, float32 [B, T]."""
+        return self._needed(PROXIMAL, batch)(params, batch, base)
 
 
 def _key(name: str, batch: Mapping[str, Any]) -> Key:

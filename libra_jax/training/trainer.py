@@ -223,12 +223,12 @@ class TrainerActor:
         return self._finish(metrics, packed, rate)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
-        """Takes one policy update from version v to v + 1, even if a non-finite step is skipped. Returns metrics.
+        """Takes the updates of one step, from version v to v + 1, even if non-finite ones are skipped. Returns metrics.
 
         Args:
           batch: groups to train on.
-          shares: parts of the step that hybrid workers compute meanwhile. The core computes a share that does not
-            arrive, and dismisses its hybrid worker. With shares, the metrics include `shares/*`
+          shares: parts of the first update that hybrid workers compute meanwhile. The core computes a share that does
+            not arrive, and dismisses its hybrid worker. With shares, the metrics include `shares/*`
             (`shares.Collection.metrics`).
 
         Raises:
@@ -262,14 +262,14 @@ class TrainerActor:
                 accumulator=learner.layout.accumulator,
             )
         rate = float(self._schedule(self._version))
-        metrics = learner.update(learner_lib.POLICY, prepared.packed, rate, prepared.extras, own, collection)
+        metrics = learner.train(prepared.packed, rate, prepared.extras, prepared.minibatches, own, collection)
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)
-        return self._finish(metrics, prepared.packed, rate)
+        return self._finish(metrics, prepared.packed, rate, self._config.algorithm.epochs)
 
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
@@ -581,7 +581,9 @@ class TrainerActor:
             return learner.merged(self._config.rollout.dtype)
         return learner.policy
 
-    def _finish(self, metrics: dict[str, float], packed: packing.Packed, rate: float) -> dict[str, float]:
+    def _finish(
+        self, metrics: dict[str, float], packed: packing.Packed, rate: float, epochs: int = 1
+    ) -> dict[str, float]:
         """Adds the host's metrics of the step, and stops a run whose steps are not finite."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
         limit = self._config.trainer.max_skipped_steps
@@ -599,7 +601,7 @@ class TrainerActor:
         return metrics | {
             "learning_rate": rate,
             "tokens/processed": float(sum(lengths)),
-            "train/flops": costs.train_flops(self._model, self._multiplied, lengths),
+            "train/flops": epochs * costs.train_flops(self._model, self._multiplied, lengths),
             "padding_fraction": packed.padding_fraction,
             "micro_batches": float(len(packed.micro_batches)),
             "compiled_shapes": float(len(learner.programs.shapes)),

@@ -67,7 +67,8 @@ class TrainingSideActor:
             # Pins this thread; the threads that XLA starts from it inherit the cores.
             config_lib.check_cores(self._cores, "elastic.cores")
             os.sched_setaffinity(0, self._cores)
-        learner = learner_lib.Learner(self._config, self._model, jax.devices())
+        # A hybrid worker holds the weights of before the step, so it shares in the step's first update alone.
+        learner = learner_lib.Learner(self._config, self._model, jax.devices(), first_update_only=True)
         mesh = learner.layout.mesh
         program_cache.use(self._config.trainer.compilation_cache, mesh.devices.flat[0].platform)
         turns.ending()()  # JAX has read its environment variables

@@ -222,3 +222,19 @@ def test_a_program_compiled_without_an_adapter_is_not_taken_for_one_with_it():
     trainer = meshes.Trainer((8_192,), rows=8, compiled=(case,))
     assert trainer.case(MODEL, (1, 8, 1)) == case
     assert trainer.case(dataclasses.replace(MODEL, shape=shape), (1, 8, 1)) is None
+
+
+def test_memory_and_time_count_the_moments_of_the_optimizer():
+    found = {}
+    for name, arguments in (("adamw", {}), ("muon", {}), ("lion", {}), ("sgd", {"momentum": 0.9}), ("sgd", {})):
+        optimizer = configuration.OptimizerConfig(name=name, arguments=arguments)
+        trainer = meshes.Trainer.of_run(configuration.RunConfig(optimizer=optimizer), MODEL.sheet)
+        made = meshes.Training(MODEL, [100], trainer)
+        found[name, bool(arguments)] = made.memory_bytes(1, 1, 1), made.seconds(1, 1, 1)
+    adam, muon, lion, momentum, sgd = found.values()
+    tables = MODEL.shape.vocab_size * MODEL.shape.hidden_size * (1 if MODEL.shape.tie_word_embeddings else 2)
+    assert adam[0] - lion[0] == pytest.approx(4 * MODEL.parameters)
+    assert adam[0] - muon[0] == pytest.approx(4 * (MODEL.parameters - tables))
+    assert adam[0] - sgd[0] == pytest.approx(8 * MODEL.parameters)
+    assert lion == momentum
+    assert adam[1] > muon[1] > lion[1] > sgd[1]
