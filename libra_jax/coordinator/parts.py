@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -252,9 +253,8 @@ def wire(
     )
 
     # An engine may come up while the trainer is being restarted, and then waits for the restart.
-    async def bring_weights(event: protocols.EngineLoaded) -> None:
-        engine = engines.engines[event.name]
-        await recovery.through(lambda: weight_sync.catch_up(engine))
-
-    run.events.subscribe(protocols.EngineLoaded, bring_weights)
+    run.events.subscribe(
+        protocols.EngineLoaded,
+        lambda event: recovery.through(functools.partial(weight_sync.catch_up, engines.engines[event.name])),
+    )
     return Parts(trainer, dispatcher, runner, groups, batches, weight_sync, saver, elastic, resizing, recovery)
