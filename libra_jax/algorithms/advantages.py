@@ -13,6 +13,9 @@ The trainer calls `compute`.
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,24 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.agents import resolving
 from libra_jax.algorithms import checks
+
+
+class AdvantageInputs(NamedTuple):
+    """The argument of an advantage estimator: the whole batch.
+
+    Attributes:
+      rewards_N: one reward per trajectory. With `kl_in_reward`, less the KL penalties of its tokens.
+      groups_N: number of each trajectory's group, int32, from 0. A trajectory left out of the loss has its own.
+      mask_NxT: true on trained tokens.
+      token_rewards_NxT: the reward on the last trained token, less the KL penalty of each trained token.
+    """
+
+    rewards_N: jax.Array
+    groups_N: jax.Array
+    mask_NxT: jax.Array
+    token_rewards_NxT: jax.Array
 
 
 def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -129,6 +149,36 @@ def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
     centred_N, size_N, _ = _centred(rewards_N, groups_N)
     # R_i minus the mean of the others is R_i minus the whole mean, times this factor.
     return jnp.where(size_N > 1, centred_N * size_N / jnp.maximum(size_N - 1, 1), centred_N)
+
+
+def opo(rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array) -> jax.Array:
+    """Computes A_i = R_i - b, with the length-weighted mean reward of i's group as baseline: b = Σ l_i R_i / Σ l_i.
+
+    b minimises the variance of an on-policy gradient if the squared gradient norm of a trajectory grows with its
+    number of trained tokens l_i.
+
+    Args:
+      rewards_N: one reward per trajectory.
+      groups_N: integer id of each trajectory's group.
+      mask_NxT: true (non-zero) on trained tokens.
+
+    Returns:
+      Advantages of shape [N].
+
+    Raises:
+      LibraError: shapes or dtypes do not match.
+
+    References:
+      Hao et al. (OPO), arXiv 2505.23585, eq. 9.
+    """
+    _, size_N, number_N = _centred(rewards_N, groups_N)
+    length_N = jnp.sum(mask_NxT != 0, axis=1, dtype=rewards_N.dtype)
+    total_N = jnp.maximum(_group_sum(length_N, number_N), 1)
+    baseline_N = _group_sum(length_N * rewards_N, number_N) / total_N
+    # A second pass removes the rounding error of the first, as in `_centred`.
+    centred_N = rewards_N - baseline_N
+    centred_N = centred_N - _group_sum(length_N * centred_N, number_N) / total_N
+    return jnp.where(size_N > 1, centred_N, rewards_N)
 
 
 def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> jax.Array:
@@ -372,21 +422,60 @@ def compute(
     padding = ((0, 0), (0, (1 << (tokens - 1).bit_length()) - tokens))
     # Small int32 numbers: JAX has no int64 by default, and group ids may be any integers.
     group_index_N = np.unique(groups_N, return_inverse=True)[1].astype(np.int32)
-    advantages_NxT = _dispatch(
-        config.advantage, rewards_N, group_index_N, np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)
+    mask_NxT, penalties_NxT = np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)
+    inputs = AdvantageInputs(
+        # A trajectory pays for all of its tokens at once if whole trajectories are compared.
+        rewards_N=jnp.asarray(rewards_N - penalties_NxT.sum(axis=1)),
+        groups_N=jnp.asarray(group_index_N),
+        mask_NxT=jnp.asarray(mask_NxT),
+        token_rewards_NxT=spread_rewards(rewards_N, mask_NxT, penalties_NxT),
     )
-    return np.asarray(advantages_NxT)[:, :tokens]
+    return np.asarray(find(config)(inputs))[:, :tokens]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _dispatch(
-    advantage: str, rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax.Array
-) -> jax.Array:
-    if advantage == "reinforce_plus_plus":
-        return reinforce_plus_plus(spread_rewards(rewards_N, mask_NxT, penalties_NxT), mask_NxT)
-    # The other estimators compare whole trajectories, so a trajectory pays for all of its tokens at once.
-    scores_N = rewards_N - jnp.sum(penalties_NxT, axis=1)
-    if advantage == "reinforce_plus_plus_baseline":
-        return reinforce_plus_plus_baseline(scores_N, groups_N, mask_NxT)
-    estimator = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}[advantage]
-    return jnp.where(mask_NxT, estimator(scores_N, groups_N)[:, None], 0.0)
+def _reinforce_plus_plus(inputs: AdvantageInputs) -> jax.Array:
+    return reinforce_plus_plus(inputs.token_rewards_NxT, inputs.mask_NxT)
+
+
+def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> jax.Array:
+    return reinforce_plus_plus_baseline(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT)
+
+
+_BUILT_IN: dict[str, Callable[..., jax.Array]] = {
+    "grpo": lambda inputs: grpo(inputs.rewards_N, inputs.groups_N),
+    "dr_grpo": lambda inputs: dr_grpo(inputs.rewards_N, inputs.groups_N),
+    "rloo": lambda inputs: rloo(inputs.rewards_N, inputs.groups_N),
+    "opo": lambda inputs: opo(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT),
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+}
+
+
+def find(config: config_lib.AlgorithmConfig) -> Callable[[AdvantageInputs], jax.Array]:
+    """Returns the config's estimator with its arguments: a built-in one, or a user's `advantage(inputs, **arguments)`.
+
+    The result has the shape [N, T]. A user's function may return [N].
+
+    Raises:
+      ConfigError: there is no such function, or it does not take `advantage_arguments`.
+    """
+    return _found(config.advantage, json.dumps(dict(config.advantage_arguments), sort_keys=True, default=str))
+
+
+@functools.lru_cache(maxsize=64)  # one compiled program for each estimator, not one a call
+def _found(name: str, encoded: str) -> Callable[[AdvantageInputs], jax.Array]:
+    arguments = json.loads(encoded)
+    function = resolving.resolve(name, "algorithm.advantage") if ":" in name else _BUILT_IN[name]
+    resolving.check_arguments(function, name, {"inputs": None, **arguments}, "algorithm.advantage_arguments")
+
+    def estimate(inputs: AdvantageInputs) -> jax.Array:
+        found = checks.floats(function(inputs=inputs, **arguments), "the advantages")
+        count, tokens = inputs.mask_NxT.shape
+        if found.shape not in ((count,), (count, tokens)):
+            raise protocols.ConfigError(
+                f"config.algorithm.advantage: {name} must return one advantage a trajectory, [N] = [{count}], or a "
+                f"token, [N, T] = [{count}, {tokens}], not an array of shape {list(found.shape)}"
+            )
+        return jnp.where(inputs.mask_NxT, found if found.ndim == 2 else found[:, None], 0.0)
+
+    return jax.jit(estimate)

@@ -23,6 +23,8 @@ With `loss="gspo"`, both ratios are length-normalised over the trajectory, so it
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -80,6 +82,7 @@ def policy_objective(
     reference_log_probs_BxT: jax.Array | None = None,
     same_version_BxT: jax.Array | None = None,
     arrived_log_probs_BxT: jax.Array | None = None,
+    statistics: Mapping[str, jax.Array] = MappingProxyType({}),
     balance_BxT: jax.Array | None = None,
     router_z_BxT: jax.Array | None = None,
 ) -> ObjectiveSums:
@@ -105,6 +108,7 @@ def policy_objective(
       same_version_BxT: true for tokens sampled by the policy version that scores them. Adds `mismatch/kl` and
         `mismatch/ratio_max`, the disagreement of engine and trainer about the same weights.
       arrived_log_probs_BxT: log-probs under the weights of that version; default: `log_probs_BxT`.
+      statistics: statistics of the whole update that the loss takes (`batch_statistics`), [B, T] each.
       balance_BxT: load-balance loss of a mixture's routers (`models.router`); reported, and part of the loss with a
         coefficient.
       router_z_BxT: z-loss of the routers; as the load-balance loss.
@@ -172,7 +176,7 @@ def policy_objective(
         balance=None if balance_BxT is None else clean(balance_BxT, "balance_BxT"),
         router_z=None if router_z_BxT is None else clean(router_z_BxT, "router_z_BxT"),
     )
-    sums = _sums(config, tokens, max_segments)
+    sums = _sums(config, tokens, max_segments, statistics)
     if same_version_BxT is not None:
         arrived_BxT = fixed(arrived_log_probs_BxT, "arrived_log_probs_BxT")
         scored_BxT = jax.lax.stop_gradient(tokens.log_probs) if arrived_BxT is None else arrived_BxT
@@ -195,7 +199,9 @@ def _check_given(
         raise protocols.ConfigError("config.algorithm.entropy_coefficient: unless 0 it needs entropy_BxT")
 
 
-def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int) -> ObjectiveSums:
+def _sums(
+    config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int, statistics: Mapping[str, jax.Array]
+) -> ObjectiveSums:
     weights_BxT, count = aggregation.token_weights(
         tokens.trained,
         tokens.segments,
@@ -211,7 +217,7 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
         return jax.lax.stop_gradient(jnp.sum(jnp.where(tokens.trained, values_BxT, 0.0))), token_count
 
     # Each part is a sum with the same weights, so the parts add up and share one count.
-    token_loss, metrics = _policy_loss(config, tokens, max_segments)
+    token_loss, metrics = _policy_loss(config, tokens, max_segments, statistics)
     loss_sum = aggregation.weighted_sum(token_loss.loss_BxT, weights_BxT)
     metrics["loss/policy"] = (jax.lax.stop_gradient(loss_sum), count)
     if tokens.reference is not None:
@@ -247,7 +253,7 @@ def _sums(config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
 
 
 def _policy_loss(
-    config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int
+    config: config_lib.AlgorithmConfig, tokens: _Tokens, max_segments: int, statistics: Mapping[str, jax.Array]
 ) -> tuple[losses.TokenLoss, Metrics]:
     """Returns the corrected policy loss per token, and the correction's diagnostics."""
     decoupled = config.objective == "decoupled"
@@ -266,11 +272,19 @@ def _policy_loss(
     factor_BxT = weights_BxT
     if not decoupled:
         log_ratio_BxT, factor_BxT = _correct_ratio(config, log_ratio_BxT, weights_BxT)
-    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    if config.loss == "cispo":
-        token_loss = losses.cispo(tokens.log_probs, log_ratio_BxT, tokens.advantages, **bounds)
-    else:
-        token_loss = losses.clipped(log_ratio_BxT, tokens.advantages, **bounds, dual_clip=config.dual_clip)
+    inputs = losses.LossInputs(
+        log_probs_BxT=tokens.log_probs,
+        log_ratio_BxT=log_ratio_BxT,
+        advantages_BxT=tokens.advantages,
+        mask_BxT=tokens.trained,
+        segments_BxT=tokens.segments,
+        max_segments=max_segments,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        statistics=statistics,
+    )
+    token_loss = losses.find(config)(inputs)
     metrics: Metrics = {}
     if config.correction != "none":
         token_loss = token_loss._replace(loss_BxT=token_loss.loss_BxT * factor_BxT)

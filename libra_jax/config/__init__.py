@@ -39,6 +39,7 @@ from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
 from libra_jax.config.training import (
     ADVANTAGES,
     AGGREGATIONS,
+    BATCH_LOSSES,
     CORRECTIONS,
     GROUP_ADVANTAGES,
     KL_ESTIMATORS,
@@ -56,6 +57,7 @@ __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "ALIASES",
+    "BATCH_LOSSES",
     "CORRECTIONS",
     "GROUP_ADVANTAGES",
     "KL_ESTIMATORS",

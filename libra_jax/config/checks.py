@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from libra_jax.protocols import ConfigError
 
@@ -31,6 +33,20 @@ def check_choice(value: str, choices: tuple[str, ...], field_name: str) -> None:
         near = [alias] if alias in choices else difflib.get_close_matches(value, choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"config.{field_name}: {value!r} is not one of {', '.join(choices)}{hint}")
+
+
+def check_function(value: str, choices: tuple[str, ...], arguments: Mapping[str, Any], field_name: str) -> None:
+    """Raises ConfigError unless `value` is one of `choices`, or names a user's function as "package.module:function".
+
+    Only the form is checked here. `arguments` are the keyword arguments of `<field_name>_arguments`.
+    """
+    if ":" not in value:
+        try:
+            check_choice(value, choices, field_name)
+        except ConfigError as error:
+            raise ConfigError(f'{error}; a function of your own has the form "package.module:function"') from None
+    for key in arguments:
+        check(isinstance(key, str), f"{field_name}_arguments", f"{key!r} is not the name of an argument")
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0

@@ -21,7 +21,14 @@ from libra_jax.config.group import group
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
 from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
-from libra_jax.config.training import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig, WarmStartConfig
+from libra_jax.config.training import (
+    BATCH_LOSSES,
+    AlgorithmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
 
 MAX_SEED = 2**31 - 1
 """Largest seed. Instances add their number to the seed, and NumPy's generators take 32 bits."""
@@ -129,13 +136,21 @@ class RunConfig:
                 "algorithm.objective=behaviour",
             )
         check(
+            algorithm.loss not in BATCH_LOSSES or algorithm.proximal == "recompute",
+            "algorithm.proximal",
+            f"interpolate moves with the policy, and algorithm.loss={algorithm.loss} takes statistics of a fixed "
+            "proximal policy; set it to recompute, or take another loss",
+        )
+        check(
             algorithm.minibatches <= self.coordinator.groups_per_step,
             "algorithm.minibatches",
             f"{algorithm.minibatches} parts of whole groups cannot be made of coordinator.groups_per_step = "
             f"{self.coordinator.groups_per_step} groups; lower it, or raise that",
         )
         for name, reads, partner, instead in (
-            ("dual_clip", algorithm.loss != "cispo", "loss", "clipped or gspo"),
+            ("clip_low", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
+            ("clip_high", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
+            ("dual_clip", algorithm.loss not in ("cispo", "sapo", "gmpo", "kl_cov"), "loss", "clipped or gspo"),
             ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
             ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
             ("proximal", algorithm.objective == "decoupled", "objective", "decoupled"),
@@ -234,6 +249,12 @@ class RunConfig:
             "elastic.hybrid",
             f"training sides train on the parameters that engines get: rollout.dtype = {self.rollout.dtype} must be "
             f"that of model.param_dtype ({self.model.param_dtype}) or model.compute_dtype ({self.model.compute_dtype})",
+        )
+        check(
+            self.algorithm.loss not in BATCH_LOSSES,
+            "elastic.hybrid",
+            f"training sides see a part of an update's tokens, and algorithm.loss={self.algorithm.loss} takes "
+            "statistics of all; set elastic.hybrid=0, or another loss",
         )
         check(
             self.algorithm.kl_coefficient == 0,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax.config.checks import check, check_choice, check_finite
+from libra_jax.config.checks import check, check_choice, check_finite, check_function
 from libra_jax.config.group import group
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -101,10 +101,12 @@ class ModelConfig:
         check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
-LOSSES = ("clipped", "gspo", "cispo")
+LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
+BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
+"""Losses that take statistics of all tokens of an update: the policy scores them before the update."""
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 CORRECTIONS = ("none", "truncated", "masked")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
@@ -115,9 +117,17 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
-    # Advantage estimator: grpo, dr_grpo, rloo, reinforce_plus_plus_baseline (all compare a group), reinforce_plus_plus.
+    # Advantage estimator: grpo, dr_grpo, rloo, opo, reinforce_plus_plus_baseline (all compare a group),
+    # reinforce_plus_plus, or "package.module:function" (see docs/guides/own_loss.md).
     advantage: str = "grpo"
-    loss: str = "clipped"  # policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight)
+    # Keyword arguments of the advantage: none for the built-in ones, or those of your function.
+    advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
+    # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
+    # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
+    # "package.module:function" (see docs/guides/own_loss.md).
+    loss: str = "clipped"
+    # Keyword arguments of the loss (libra_jax/algorithms/losses.py and batch_statistics.py), or those of your function.
+    loss_arguments: Mapping[str, Any] = field(default_factory=dict)
     clip_low: float = 0.2  # distance below 1 at which the ratio is clipped
     clip_high: float = 0.2  # distance above 1 at which the ratio is clipped; DAPO uses 0.28
     dual_clip: float = 0.0  # clipped loss: lower bound factor for negative advantages; 0 is off (else above 1)
@@ -149,8 +159,8 @@ class AlgorithmConfig:
     routing_replay: str = "off"
 
     def __post_init__(self) -> None:
-        check_choice(self.advantage, ADVANTAGES, "algorithm.advantage")
-        check_choice(self.loss, LOSSES, "algorithm.loss")
+        check_function(self.advantage, ADVANTAGES, self.advantage_arguments, "algorithm.advantage")
+        check_function(self.loss, LOSSES, self.loss_arguments, "algorithm.loss")
         check_choice(self.aggregation, AGGREGATIONS, "algorithm.aggregation")
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
         check_choice(self.proximal, ("recompute", "interpolate"), "algorithm.proximal")
@@ -181,6 +191,11 @@ class AlgorithmConfig:
     def scores_proximal(self) -> bool:
         """True if the policy scores a batch before the first update, as the later updates' proximal policy."""
         return self.objective == "decoupled" and self.proximal == "recompute" and self.updates > 1
+
+    @property
+    def scorings(self) -> int:
+        """Passes of a step in which the policy only scores its batch."""
+        return self.scores_proximal + self.epochs * (self.loss in BATCH_LOSSES)
 
 
 OPTIMIZERS = {

@@ -73,7 +73,8 @@ class Trainer:
       packed: several sequences share a row.
       remat: what the backward pass computes again: none, dots, full.
       logits_chunk: tokens whose vocabulary logits exist at once.
-      scored_again: the batch's log-probs are computed once more beforehand (decoupled objective, several updates).
+      scorings: passes that only compute the batch's log-probs (decoupled objective with several updates, or a loss that
+        takes statistics).
       epochs: passes of a step over its batch.
       updates: updates of a step.
       reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
@@ -91,7 +92,7 @@ class Trainer:
     packed: bool = True
     remat: str = "full"
     logits_chunk: int = 1024
-    scored_again: bool = False
+    scorings: int = 0
     epochs: int = 1
     updates: int = 1
     reference_bytes: int = 0
@@ -115,7 +116,7 @@ class Trainer:
             packed=run.trainer.pack,
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
-            scored_again=run.algorithm.scores_proximal,
+            scorings=run.algorithm.scorings,
             epochs=run.algorithm.epochs,
             updates=run.algorithm.updates,
             # Frozen weights under an adapter are the reference model, too.
@@ -226,8 +227,6 @@ class Training:
             )
         self._model = model
         self._trainer = trainer
-        # Gathers and scatters of tokens for a layer's experts. Scoring is one more forward pass: one more of each.
-        self._expert_moves = EXPERT_MOVES + 2 * trainer.scored_again if model.expert_parameters else 0
         # A sequence of N tokens takes N - 1 columns: the last token is only a target.
         columns = np.asarray(lengths, np.int64) - 1
         fitted = rows.fit(columns, trainer.lengths, trainer.packed)
@@ -275,7 +274,7 @@ class Training:
             linear = 2.0 * self._model.active_parameters * length
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
-            passes = epochs * (3.0 + again) + self._trainer.scored_again
+            passes = epochs * (3.0 + again) + self._trainer.scorings
             work = passes * forward + epochs * further * length
             slowest = work / (tensor * context * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + epochs * known.micro_batch_overhead)
@@ -296,7 +295,7 @@ class Training:
         further = (EXPERTS_RECOMPUTED - again) * (model.active_parameters - outside)
         if model.shape.adapter is not None:
             # Frozen weights have no gradient: one product less. The adapter's own parameters pass as all others do.
-            further += (3.0 + again + self._trainer.scored_again) * model.trained_parameters - model.active_parameters
+            further += (3.0 + again + self._trainer.scorings) * model.trained_parameters - model.active_parameters
         return 2.0 * further
 
     def costing(self, model: costs.CostModel) -> Training:
@@ -389,7 +388,7 @@ class Training:
 
     def volumes(self, data: int, fsdp: int, tensor: int, columns: int) -> least.Volumes:
         """Returns the wire bytes of a device and a micro-batch of `columns` columns a device, by formula."""
-        model, shape, again, context = self._model, self._model.shape, self._trainer.scored_again, self._trainer.context
+        model, shape, again, context = self._model, self._model.shape, self._trainer.scorings, self._trainer.context
         passes = 2.0 + RECOMPUTED[self._trainer.remat] + again
         # Parameters travel in bfloat16, gradients in float32. Frozen weights have none, and the adapter has its own.
         frozen = shape.adapter is not None
@@ -411,6 +410,12 @@ class Training:
             gathered,
         )
 
+    @property
+    def _expert_moves(self) -> int:
+        """Gathers and scatters of tokens for a layer's experts; 0 for a dense model."""
+        # Scoring is one more forward pass: a gather and a scatter.
+        return EXPERT_MOVES + 2 * self._trainer.scorings if self._model.expert_parameters else 0
+
     def _collective_seconds(
         self, data: int, fsdp: int, tensor: int, columns: int, case: programs.Case | None
     ) -> tuple[float, float]:
@@ -424,7 +429,7 @@ class Training:
           columns: columns of the micro-batch on each device.
           case: the programs that were compiled for the mesh, if there are any.
         """
-        sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scored_again
+        sheet, known, again = self._model.sheet, self._model.coefficients, self._trainer.scorings
         shares, layers = (known.large_message_share, known.network_share), self._model.shape.num_layers
         context = self._trainer.context
         along_fsdp = least.rate(sheet, fsdp * tensor * context, *shares)

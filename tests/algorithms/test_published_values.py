@@ -1,0 +1,111 @@
+"""Losses and advantages against the numbers of verl 0.9.1 and of BAPO's authors (`published_values.py`)."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import published_values
+import pytest
+
+from libra_jax import config as config_lib
+from libra_jax.algorithms import advantages, batch_statistics, contract, losses, objective
+
+CASES = json.loads(published_values.FILE.read_text())
+
+
+def _statistics(config, fields):
+    """Statistics of the loss over all trained tokens, spread over [B, T]."""
+    found, mask = batch_statistics.find(config), np.array(fields["mask"]) > 0
+    if found is None:
+        return {}
+    arrays = {name: np.array(fields[name])[mask] for name in ("log_probs", "behaviour", "advantages")}
+    tokens = batch_statistics.BatchTokens(
+        arrays["log_probs"], arrays["log_probs"] - arrays["behaviour"], arrays["advantages"]
+    )
+    spread = {}
+    for name, value in found(tokens, np.random.default_rng(0)).items():
+        spread[name] = np.zeros(mask.shape)
+        spread[name][mask] = value
+    assert tuple(spread) == batch_statistics.NAMES[config.loss]
+    return spread
+
+
+def _objective(config, fields, log_probs, rows=slice(None), statistics=None):
+    lengths, tokens = np.array(fields["lengths"]), np.arange(published_values.TOKENS)
+    statistics = _statistics(config, fields) if statistics is None else statistics
+    return objective.policy_objective(
+        config,
+        log_probs_BxT=log_probs[rows],
+        behaviour_log_probs_BxT=jnp.array(fields["behaviour"])[rows],
+        advantages_BxT=jnp.array(fields["advantages"])[rows],
+        mask_BxT=jnp.array(fields["mask"])[rows] > 0,
+        segments_BxT=jnp.array(tokens < lengths[:, None], jnp.int32)[rows],
+        max_segments=1,
+        statistics={name: jnp.array(value)[rows] for name, value in statistics.items()},
+    )
+
+
+@pytest.mark.parametrize("name", published_values.LOSSES)
+@pytest.mark.parametrize("case", CASES, ids=["seed0", "seed1"])
+def test_losses_and_gradients_are_the_published_ones(case, name):
+    config = config_lib.AlgorithmConfig(**published_values.LOSSES[name][2])
+    wanted, fields = case["losses"][name], case["batch"]
+    with jax.enable_x64(True):
+        log_probs = jnp.array(fields["log_probs"])
+
+        def mean(log_probs):
+            sums = _objective(config, fields, log_probs)
+            return sums.loss_sum / sums.count
+
+        loss, gradient = jax.value_and_grad(mean)(log_probs)
+    assert float(loss) == pytest.approx(wanted["loss"], abs=1e-6)
+    np.testing.assert_allclose(gradient, wanted["gradient"], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bapo", "clip_cov", "kl_cov", "gmpo"])
+def test_a_split_of_the_batch_adds_up_to_the_same_sums(name):
+    config = config_lib.AlgorithmConfig(**published_values.LOSSES[name][2])
+    fields = CASES[0]["batch"]
+    statistics = _statistics(config, fields)
+    assert name == "gmpo" or any(np.any(value) for value in statistics.values())
+    with jax.enable_x64(True):
+        log_probs = jnp.array(fields["log_probs"])
+        whole = _objective(config, fields, log_probs).loss_sum
+        parts = [
+            _objective(config, fields, log_probs, rows, statistics).loss_sum for rows in (slice(2), slice(2, None))
+        ]
+        added = float(parts[0]) + float(parts[1])
+    assert added == pytest.approx(float(whole), abs=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=["seed0", "seed1"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus"])
+def test_advantages_are_the_published_ones(case, name):
+    fields = case["batch"]
+    found = advantages.compute(
+        config_lib.AlgorithmConfig(advantage=name),
+        rewards_N=np.array(fields["rewards"]),
+        groups_N=np.array(fields["groups"]),
+        mask_NxT=np.array(fields["mask"]),
+    )
+    np.testing.assert_allclose(found, case["advantages"][name], atol=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=["seed0", "seed1"])
+def test_generalised_advantages_are_the_published_ones(case):
+    fields, mask = case["batch"], np.array(case["batch"]["mask"])
+    rewards = advantages.spread_rewards(np.array(fields["rewards"], np.float32), mask)
+    values = jnp.array(fields["values"], jnp.float32)
+    found, returns = advantages.gae(rewards, values, mask, discount=0.97, trace_decay=0.9)
+    np.testing.assert_allclose(advantages.whiten(found, mask), case["advantages"]["gae_whitened"], atol=2e-6)
+    np.testing.assert_allclose(returns, case["advantages"]["gae_returns"], atol=2e-6)
+
+
+def test_what_the_built_in_functions_compute_keeps_the_contract_of_users_functions():
+    for name in (*config_lib.ADVANTAGES, "reinforce_plus_plus"):
+        contract.check_advantage(config_lib.AlgorithmConfig(advantage=name))
+    for name in config_lib.LOSSES:
+        if name not in config_lib.BATCH_LOSSES:
+            contract.check_loss(config_lib.AlgorithmConfig(loss=name))
+    assert set(losses.LossInputs._fields) >= {"log_probs_BxT", "log_ratio_BxT", "segments_BxT"}
