@@ -216,11 +216,6 @@ class Case:
         return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
-    def calibrated(self) -> bool:
-        """True if the times come from measurements of runs (`planner.profile`), else from the hardware sheet."""
-        return bool(self.run.planner.profile)
-
-    @property
     def besides(self) -> float:
         """Seconds of a step beside training in which the trainer takes part; 0 without measurements."""
         return 0.0 if self.setting.profile is None else self.setting.profile.besides
