@@ -46,10 +46,10 @@ NO_CALL = "call"
 """Name of the tool in a return if the policy's text is not a valid call."""
 
 
-async def posed(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-    """A `Pose` of the task's `prompt`: a text, or a list of messages."""
+async def posed(task: protocols.Task, box: toolbox.Toolbox, key: str = "prompt") -> Sequence[protocols.Message]:
+    """A `Pose` of a value of the task's payload, which is a text or a list of messages."""
     del box
-    return question.opening(task.payload["prompt"])
+    return question.opening(task.payload[key])
 
 
 def solved(
