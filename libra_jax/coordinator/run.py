@@ -333,7 +333,13 @@ class Coordinator:
             return {}
         begin = self._clock()
         self._recorder.status("rollout", f"evaluating version {self._step}")
-        work = evaluation.evaluate(self._config, runner=self._parts.runner, tasks=self._agent.tasks, version=self._step)
+        work = evaluation.evaluate(
+            self._config,
+            runner=self._parts.runner,
+            tasks=self._agent.tasks,
+            version=self._step,
+            status=lambda text: self._recorder.status("rollout", text),
+        )
         result = await self._ending.race(work)
         end = self._clock()
         self._evaluated = self._step

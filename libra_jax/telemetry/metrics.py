@@ -237,7 +237,12 @@ _REWARDS = _table(
 
 _EVALUATION = _table(
     "evaluation",
-    ("evaluation/accuracy", "1", "reward on held-out tasks, mean"),
+    ("evaluation/accuracy", "1", "reward on held-out tasks, mean over tasks of the mean over their attempts"),
+    (
+        f"evaluation/pass_at_{INDEX}",
+        "share",
+        "held-out tasks that at least one of this number of attempts solves, estimated",
+    ),
     ("evaluation/unscored", "rollouts", "held-out rollouts whose environment crashed"),
     ("evaluation/seconds", "seconds", "time of the evaluation"),
     (f"evaluation/{METRIC}", "", "number of rollouts or rewards, over held-out rollouts"),
