@@ -271,6 +271,9 @@ def _located(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunCo
     found = hub.resolved(config, download=True)
     if found.problems:
         raise protocols.DataError("; ".join(found.problems))
+    if asked.model is not None and not any(Path(found.config.model.path).glob("*.safetensors")):
+        there = "holds no *.safetensors" if Path(found.config.model.path).is_dir() else "there is no such directory"
+        raise protocols.DataError(f"--model={asked.model}: {there}; give a directory of weights, or a Hugging Face id")
     return found.config
 
 

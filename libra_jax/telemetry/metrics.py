@@ -290,16 +290,6 @@ def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
     return record
 
 
-def decode(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of an object of `metrics.jsonl` without its `step`. Restores the not-finite values."""
-    numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
-    nonfinite = record.get("nonfinite")
-    if isinstance(nonfinite, Mapping):
-        # Only these texts: any other would let `float` raise, and the file may come from another program.
-        numbers.update((name, float(text)) for name, text in nonfinite.items() if text in ("nan", "inf", "-inf"))
-    return numbers
-
-
 def read(path: Path) -> dict[int, dict[str, float]]:
     """Returns the numbers of each step, in order. Several objects of one step are merged, and the last one wins.
 
@@ -307,6 +297,12 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     """
     steps: dict[int, dict[str, float]] = {}
     for record in files.whole_json_lines(path):
-        if isinstance(record.get("step"), int):
-            steps.setdefault(record["step"], {}).update(decode(record))
+        if not isinstance(record.get("step"), int):
+            continue
+        numbers = steps.setdefault(record["step"], {})
+        numbers |= {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+        nonfinite = record.get("nonfinite")
+        if isinstance(nonfinite, Mapping):
+            # Only these texts: any other would let `float` raise, and the file may come from another program.
+            numbers |= {name: float(text) for name, text in nonfinite.items() if text in ("nan", "inf", "-inf")}
     return dict(sorted(steps.items()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import statistics
 
 import hypothesis
@@ -65,6 +66,17 @@ def test_the_newest_checkpoint_is_evaluated_and_a_step_is_chosen(workdir, tmp_pa
     assert made.tasks[0].task in evaluating.table(made)
     with pytest.raises(protocols.ConfigError, match=r"^--step=7: .* has checkpoints of steps 1$"):
         evaluating.evaluate(evaluating.Asked(workdir=workdir, step=7), None)
+
+
+def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(workdir / evaluating.CONFIG_FILE, run)
+    with pytest.raises(protocols.DataError, match=r"holds no checkpoint and no exported model yet"):
+        evaluating.evaluate(evaluating.Asked(workdir=run), None)
+    shutil.copytree(workdir / "model", run / "model")
+    made = evaluating.evaluate(evaluating.Asked(workdir=run, most_tasks=1), None)
+    assert (made.source, len(made.tasks), len(made.tasks[0].rewards)) == ("mine, exported model", 1, 4)
 
 
 def test_every_task_of_a_file_is_evaluated_once(workdir, tmp_path):
@@ -140,6 +152,16 @@ def test_a_file_without_tasks_is_refused_by_the_flag(tmp_path, workdir, text, se
     asked = evaluating.Asked(model=str(workdir / "model"), tasks=str(file))
     with pytest.raises(protocols.DataError, match=rf"^--tasks={file}: .*{sentence}"):
         evaluating.evaluate(asked, config.checked(run))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("none", "there is no such directory"), ("", "holds no \\*.safetensors")]
+)
+def test_a_model_that_is_not_there_is_refused_by_the_flag(tmp_path, name, problem):
+    with pytest.raises(
+        protocols.DataError, match=rf"^--model={tmp_path / name}: {problem}; give a directory of weights"
+    ):
+        evaluating.evaluate(evaluating.Asked(model=str(tmp_path / name)), config.checked(small()))
 
 
 def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
