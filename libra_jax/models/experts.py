@@ -58,8 +58,8 @@ def mix(x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, wei
     Args:
       x_BxTxD: the layer's input, split like the residual stream.
       share_BxTxK: share of each of a token's experts.
-      chosen_BxTxK: int32, the experts of each token.
-      weights: of all experts.
+      chosen_BxTxK: int32, the experts of each token; -1 for none, as for padding, whose sum is 0.
+      weights: weights of all experts.
     """
     axes = (sharding.RESIDUAL, sharding.RESIDUAL, sharding.RESIDUAL, *_WEIGHTS)
     return collectives.per_device(_forward, axes, sharding.RESIDUAL)(x_BxTxD, share_BxTxK, chosen_BxTxK, *weights)

@@ -211,7 +211,9 @@ class SparseMLP(nnx.Module):
         of = self.experts
         weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
-        mixed_BxTxD = experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
+        # Padding takes no expert: all of it would take the same ones, and find no place in the exchange.
+        taken_BxTxK = jnp.where(sequences.segments_BxT[..., None] > 0, chosen_BxTxK, -1)
+        mixed_BxTxD = experts.mix(x_BxTxD, share_BxTxK, taken_BxTxK, weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             shared_BxTxD, _ = self.shared_expert(x_BxTxD, given, sequences)
             mixed_BxTxD += jax.nn.sigmoid(self.shared_expert_gate(x_BxTxD)) * shared_BxTxD

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from libra_jax.models import config as model_config
-from libra_jax.models import experts, hf, router, transformer
+from libra_jax.models import experts, hf, layers, router, transformer
 from libra_jax.planning import least
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -278,6 +279,19 @@ def test_losses_of_the_routers_are_those_of_transformers_sequence_by_sequence():
     np.testing.assert_allclose(found.z_BxT, np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2, rtol=1e-5)
 
 
+def test_padding_takes_no_expert(sparse):
+    config, segments = sparse[0], jnp.asarray(_batch()[2])
+    layer = layers.SparseMLP(config, nnx.Rngs(params=0))
+    x = jax.random.normal(jax.random.key(0), (*segments.shape, config.hidden_size))
+    mixed, losses = layer(x, None, layers.Sequences(segments, 4))
+    whole, _ = layer(x, None, layers.Sequences(jnp.ones_like(segments), 4))
+    assert (segments == 0).any()
+    np.testing.assert_array_equal(mixed[segments == 0], 0)
+    np.testing.assert_allclose(mixed[segments > 0], whole[segments > 0], atol=1e-5)
+    # Its logits are those of its embedding, which no loss sees.
+    np.testing.assert_array_equal(losses.balance_BxT[segments == 0], 0)
+
+
 def test_evenly_spread_tokens_have_a_balance_of_one_and_a_gradient_spreads_others():
     even = jnp.asarray(np.eye(8)[np.arange(16) % 8] * 1e-3)[None]
     segments = jnp.ones((1, 16), jnp.int32)
@@ -310,6 +324,8 @@ def test_tokens_are_exchanged_if_all_find_a_place_and_else_gathered():
         )
         spread = (everyone % 8)[:, None]
         assert np.asarray(split(spread)).tolist() == [True] * 8
+        padded = jnp.where(everyone[:, None] % tokens < tokens // 2, spread, -1)
+        assert np.asarray(split(padded)).tolist() == [True] * 8
         # One device's tokens all take one expert: every device gathers, or they would wait for each other.
         skewed = jnp.where((everyone < tokens)[:, None], 3, spread)
         assert np.asarray(split(skewed)).tolist() == [False] * 8
