@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -253,16 +253,31 @@ class Learner:
                 batch_statistics.PREFIX + name for name in batch_statistics.NAMES.get(self.config.algorithm.loss, ())
             ]
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
-        if name in (POLICY, step.PROXIMAL) and self.config.algorithm.routing_replay == "rollout":
+        if name != SUPERVISED and self.config.algorithm.routing_replay == "rollout":
             width, dtype = self._model.routing_width, self._model.routing_dtype
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
-    def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
-        """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch."""
+    def reference_log_probs(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
+        """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch.
+
+        Args:
+          packed: the global batch.
+          extras: further arrays of each micro-batch. With `routing` and `routed`, the reference takes the experts that
+            the policy takes: a mixture that takes others is another model.
+        """
         state = self.train_state()
         reference = state.reference if state.base is None else state.base
-        return [self.programs.score(reference, self.programs.put(vars(item))) for item in packed.micro_batches]
+        indices = range(len(packed.micro_batches))
+        return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
+
+    def _scored(
+        self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]
+    ) -> Iterator[dict[str, jax.Array]]:
+        """Yields the arrays on the mesh from which a program scores each micro-batch."""
+        for index in indices:
+            routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
+            yield self.programs.put(vars(packed.micro_batches[index]) | routing)
 
     def sums(
         self,
@@ -376,12 +391,10 @@ class Learner:
 
     def _scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
         """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""
-        state, found = self.train_state(), []
-        for index in indices:
-            routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
-            arrays = self.programs.put(vars(packed.micro_batches[index]) | routing)
-            found.append(self.programs.proximal(state.params, arrays, state.base))
-        return found
+        state = self.train_state()
+        return [
+            self.programs.proximal(state.params, arrays, state.base) for arrays in self._scored(packed, extras, indices)
+        ]
 
     def _with_statistics(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], part: range, number: int

@@ -137,7 +137,7 @@ def test_the_reference_model_is_the_base_without_the_adapter(make, small):
     with_kl = config_lib.AlgorithmConfig(kl_coefficient=0.1)
     learner, plain = make(algorithm=with_kl), small.learner(small.config(algorithm=with_kl))
     packed = _packed(small, learner)
-    (ours,), (wanted,) = learner.reference_log_probs(packed), plain.reference_log_probs(packed)
+    (ours,), (wanted,) = learner.reference_log_probs(packed, [{}]), plain.reference_log_probs(packed, [{}])
     np.testing.assert_array_equal(ours, wanted)
     extras = [{"advantages": np.ones_like(wanted), "reference": ours}]
     metrics = learner.update(learner_lib.POLICY, packed, RATE, extras)
