@@ -48,15 +48,16 @@ def choose(
       normalize: the shares of a token sum to 1; without, they are probabilities among all experts.
       given: experts to take in place of the router's own.
     """
-    probabilities = jax.nn.softmax(logits_BxTxE.astype(jnp.float32), axis=-1)
-    share_BxTxK, chosen_BxTxK = jax.lax.top_k(probabilities, count)
+    logits_BxTxE = logits_BxTxE.astype(jnp.float32)
+    _, chosen_BxTxK = jax.lax.top_k(logits_BxTxE, count)
     if given is not None:
         theirs_BxTxK = given.experts_BxTxK.astype(chosen_BxTxK.dtype)
         chosen_BxTxK = jnp.where(given.known_BxT[..., None], theirs_BxTxK, chosen_BxTxK)
-        share_BxTxK = jnp.take_along_axis(probabilities, chosen_BxTxK, axis=-1)
+    logits_BxTxK = jnp.take_along_axis(logits_BxTxE, chosen_BxTxK, axis=-1)
     if normalize:
-        share_BxTxK = share_BxTxK / share_BxTxK.sum(axis=-1, keepdims=True)
-    return chosen_BxTxK, share_BxTxK
+        # Not the probabilities over their sum: for improbable experts, both underflow to 0.
+        return chosen_BxTxK, jax.nn.softmax(logits_BxTxK, axis=-1)
+    return chosen_BxTxK, jnp.exp(logits_BxTxK - jax.nn.logsumexp(logits_BxTxE, axis=-1, keepdims=True))
 
 
 def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.Array, most: int) -> Losses:

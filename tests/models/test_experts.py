@@ -241,11 +241,15 @@ def test_replayed_routing_on_a_mesh_equals_that_of_one_device(sparse, shape):
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(normalized):
+@pytest.mark.parametrize("gap", [0.0, 110.0])
+def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(normalized, gap):
     rng = np.random.default_rng(1)
     logits, weight = rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 5, 3))
     given = np.argsort(rng.random((2, 5, 8)))[..., :3]
     known = np.array([[True] * 5, [True, False] * 2 + [True]])
+    # In the last token, an expert that is not given is e^gap times as probable as any that is.
+    given[1, 4] = [1, 2, 3]
+    logits[1, 4, 0] += gap
 
     def total(logits):
         chosen, share = router.choose(logits, 3, normalized, router.Given(given.astype(np.uint8), known))
@@ -259,7 +263,7 @@ def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(no
         wanted = wanted / wanted.sum(-1, keepdim=True)
     (wanted * torch.tensor(weight)).sum().backward()
     np.testing.assert_array_equal(chosen, expected)
-    np.testing.assert_allclose(share, wanted.detach(), rtol=1e-5)
+    np.testing.assert_allclose(share, wanted.detach(), rtol=1e-5, atol=1e-30)
     np.testing.assert_allclose(gradient, theirs.grad, atol=1e-6)
     assert np.abs(theirs.grad.numpy()).max() > 0.01
 
