@@ -211,7 +211,7 @@ def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerCo
     """Returns the experts of a trajectory's first tokens, [R, W], or None if it has none.
 
     Raises:
-      DataError: they are not experts of this model, or more than the tokens.
+      DataError: they are not experts of this model, a layer has one twice, or they are more than the tokens.
     """
     if not trajectory.routing:
         return None
@@ -224,6 +224,15 @@ def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerCo
             f"the model's layers and experts take {width}."
         )
     found_RxW = np.frombuffer(b"".join(trajectory.routing), dtype).reshape(-1, model.routing_width)
+    # An engine that returns what it has not filled in gives zeros.
+    sorted_RxLxK = np.sort(found_RxW.reshape(len(found_RxW), model.num_layers, -1), axis=-1)
+    twice = np.argwhere(sorted_RxLxK[..., 1:] == sorted_RxLxK[..., :-1])
+    if len(twice):
+        token, layer, _ = twice[0]
+        raise protocols.DataError(
+            f"trajectory {name}: the engine returned an expert twice in layer {layer} of token {token}; each token "
+            f"takes {model.experts_per_token} different experts of a layer."
+        )
     if found_RxW.max() >= model.num_experts:
         raise protocols.DataError(
             f"trajectory {name}: the engine returned expert {found_RxW.max()}, and the model has {model.num_experts}."

@@ -60,6 +60,10 @@ def test_each_input_column_has_the_experts_of_its_own_token(small):
     [
         (lambda t: t.routing.__setitem__(2, b"\x01\x02\x03"), r"p/0: .* 5 of its .* \[3, 4\] bytes .* take 4"),
         (lambda t: t.routing.__setitem__(2, bytes([0, 1, 8, 2])), r"p/0: .* returned expert 8, and the model has 8"),
+        (
+            lambda t: t.routing.__setitem__(2, bytes([0, 1, 3, 3])),
+            r"p/0: .* expert twice in layer 1 of token 2;",
+        ),
         (lambda t: t.routing.extend([bytes(4)] * 40), r"p/0: the engine returned experts for 45 of its"),
     ],
 )
