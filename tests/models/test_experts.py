@@ -220,7 +220,7 @@ def _routing(config, seed):
     rng = np.random.default_rng(seed)
     shape = (*_batch()[0].shape, config.num_layers)
     chosen = np.argsort(rng.random((*shape, config.num_experts)))[..., : config.experts_per_token]
-    return transformer.Routing(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
+    return router.Given(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2, 1), (2, 2, 2, 1)])
