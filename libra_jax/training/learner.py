@@ -67,6 +67,7 @@ class Learner:
 
     Attributes:
       config: the run's configuration, with this learner's mesh.
+      model: shape of the model, with the adapter that this learner trains.
       compares: True if the objective compares the policy with a reference model.
       scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
@@ -99,7 +100,7 @@ class Learner:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         self.config = config
-        self._model = model
+        self.model = model
         self._transform = optimizer.transform(config.optimizer)
         self._statistics = batch_statistics.find(config.algorithm)
         self.compares = config.algorithm.kl_coefficient > 0
@@ -144,6 +145,8 @@ class Learner:
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         # Set by the actor's event loop while another thread takes the step.
         self.abort = threading.Event()
+        # By dtype. A function that is jitted again is compiled again.
+        self._merges: dict[str, Callable[[Any, Any], Any]] = {}
         self._taking = 0  # the number of the present step's update, from 0
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None
@@ -167,8 +170,15 @@ class Learner:
         state = self.train_state()
         if state.base is None:
             return state.params
-        add = functools.partial(lora.merged, config=self._model, dtype=dtype)
-        return jax.jit(add, out_shardings=state_lib.shardings_of(self.layout.state.base))(state.base, state.params)
+        if dtype not in self._merges:
+            add = functools.partial(lora.merged, config=self.model, dtype=dtype)
+            self._merges[dtype] = jax.jit(add, out_shardings=state_lib.shardings_of(self.layout.state.base))
+        return self._merges[dtype](state.base, state.params)
+
+    def frozen(self, dtype: str) -> Any:
+        """Returns a copy of the frozen weights under the adapter, in a dtype."""
+        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
+        return jax.jit(cast, out_shardings=state_lib.shardings_of(self.layout.state.base))(self.train_state().base)
 
     def train_state(self) -> state_lib.TrainState:
         """Returns `state`. Raises LibraError if there is none yet."""
@@ -198,7 +208,7 @@ class Learner:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         config = dataclasses.replace(self.config, trainer=trainer)
-        return Learner(config, self._model, devices)
+        return Learner(config, self.model, devices)
 
     def release(self) -> tuple[list[jax.Array], Any]:
         """Gives up the state: returns its leaves and their structure, and frees the accumulator."""
@@ -254,7 +264,7 @@ class Learner:
             ]
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
         if name != SUPERVISED and self.config.algorithm.routing_replay == "rollout":
-            width, dtype = self._model.routing_width, self._model.routing_dtype
+            width, dtype = self.model.routing_width, self.model.routing_dtype
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
