@@ -42,6 +42,9 @@ MIB = 2**20
 ADAPTER = "adapter"
 """Folder of the adapter in an exported policy. transformers looks for an adapter beside config.json only."""
 
+BASE = "base"
+"""Folder of the weights under the adapter in an exported policy."""
+
 
 def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> TrainerActor:
     """Creates the trainer of a run, or one of its processes. Its `start` is the first to touch devices.
@@ -480,6 +483,7 @@ class TrainerActor:
         """Writes the policy as a Hugging Face directory, sealed with the checksums of its files.
 
         With an adapter, the directory holds the merged weights, and its folder `ADAPTER` the adapter in PEFT's format.
+        Its folder `BASE` holds the weights under the adapter, if `model.path` does not.
 
         Raises:
           LibraError: a parameter is not finite; nothing is written.
@@ -496,14 +500,25 @@ class TrainerActor:
             )
         hf.save(params, self._model, path)
         if self._model.adapter is not None:
-            base = self._config.model.path or self._config.model.preset
-            peft.save(learner.params, self._model, pathlib.Path(path) / ADAPTER, base)
+            del params  # before the next copy of the weights
+            peft.save(learner.params, self._model, pathlib.Path(path) / ADAPTER, self._exported_base(path))
         # Process 0 alone writes (`hf.save`), so it alone seals.
         if jax.process_index() == 0:
             try:
                 checksums.seal_folder(pathlib.Path(path))
             except OSError as error:
                 raise protocols.LibraError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+    def _exported_base(self, path: str) -> str:
+        """Returns the directory of the weights under an exported adapter; writes it if no other directory holds them.
+
+        No directory does after a warm start, or if the weights were drawn.
+        """
+        running, base = self.running(), pathlib.Path(path).absolute() / BASE
+        if running.sourced is not None and self._config.model.path:
+            return self._config.model.path
+        hf.save(running.learner.frozen(self._config.model.param_dtype), self._model, base)
+        return str(base)
 
     def shutdown(self) -> None:
         """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""

@@ -98,6 +98,12 @@ def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_pat
     _saved(actor, tmp_path / "warmed")
     actor.train_step(doubles.batch(small))
     _assert_equal(actor.running().learner.state.base, warmed)
+    # No directory but the export's own holds the weights under the adapter.
+    actor.export(str(tmp_path / "policy"))
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy" / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    tokens = torch.arange(small.vocabulary)[None]
+    np.testing.assert_allclose(adapted(tokens).logits.detach(), merged(tokens).logits.detach(), atol=1e-5)
 
     again = start(warm_start=warm, stand_by=True)
     again.restore(str(tmp_path / "warmed"))
