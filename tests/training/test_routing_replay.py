@@ -87,7 +87,7 @@ def test_more_than_256_experts_take_two_bytes_each():
     np.testing.assert_array_equal(example.routing_RxW, [[299, 1, 2, 257]] * 3)
 
 
-def test_policy_and_reference_take_the_given_experts_in_programs_compiled_ahead(sparse):
+def test_policy_and_reference_take_given_experts_in_ready_programs(sparse):
     trajectories = [_trajectory(seed, name=f"p/{seed}") for seed in range(4)]
     ratios = {}
     for replay in ("off", "rollout"):
