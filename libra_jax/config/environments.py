@@ -186,7 +186,7 @@ class ToolsConfig:
         check(not twice, "tools.use", f"names {twice[0] if twice else ''!r} twice")
 
 
-OF_REWARDS = ("mean", "std", "environment")
+OF_REWARDS = ("mean", "std", "environment", "overlong")
 """Metrics under `reward/`, whose names no reward function may have."""
 
 

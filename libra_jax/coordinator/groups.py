@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import checkpoints, filters, rollouts, saving
+from libra_jax.coordinator import checkpoints, filters, overlong, rollouts, saving
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -151,6 +151,9 @@ class Groups:
         elif (why := self._filter(group)) is not None:
             self._count(group, self._filtered, why)
         else:
+            # After the filter, which compares rewards without it. No await lies between here and the checkpoint's
+            # `finished`, so a restored group is never shaped twice.
+            overlong.shape(self._config, group)
             self.finished[group.group_id] = group
             self._events.announce(protocols.GroupSettled(group.group_id))
 
