@@ -136,6 +136,12 @@ class RunConfig:
                 "algorithm.objective=behaviour",
             )
         check(
+            self.coordinator.group_size > 1 or algorithm.filter != "zero_variance",
+            "algorithm.filter",
+            "zero_variance replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 "
+            "or more",
+        )
+        check(
             algorithm.loss not in BATCH_LOSSES or algorithm.proximal == "recompute",
             "algorithm.proximal",
             f"interpolate moves with the policy, and algorithm.loss={algorithm.loss} takes statistics of a fixed "
