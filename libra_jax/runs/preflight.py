@@ -14,6 +14,7 @@ from libra_jax.agents.rewards import actors
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import advice
+from libra_jax.coordinator import filters
 from libra_jax.engines import logprob_contract
 from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
@@ -61,6 +62,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
     for name, function in config.reward.parsed().items():
         actors.check(name, function)
+    filters.make(config)
     _check_optimizer(config)
     if shape is None:
         return
