@@ -142,6 +142,14 @@ class RunConfig:
             "proximal policy; set it to recompute, or take another loss",
         )
         check(
+            algorithm.correction_level == "token"
+            or algorithm.objective == "decoupled"
+            or algorithm.correction == "masked",
+            "algorithm.correction_level",
+            f"{algorithm.correction_level} cannot truncate with algorithm.objective=behaviour, whose ratio is that of "
+            "a token; set algorithm.objective=decoupled, or algorithm.correction=masked",
+        )
+        check(
             algorithm.minibatches <= self.coordinator.groups_per_step,
             "algorithm.minibatches",
             f"{algorithm.minibatches} parts of whole groups cannot be made of coordinator.groups_per_step = "
@@ -152,6 +160,8 @@ class RunConfig:
             ("clip_high", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
             ("dual_clip", algorithm.loss not in ("cispo", "sapo", "gmpo", "kl_cov"), "loss", "clipped or gspo"),
             ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
+            ("correction_floor", algorithm.correction == "masked", "correction", "masked"),
+            ("correction_level", algorithm.correction != "none", "correction", "truncated or masked"),
             ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
             ("proximal", algorithm.objective == "decoupled", "objective", "decoupled"),
         ):

@@ -147,6 +147,13 @@ class AlgorithmConfig:
     correction: str = "none"  # importance sampling of the proximal over the behaviour policy: none, truncated, masked
     # Largest importance weight: larger ones are cut to it (truncated), or their tokens dropped (masked).
     correction_cap: float = 2.0
+    correction_floor: float = 0.0  # smallest importance weight; masked drops the tokens of smaller ones, too
+    # Ratio that the correction looks at: token (its own), sequence (product over its trajectory), geometric (geometric
+    # mean over its trajectory).
+    correction_level: str = "token"
+    # Scale of the learning rate by the effective sample size, a share of the trajectories: off, sqrt (for Adam and its
+    # relatives), linear (for sgd).
+    ess_scaling: str = "off"
     kl_coefficient: float = 0.0  # weight of the KL term; above 0 a frozen reference model lives on the trainer's mesh
     # Estimator of the KL: k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     kl_estimator: str = "k3"
@@ -167,6 +174,8 @@ class AlgorithmConfig:
         for name in ("minibatches", "epochs"):
             check(getattr(self, name) > 0, f"algorithm.{name}", f"must be positive, not {getattr(self, name)}")
         check_choice(self.correction, CORRECTIONS, "algorithm.correction")
+        check_choice(self.correction_level, ("token", "sequence", "geometric"), "algorithm.correction_level")
+        check_choice(self.ess_scaling, ("off", "sqrt", "linear"), "algorithm.ess_scaling")
         check_choice(self.kl_estimator, KL_ESTIMATORS, "algorithm.kl_estimator")
         check_choice(self.routing_replay, ("off", "rollout"), "algorithm.routing_replay")
         for name in ("kl_coefficient", "entropy_coefficient", "sequence_length_constant"):
@@ -179,6 +188,11 @@ class AlgorithmConfig:
         check(self.clip_high >= 0, "algorithm.clip_high", f"must not be negative, not {self.clip_high}")
         check(self.dual_clip == 0 or self.dual_clip > 1, "algorithm.dual_clip", "must be 0 (off) or above 1")
         check(self.correction_cap > 0, "algorithm.correction_cap", "must be positive")
+        check(
+            0 <= self.correction_floor < self.correction_cap,
+            "algorithm.correction_floor",
+            f"must lie in [0, algorithm.correction_cap = {self.correction_cap:g}), not {self.correction_floor:g}",
+        )
         check(self.kl_coefficient >= 0, "algorithm.kl_coefficient", "must not be negative")
         check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import batch_statistics
+from libra_jax.algorithms import batch_statistics, objective
 from libra_jax.models import attention, lora, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, world
@@ -38,7 +38,17 @@ micro-batches to compute here after all, or their sums."""
 OF_THE_BATCH = ("mismatch/", "offpolicy/", "router/replayed")
 """Metrics that compare the engine with the policy that the batch came to: after an update, it is another policy."""
 
-OF_AN_UPDATE = ("loss", "grad_norm", "skipped", "clip/low_fraction", "clip/high_fraction", "ratio/max", "kl/behaviour")
+OF_AN_UPDATE = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "ess",
+    "skipped",
+    "clip/low_fraction",
+    "clip/high_fraction",
+    "ratio/max",
+    "kl/behaviour",
+)
 """Metrics that a step of several updates also reports for each."""
 
 
@@ -56,8 +66,11 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         """Returns its metrics. A mean or a maximum over nothing is left out."""
-        found = dict(self.applied)
-        found |= {name: total / count for name, (total, count) in self.sums["metrics"].items() if count > 0}
+        found, sums = dict(self.applied), dict(self.sums["metrics"])
+        if (share := objective.effective_share(sums)) is not None:
+            found["ess"] = share
+        sums = {name: pair for name, pair in sums.items() if name not in (objective.WEIGHT, objective.WEIGHT_SQUARED)}
+        found |= {name: total / count for name, (total, count) in sums.items() if count > 0}
         # All maxima are of positive numbers, so 0 means that there was nothing to compare.
         return found | {name: value for name, value in self.sums["maxima"].items() if value != 0}
 
@@ -447,13 +460,26 @@ class Learner:
                         accumulator = self._accumulate(
                             loss, state.params, packed, extras, item, accumulator, parts, state.base
                         )
+            learning_rate *= self._rate_scale(loss, parts)
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate, steps)
             # Reports come to the host once per update, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
         self.accumulator = accumulator
-        return Update({name: float(value) for name, value in report.items()}, _combined(parts))
+        applied = {name: float(value) for name, value in report.items()}
+        return Update(applied | {"learning_rate": learning_rate}, _combined(parts))
+
+    def _rate_scale(self, loss: str, parts: Sequence[step.Report]) -> float:
+        """Returns the factor of the learning rate that `algorithm.ess_scaling` sets for an update (VCPO, eq. 6)."""
+        rule = self.config.algorithm.ess_scaling
+        if loss != POLICY or rule == "off":
+            return 1.0
+        share = objective.effective_share(_combined(jax.device_get(list(parts)))["metrics"])
+        # Nothing trained, or weights that are not finite: the update changes nothing, or is skipped.
+        if share is None or not np.isfinite(share):
+            return 1.0
+        return share**0.5 if rule == "sqrt" else share
 
     def _accumulate(
         self,

@@ -222,7 +222,7 @@ class TrainerActor:
         self._synced = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
-        return self._finish(metrics, packed, rate)
+        return self._finish(metrics, packed)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
         """Takes the updates of one step, from version v to v + 1, even if non-finite ones are skipped. Returns metrics.
@@ -271,7 +271,7 @@ class TrainerActor:
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)
-        return self._finish(metrics, prepared.packed, rate, self._config.algorithm.epochs)
+        return self._finish(metrics, prepared.packed, self._config.algorithm.epochs)
 
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
@@ -583,9 +583,7 @@ class TrainerActor:
             return learner.merged(self._config.rollout.dtype)
         return learner.policy
 
-    def _finish(
-        self, metrics: dict[str, float], packed: packing.Packed, rate: float, epochs: int = 1
-    ) -> dict[str, float]:
+    def _finish(self, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1) -> dict[str, float]:
         """Adds the host's metrics of the step, and stops a run whose steps are not finite."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
         limit = self._config.trainer.max_skipped_steps
@@ -601,7 +599,6 @@ class TrainerActor:
         learner.ahead.begin()
         waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
-            "learning_rate": rate,
             "tokens/processed": float(sum(lengths)),
             "train/flops": epochs * costs.train_flops(self._model, self._multiplied, lengths),
             "padding_fraction": packed.padding_fraction,

@@ -9,7 +9,7 @@ import published_values
 import pytest
 
 from libra_jax import config as config_lib
-from libra_jax.algorithms import advantages, batch_statistics, contract, losses, objective
+from libra_jax.algorithms import advantages, batch_statistics, contract, corrections, losses, objective
 
 CASES = json.loads(published_values.FILE.read_text())
 
@@ -61,6 +61,35 @@ def test_losses_and_gradients_are_the_published_ones(case, name):
         loss, gradient = jax.value_and_grad(mean)(log_probs)
     assert float(loss) == pytest.approx(wanted["loss"], abs=1e-6)
     np.testing.assert_allclose(gradient, wanted["gradient"], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", published_values.CORRECTIONS)
+@pytest.mark.parametrize("case", CASES, ids=["seed0", "seed1"])
+def test_importance_weights_are_the_published_ones(case, name):
+    fields, config = case["batch"], config_lib.AlgorithmConfig(**published_values.CORRECTIONS[name][1])
+    mask = np.array(fields["mask"]) > 0
+    segments = np.array(np.arange(published_values.TOKENS) < np.array(fields["lengths"])[:, None], np.int32)
+    with jax.enable_x64(True):
+        log_ratio = jnp.where(mask, jnp.array(fields["log_probs"]) - jnp.array(fields["behaviour"]), 0.0)
+        level = corrections.of_level(log_ratio, mask, segments, config.correction_level, max_segments=1)
+        limits = {"cap": config.correction_cap, "floor": config.correction_floor}
+        found = np.where(mask, corrections.weights(level, config.correction, **limits), 0.0)
+    wanted = np.array(case["corrections"][name])
+    if config.correction_level == "geometric":
+        found = (found > 0).astype(float)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert 0 < np.count_nonzero(found) <= mask.sum()
+
+
+def test_the_effective_sample_size_is_that_of_whole_trajectories():
+    fields, config = CASES[0]["batch"], config_lib.AlgorithmConfig()
+    with jax.enable_x64(True):
+        sums = _objective(config, fields, jnp.array(fields["log_probs"]))
+    mask = np.array(fields["mask"])
+    weights = np.exp(((np.array(fields["log_probs"]) - np.array(fields["behaviour"])) * mask).sum(axis=1))
+    wanted = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    assert objective.effective_share(sums.metrics) == pytest.approx(wanted, rel=1e-6)
+    assert 0 < wanted < 1
 
 
 @pytest.mark.parametrize("name", ["bapo", "clip_cov", "kl_cov", "gmpo"])
