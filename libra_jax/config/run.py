@@ -24,6 +24,7 @@ from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
 from libra_jax.config.training import (
     BATCH_LOSSES,
     AlgorithmConfig,
+    CriticConfig,
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
@@ -71,6 +72,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -114,6 +116,7 @@ class RunConfig:
             )
         self._check_elastic()
         self._check_lora()
+        self._check_critic()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
             longest >= self.rollout.max_context,
@@ -200,6 +203,33 @@ class RunConfig:
             "vLLM returns experts only with prefix caching; leave enable_prefix_caching out of "
             "rollout.engine_arguments, or set this to off",
         )
+
+    def _check_critic(self) -> None:
+        """Refuses a critic that nothing reads, and what cannot move or share a critic."""
+        advantage, enabled = self.algorithm.advantage, self.critic.enabled
+        check(
+            enabled or advantage != "gae",
+            "critic.enabled",
+            "algorithm.advantage=gae needs the values of a critic; set it to True, or take another advantage",
+        )
+        if not enabled:
+            return
+        check(
+            advantage == "gae" or ":" in advantage,
+            "critic.enabled",
+            f"algorithm.advantage={advantage} reads no values; set algorithm.advantage=gae, or this to False",
+        )
+        check(
+            self.critic.warmup_steps < self.steps,
+            "critic.warmup_steps",
+            f"{self.critic.warmup_steps} leaves the policy no step of steps = {self.steps}; lower it",
+        )
+        for name, off in (
+            ("elastic.hybrid", self.elastic.hybrid == 0),
+            ("elastic.resize", not self.elastic.resize),
+            ("model.lora.rank", self.model.lora.rank == 0),
+        ):
+            check(off, "critic.enabled", f"a critic does not work with {name}; switch one of the two off")
 
     def _check_lora(self) -> None:
         lora = self.model.lora

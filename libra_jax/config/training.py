@@ -101,7 +101,7 @@ class ModelConfig:
         check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
@@ -118,9 +118,10 @@ class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
     # Advantage estimator: grpo, dr_grpo, rloo, opo, reinforce_plus_plus_baseline (all compare a group),
-    # reinforce_plus_plus, or "package.module:function" (see docs/guides/own_loss.md).
+    # reinforce_plus_plus, gae (needs critic.enabled), or "package.module:function" (see docs/guides/own_loss.md).
     advantage: str = "grpo"
-    # Keyword arguments of the advantage: none for the built-in ones, or those of your function.
+    # Keyword arguments of the advantage: discount, turn_discount, trace_decay and whitened of gae, or those of your
+    # function.
     advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
     # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
@@ -242,6 +243,27 @@ SCHEDULES = {
     "wsd": ("min_ratio", "decay_share"),
 }
 """Learning-rate schedules by name, and which of the settings that not all schedules share each of them reads."""
+
+
+@group
+@dataclass
+class CriticConfig:
+    """The critic of PPO: a value model of the policy's shape on the trainer's mesh, for algorithm.advantage=gae.
+
+    The optimizer is that of `optimizer`, with a rate of its own. The trainer holds twice the state.
+    """
+
+    enabled: bool = False  # train a critic
+    learning_rate: float = 1e-3  # learning rate, constant
+    warmup_steps: int = 0  # number of first steps in which the critic learns and the policy stays
+    clip: float = 0.2  # largest distance of a value from that of before the step that lowers the loss; 0 is off
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "clip"):
+            value = getattr(self, name)
+            check_finite(value, f"critic.{name}")
+            check(value >= 0, f"critic.{name}", f"must not be negative, not {value}")
+        check(self.warmup_steps >= 0, "critic.warmup_steps", f"must not be negative, not {self.warmup_steps}")
 
 
 @group

@@ -22,10 +22,12 @@ from libra_jax.algorithms import batch_statistics, objective
 from libra_jax.models import attention, lora, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, world
+from libra_jax.training import critic as critic_lib
 from libra_jax.training import state as state_lib
 
 POLICY = "policy"
 SUPERVISED = "supervised"
+VALUE = "value"
 
 AHEAD = 4
 """Maximum micro-batches that the host has queued on the devices beyond the last finished one. Enough to keep the
@@ -98,6 +100,7 @@ class Learner:
         devices: Sequence[jax.Device],
         *,
         first_update_only: bool = False,
+        critic: bool = False,
     ) -> None:
         """Builds the mesh and the programs. `begin` or an assignment sets the state.
 
@@ -107,16 +110,18 @@ class Learner:
           devices: the mesh takes the first of these devices.
           first_update_only: the learner only sums gradients for a batch's first update, in which the policy is its own
             proximal policy.
+          critic: the learner trains the critic of PPO (`critic`), and scores values.
 
         Raises:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         self.config = config
-        self._model = model
+        self._model = model = critic_lib.shape(model) if critic else model
+        self._loss = VALUE if critic else POLICY
         self._transform = optimizer.transform(config.optimizer)
-        self._statistics = batch_statistics.find(config.algorithm)
-        self.compares = config.algorithm.kl_coefficient > 0
-        self.scores_proximal = config.algorithm.scores_proximal and not first_update_only
+        self._statistics = None if critic else batch_statistics.find(config.algorithm)
+        self.compares = config.algorithm.kl_coefficient > 0 and not critic
+        self.scores_proximal = config.algorithm.scores_proximal and not first_update_only and not critic
         mesh = state_lib.make_mesh(config.trainer, devices)
         # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
@@ -130,6 +135,7 @@ class Learner:
             base=None if model.adapter is None else config.model.compute_dtype,
             accumulation=config.trainer.accumulation_dtype,
             offload=config.optimizer.offload,
+            critic=critic,
         )
         options = transformer.ComputeOptions.from_config(
             config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
@@ -144,12 +150,18 @@ class Learner:
             packed=config.trainer.pack,
         )
         temperature = config.rollout.temperature
+        values = critic_lib.Values(model, options)
+        known: dict[str, step.Loss] = {
+            POLICY: policy,
+            SUPERVISED: functools.partial(losses.supervised, scorer=scorer),
+            VALUE: functools.partial(critic_lib.loss, values=values, clip=config.critic.clip),
+        }
         self.programs = step.Programs(
             self.layout,
             self._transform,
-            losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
+            losses=known,
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
-            proximal=lambda params, batch: scorer(params, batch, temperature=temperature)[0],
+            proximal=values if critic else lambda params, batch: scorer(params, batch, temperature=temperature)[0],
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -236,12 +248,12 @@ class Learner:
     def _shapes(self) -> Sequence[step.Shape]:
         """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
-        names = [SUPERVISED] * (self.config.warm_start.steps > 0 and self.layout.state.base is None)
-        names += [step.SCORE] * self.compares
-        names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None)
+        warms_up = self.config.warm_start.steps > 0 and self.layout.state.base is None and self._loss == POLICY
+        names = [SUPERVISED] * warms_up + [step.SCORE] * self.compares
+        names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None or self._loss == VALUE)
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):
-            for name in (*names, POLICY):
+            for name in (*names, self._loss):
                 arrays = self.micro_batch(name, row_tokens).items()
                 found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
         return found
@@ -250,7 +262,7 @@ class Learner:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
-          name: `POLICY`, `SUPERVISED`, `step.SCORE` or `step.PROXIMAL`.
+          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE` or `step.PROXIMAL`.
           row_tokens: length of the rows; None for the shortest.
         """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
@@ -266,7 +278,10 @@ class Learner:
                 batch_statistics.PREFIX + name for name in batch_statistics.NAMES.get(self.config.algorithm.loss, ())
             ]
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
-        if name in (POLICY, step.PROXIMAL) and self.config.algorithm.routing_replay == "rollout":
+        if name == VALUE:
+            batch |= {name: np.zeros(shape, np.float32) for name in ("returns", "values")}
+        replays = self.config.algorithm.routing_replay == "rollout" and self._loss == POLICY
+        if name in (POLICY, step.PROXIMAL) and replays:
             width, dtype = self._model.routing_width, self._model.routing_dtype
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
@@ -341,7 +356,7 @@ class Learner:
         own: range | None = None,
         rest: Rest | None = None,
     ) -> dict[str, float]:
-        """Takes a step of the policy: an update on each mini-batch, `algorithm.epochs` times.
+        """Takes a step of the policy or the critic: an update on each mini-batch, `algorithm.epochs` times.
 
         Without `rest`, the host waits for the devices only at the end of each update.
 
@@ -374,11 +389,23 @@ class Learner:
                 last = number == len(updates) - 1
                 if self._statistics is not None:
                     extras = self._with_statistics(packed, extras, part, number)
-                taken.append(self._update(POLICY, packed, learning_rate, extras, indices, others, steps=int(last)))
+                taken.append(self._update(self._loss, packed, learning_rate, extras, indices, others, steps=int(last)))
         finally:
             self._taking = 0
             self.abort.clear()
         return _step_metrics(taken, keeps_first=self.scores_proximal)
+
+    def stay(self) -> dict[str, float]:
+        """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics."""
+        accumulator = self.accumulator or self.programs.zeros()
+        self.accumulator = None
+        # Sums of zero at a rate of zero: parameters stay, and so do the moments, which are still zero.
+        self.state, self.accumulator, report = self.programs.apply_step(self.train_state(), accumulator, 0.0)
+        return {name: float(value) for name, value in jax.device_get(report).items()} | {"learning_rate": 0.0}
+
+    def values(self, packed: packing.Packed) -> list[jax.Array]:
+        """Returns the critic's values on the mesh: one [B, T] array per micro-batch."""
+        return self._scores(packed, [{} for _ in packed.micro_batches], range(len(packed.micro_batches)))
 
     def _with_proximal(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]

@@ -23,6 +23,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility, lora, sharding, transformer
+from libra_jax.training import critic as critic_lib
 
 PyTree = Any
 
@@ -47,6 +48,7 @@ class TrainState:
       reference: parameters of the frozen reference model, or None if the objective needs none.
       base: frozen weights under the adapter, or None without an adapter. No program consumes them, so they stay the
         same arrays from step to step, and several states may share them. They are also the reference model.
+      critic: train state of the critic. Only in a checkpoint: the critic's learner holds it.
     """
 
     step: jax.Array
@@ -55,6 +57,7 @@ class TrainState:
     rng: jax.Array
     reference: PyTree = None
     base: PyTree = None
+    critic: TrainState | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -171,6 +174,7 @@ def layout(
     base: str | None = None,
     accumulation: str = "float32",
     offload: bool = False,
+    critic: bool = False,
 ) -> Layout:
     """Returns the layout of the state: optimizer moments like their parameters (`_moments`), scalars on every device.
 
@@ -183,6 +187,7 @@ def layout(
       base: compute dtype of the frozen weights under an adapter; None without an adapter.
       accumulation: dtype of the sums of gradients.
       offload: the moments live in the host's memory.
+      critic: the model has a head of values (`critic`).
 
     Raises:
       ConfigError: a size of the model is not divisible by an axis of the mesh.
@@ -190,7 +195,10 @@ def layout(
     feasibility.check_mesh(config, mesh.shape)
     shardings = transformer.shardings(config, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    shapes = transformer.abstract_params(config, dtype)
+    shapes = dict(transformer.abstract_params(config, dtype))
+    if critic:
+        shapes[critic_lib.HEAD] = critic_lib.abstract_head(config, dtype)
+        shardings[critic_lib.HEAD] = critic_lib.head_shardings(mesh)
 
     def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

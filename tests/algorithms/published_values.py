@@ -142,6 +142,9 @@ def main(folder):
             "gae_whitened": spread,
             "gae_returns": returns,
         }
+        old = torch.tensor(fields["behaviour"], dtype=torch.float64)
+        value_loss = core_algos.compute_value_loss(values, returns, old, mask, 0.3, loss_agg_mode="token-mean")
+        found["value_loss"], found["clip_fraction"] = (torch.full_like(mask, float(item)) for item in value_loss)
         return {name: (value * mask).tolist() for name, value in found.items()}
 
     def corrections(fields):
