@@ -99,7 +99,11 @@ def main() -> None:
     searched = case.searched()
     best, seconds = _timed(searched, case.devices)
     splits = list(searched.splits(case.devices, near=best if _OBJECTIVE.value == "step_time" else None))
-    unsure = case.uncertainty(best.plan)
+    # Relative errors of the times: from a profile's held-out steps, or from the coefficients.
+    if (profile := case.setting.profile) is not None:
+        unsure = forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
+    else:
+        unsure = forecast.uncertainty(case.setting, case.work.prompts, case.work.turns, best.plan)
     _print(best, case, unsure)
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits)}.")
@@ -197,7 +201,7 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     positions = case.model.shape.max_position_embeddings
     if case.lengths.context_max > positions:
         print(f"{case.name} was made for {positions:,} tokens: longer contexts need its rotary embedding stretched.")
-    if case.calibrated:
+    if case.run.planner.profile:
         print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}).")
         print(
             f"Of that, {case.besides:.1f} s are weight sync and what belongs to no stage. On steps that were not "
@@ -255,7 +259,7 @@ def _print_sweep(case: planned.Case) -> None:
             f"Each case has {case.work.count / case.devices:.3g} trajectories a step for every accelerator, as the "
             f"base of {case.devices} has."
         )
-    print("By what was measured." if case.calibrated else "By hardware sheets, not calibrated by any run.")
+    print("By what was measured." if case.run.planner.profile else "By hardware sheets, not calibrated by any run.")
     for line in refused:
         print(line)
 
@@ -326,7 +330,7 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
             "step_seconds": unsure.step,
         },
         "solve_seconds": seconds,
-        "calibrated": case.calibrated,
+        "calibrated": bool(case.run.planner.profile),
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -29,9 +30,12 @@ from libra_jax import protocols
 from libra_jax.planning import plans
 from libra_jax.scheduling import prediction_quality
 from libra_jax.simulator import comparison, report, settings
-from libra_jax.telemetry import trace
+from libra_jax.telemetry import page, tool_report, trace
 
 COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
+
+MOST_ROWS = 16
+"""Most causal states in the table of prediction quality; the most frequent are shown."""
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file; configs/simulate.py.", lock_config=True
@@ -87,7 +91,11 @@ def main() -> None:
     records = trace.read(Path(run.workload.trace)) if run.workload.trace else []
     found = prediction_quality.measure([prediction_quality.rollout(record) for record in records])
     if found is not None:
-        print(f"\nWhat the tool returns of {run.workload.trace} predict:\n{report.quality_table(found)}")
+        rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
+        further = len(found.states) - MOST_ROWS
+        more = [f"({further} more causal states)"] if further > 0 else []
+        print(f"\nWhat the tool returns of {run.workload.trace} predict:")
+        print(*report.aligned(rows, left=3), *more, *tool_report.verdicts(found), sep="\n")
     if output is not None:
         _write(output, run, about, result, moves, found)
 
@@ -129,7 +137,14 @@ def _write(
             beside = output.with_name(f"{output.stem}-sensitivity.json")
             beside.write_text(json.dumps([asdict(move) for move in moves], indent=2) + "\n")
         if found is not None:
-            report.write_quality(found, output.with_name(f"{output.stem}-causes"))
+            causes = output.with_name(f"{output.stem}-causes.json")
+            # JSON has no NaN: unknown values become null.
+            values = {
+                name: None if isinstance(value, float) and math.isnan(value) else value
+                for name, value in asdict(found).items()
+            }
+            causes.write_text(json.dumps(values, indent=2) + "\n")
+            causes.with_suffix(".svg").write_text(page.standalone(tool_report.draw_left(found.states)))
     except OSError as error:
         raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
     print(f"wrote {output} and {picture}")

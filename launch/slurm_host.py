@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs Ray on this host from its start to its end; the head also runs the driver."""
     name, attempt = os.environ["SLURMD_NODENAME"], arguments.attempt
     is_head = name == arguments.head
-    os.environ.update(guard.ray_environment())
+    os.environ.update(guard.RAY_ENVIRONMENT)
     prefix = f"libra-{arguments.job}-{zlib.crc32(name.encode()):x}-"  # Ray's sockets need a short path
     for left in Path("/tmp").glob(f"{prefix}*"):  # left by a killed attempt of this job
         shutil.rmtree(left, ignore_errors=True)

@@ -96,10 +96,10 @@ def evaluate(
     reward: objects.RewardFunction | None = None,
     tasks: objects.Tasks | None = None,
 ) -> api.Evaluated:
-    """Scores a model on tasks, one rollout a task, and returns when all are scored. Trains and saves nothing.
+    """Scores a model on tasks and returns when all are scored. Trains and saves nothing.
 
-    The engines, the tools and the limits are those of the config; `evaluation.temperature` is 0 unless it is set. A
-    script calls this under `if __name__ == "__main__":`.
+    Each task gets `evaluation.attempts` rollouts. The engines, the tools and the limits are those of the config;
+    `evaluation.temperature` is 0 unless it is set. A script calls this under `if __name__ == "__main__":`.
 
     Args:
       config: the run's configuration. Objects below replace what its names stand for.

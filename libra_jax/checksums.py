@@ -14,9 +14,8 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -33,8 +32,7 @@ _CHECKSUM = re.compile(rb', "checksum": "([0-9a-f]{32})"\}')
 _TAIL = len(b', "checksum": ""}') + 32
 
 
-@dataclass(frozen=True)
-class Sum:
+class Sum(NamedTuple):
     """Size and checksum of a file.
 
     Attributes:
@@ -146,13 +144,8 @@ def problem(folder: Path, expected: Mapping[str, Sum]) -> str:
     return f"{damaged[0]} is damaged (its checksum is not the one it was written with{further})" if damaged else ""
 
 
-def to_json(sums: Mapping[str, Sum]) -> dict[str, list[Any]]:
-    """Returns the sums as plain values."""
-    return {name: [item.size, item.checksum] for name, item in sums.items()}
-
-
 def from_json(record: Mapping[str, Any]) -> dict[str, Sum]:
-    """Returns the sums that `to_json` was given."""
+    """Returns sums that were written as JSON."""
     return {name: Sum(int(size), str(checksum)) for name, (size, checksum) in record.items()}
 
 
@@ -161,15 +154,10 @@ def sealed(text: bytes) -> bytes:
     return text[:-1] + b', "checksum": "' + of_bytes(text[:-1]).encode() + b'"}'
 
 
-def carries(text: bytes) -> bool:
-    """Returns whether the text of a JSON object ends with its own checksum."""
-    return _CHECKSUM.fullmatch(text[-_TAIL:]) is not None
-
-
-def is_whole(text: bytes) -> bool:
-    """Returns whether a text that `sealed` returned is undamaged."""
+def is_whole(text: bytes) -> bool | None:
+    """Returns whether a text that `sealed` returned is undamaged. None if the text does not end with a checksum."""
     found = _CHECKSUM.fullmatch(text[-_TAIL:])
-    return found is not None and of_bytes(text[:-_TAIL]) == found[1].decode()
+    return None if found is None else of_bytes(text[:-_TAIL]) == found[1].decode()
 
 
 def unsealed(text: bytes) -> dict[str, Any]:
@@ -197,7 +185,7 @@ def seal_folder(folder: Path) -> None:
     Raises:
       OSError: A file cannot be read, or the seal cannot be written.
     """
-    text = sealed(json.dumps({"files": to_json(of_files(folder, files_of(folder)))}).encode())
+    text = sealed(json.dumps({"files": of_files(folder, files_of(folder))}).encode())
     partial = folder / f"{SEAL}.partial"
     with partial.open("wb") as file:
         file.write(text)

@@ -34,7 +34,8 @@ class Call(Generic[P, T]):
 
     Args:
       limit: Name of the deadline under `config.deadlines`.
-      what: What the actor is asked to do, for errors: completes "asked to".
+      what: What the actor is asked to do, for errors: completes "asked to". Names positional arguments of the call as
+        `str.format` does, for example "load chunk {0.index}".
       method: Method of the actor's protocol.
     """
 
@@ -114,9 +115,7 @@ class ActorClient:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Calls a method of the actor's protocol within `config.deadlines.<limit>`.
-
-        `what` completes "asked to" in errors.
-        """
+        """Calls a method of the actor's protocol within `config.deadlines.<limit>`. See `Call` for `what`."""
         work = self._actor.call(method, *args, **kwargs)
-        return await deadlines.limited(self._limits, limit, work, f"{self._subject}, asked to {what},")
+        asked = f"{self._subject}, asked to {what.format(*args, **kwargs)},"
+        return await deadlines.limited(self._limits, limit, work, asked)

@@ -121,7 +121,7 @@ class Job:
         """Returns the variables of a group's containers by name; `operated`: KubeRay adds Ray's variables and
         labels."""
         plain = {**self.environment, "LIBRA_JAX_GRACE": str(self.grace), "LIBRA_JAX_WORKDIR": self.workdir}
-        plain |= guard.ray_environment()
+        plain |= guard.RAY_ENVIRONMENT
         secret = dict(self.secrets)
         if group.name == "head":
             # An argument a line, as templates/run_driver.sh reads them.

@@ -198,44 +198,38 @@ def _lines(file: Path) -> Iterator[Row]:
 
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     import pyarrow  # imported here, so that only runs on such files pay for it
+    from pyarrow import csv, dataset, fs
 
+    local, kind, schema = fs.LocalFileSystem(), file.suffix.lower(), None
     try:
-        yield from _unchecked_batches(file, wanted)
+        if kind == ".arrow":
+            # An Arrow stream, which pyarrow.dataset cannot read.
+            with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+                names = _needed(stream.schema.names, wanted)
+                for batch in stream:
+                    yield batch if names is None else batch.select(names)
+            return
+        if kind == ".parquet":
+            layout = dataset.ParquetFileFormat()
+        else:
+            layout = dataset.CsvFileFormat(
+                parse_options=csv.ParseOptions(delimiter="," if kind == ".csv" else "\t", newlines_in_values=True),
+                read_options=csv.ReadOptions(block_size=_CSV_BLOCK),
+            )
+            # All columns are read as text: the answer 007 is not the number 7.
+            schema = pyarrow.schema([(name, pyarrow.string()) for name in layout.inspect(str(file), local).names])
+        table = dataset.dataset(str(file), schema=schema, format=layout, filesystem=local)
+        columns = _needed(table.schema.names, wanted)
+        # Little is read ahead, because a file may be larger than the memory.
+        yield from table.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1)
     except (pyarrow.ArrowException, OSError) as error:
-        kind = {".parquet": "Parquet", ".arrow": "Arrow"}.get(file.suffix.lower(), "CSV")
         said = (str(error).strip() or type(error).__name__).splitlines()[0].rpartition("Invalid: ")[2]
         # Arrow counts the header as row 1; our rows begin after it.
         found = re.search(r"Row #(\d+): ", said)
         row = f", row {int(found[1]) - 1}" if found else ""
         said = said.replace(found[0], "") if found else said
-        raise protocols.DataError(f"{file}{row}: not a readable {kind} file ({said})") from error
-
-
-def _unchecked_batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    import pyarrow
-    from pyarrow import csv, dataset, fs
-
-    if file.suffix == ".arrow":
-        # An Arrow stream, which pyarrow.dataset cannot read.
-        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
-            names = _needed(stream.schema.names, wanted)
-            for batch in stream:
-                yield batch if names is None else batch.select(names)
-        return
-    local, kind, schema = fs.LocalFileSystem(), file.suffix.lower(), None
-    if kind == ".parquet":
-        layout = dataset.ParquetFileFormat()
-    else:
-        layout = dataset.CsvFileFormat(
-            parse_options=csv.ParseOptions(delimiter="," if kind == ".csv" else "\t", newlines_in_values=True),
-            read_options=csv.ReadOptions(block_size=_CSV_BLOCK),
-        )
-        # All columns are read as text: the answer 007 is not the number 7.
-        schema = pyarrow.schema([(name, pyarrow.string()) for name in layout.inspect(str(file), local).names])
-    table = dataset.dataset(str(file), schema=schema, format=layout, filesystem=local)
-    columns = _needed(table.schema.names, wanted)
-    # Little is read ahead, because a file may be larger than the memory.
-    yield from table.to_batches(columns=columns, batch_size=_BATCH_ROWS, batch_readahead=1)
+        named = {".parquet": "Parquet", ".arrow": "Arrow"}.get(kind, "CSV")
+        raise protocols.DataError(f"{file}{row}: not a readable {named} file ({said})") from error
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:

@@ -22,6 +22,12 @@ RAY_SETTINGS: Mapping[str, bool] = {
 """Ray's internal configuration (2.60) wherever we start Ray: `_system_config` of `ray.init`, `--system-config` of `ray
 start`."""
 
+RAY_ENVIRONMENT: Mapping[str, str] = {
+    **{f"RAY_{name}": str(value).lower() for name, value in RAY_SETTINGS.items()},
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""`RAY_SETTINGS` as environment variables, for other starters of Ray. They apply to one host."""
+
 # Python's resource trackers ignore SIGTERM and are spared SIGKILL: they end by themselves when nobody uses them, and
 # unlink the shared memory that the others left. For their sake, a group is killed process by process, and twice,
 # because a process may start another just before it is killed. Removal is retried, because a dying process may write
@@ -96,9 +102,3 @@ class Guard:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-def ray_environment() -> dict[str, str]:
-    """Returns `RAY_SETTINGS` as environment variables, for other starters of Ray. They apply to one host."""
-    variables = {f"RAY_{name}": str(value).lower() for name, value in RAY_SETTINGS.items()}
-    return variables | {"RAY_USAGE_STATS_ENABLED": "0"}

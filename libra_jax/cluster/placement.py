@@ -59,12 +59,6 @@ def place(config: libra_config.RunConfig, devices: Sequence[int]) -> tuple[int |
     return found.host, found.devices
 
 
-def together(config: libra_config.RunConfig) -> int | None:
-    """Returns the maximum number of devices that the cluster grants the run on one host. None: the run has one host."""
-    layout = hosts.layout(config)
-    return None if layout is None else max(host.accelerators for host in layout.hosts)
-
-
 def record(workdir: Path, note: Callable[[str], None], guard: Callable[[], bool], found: granted.Granted) -> None:
     """Notes which nodes are the run's hosts, and writes them into `hosts.json` if this run may still write."""
     note(found.sentence())

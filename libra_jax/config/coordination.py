@@ -52,15 +52,25 @@ class CoordinatorConfig:
 @group
 @dataclass
 class EvaluationConfig:
-    """Held-out tasks, with one rollout each at one policy version."""
+    """Held-out tasks, with one or more attempts each at one policy version."""
 
     every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
     tasks: int = 128  # held-out tasks of an evaluation
-    temperature: float = 0.0  # 0 is greedy; else 0.01 to 2
+    # Rollouts of each held-out task; above 1, evaluation/pass_at_<k> estimates pass@k for k = 1, 2, 4, ... attempts
+    attempts: int = 1
+    threshold: float = 1.0  # reward from which on an attempt counts as solved, for evaluation/pass_at_<k>
+    temperature: float = 0.0  # 0 is greedy, for one attempt; else 0.01 to 2
 
     def __post_init__(self) -> None:
         check(self.every >= 0, "evaluation.every", "must not be negative")
         check(self.tasks > 0, "evaluation.tasks", "must be positive")
+        check(self.attempts > 0, "evaluation.attempts", f"must be positive, not {self.attempts}")
+        check_finite(self.threshold, "evaluation.threshold")
+        check(
+            self.attempts == 1 or self.temperature != 0,
+            "evaluation.attempts",
+            f"{self.attempts} greedy attempts would be alike; set evaluation.temperature above 0, such as 1",
+        )
         if self.temperature != 0:
             check_temperature(self.temperature, "evaluation.temperature", "; 0 is greedy")
 

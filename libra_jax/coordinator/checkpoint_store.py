@@ -227,9 +227,9 @@ def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
     try:
         text = path.read_bytes()
         number = FORMAT
-        if checksums.is_whole(text):
+        if whole := checksums.is_whole(text):
             number = checksums.unsealed(text)["format"]
-        elif not checksums.carries(text):
+        elif whole is None:
             # An intact manifest of format 4, which had no checksums yet, is no damage.
             with contextlib.suppress(ValueError, AttributeError):
                 record = json.loads(text)

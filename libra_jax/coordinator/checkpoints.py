@@ -163,6 +163,10 @@ class Checkpoints:
       workdir: the run's folder.
       keep: number of newest checkpoints to keep.
       fencing: the run's fencing token, checked before each write. None disables fencing.
+
+    Attributes:
+      restarts: number of trainers that were lost. Part of the names of later parts, because a lost trainer may still be
+        writing to the present ones.
     """
 
     def __init__(self, workdir: Path, keep: int, fencing: protocols.FencingToken | None = None) -> None:
@@ -175,7 +179,7 @@ class Checkpoints:
         # Names of the parts of the checkpoint that is being written, and the checksum of its coordinator's part.
         self._parts: dict[str, str] = {}
         self._sums: dict[str, checksums.Sum] = {}
-        self._disowned = 0
+        self.restarts = 0
         # Manifests beyond the checkpoint that the run resumed from: they do not count any more.
         self._skipped: set[Path] = set()
 
@@ -221,7 +225,7 @@ class Checkpoints:
             # Part names never repeat within a step: a superseded run, a lost trainer or the committed checkpoint may
             # own the others.
             suffix, path = self._suffix, directory / store.COORDINATOR
-            suffix += f"-restart{self._disowned}" if self._disowned else ""
+            suffix += f"-restart{self.restarts}" if self.restarts else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
             name, text = f"{path.stem}{suffix}{path.suffix}", json.dumps(state)
             self._parts = {"coordinator": name, "trainer": f"{store.TRAINER}{suffix}"}
@@ -255,7 +259,7 @@ class Checkpoints:
                 "step": step,
                 **self._parts,
                 **fencing_token,
-                "files": checksums.to_json(sums),
+                "files": sums,
             }
             text = checksums.sealed(json.dumps(manifest).encode()).decode()
             _write_durably(path, text, check=self._check_fencing)
@@ -269,10 +273,6 @@ class Checkpoints:
                 if other not in kept:
                     self._check_fencing()
                     store.remove(other)
-
-    def disown(self) -> None:
-        """Gives later parts other names, because a lost trainer may still be writing to the present ones."""
-        self._disowned += 1
 
     def discard(self, step: int) -> None:
         """Removes the parts of an aborted checkpoint. A committed checkpoint of the same step stays."""

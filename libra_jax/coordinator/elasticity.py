@@ -209,7 +209,7 @@ class PlanFollower:
                 ]
                 if occupants:
                     handle.cancel(f"{', '.join(occupants)} still roll out on its devices")
-                handle.go()
+                handle.held = False
                 # The engines have moved: if the mesh fails now, only the mesh stays as before.
                 before = dataclasses.replace(before, rollout=plan.rollout)
                 await handle.done
@@ -255,6 +255,10 @@ class Elasticity:
       resizing: changes the trainer's mesh.
       weight_sync: syncs weights from the trainer to engines and hybrid workers.
       planner: decides on plans. None keeps the layout.
+
+    Attributes:
+      hybrid: the hybrid workers; None without them.
+      follower: follows the planner's plans; None without a planner.
     """
 
     def __init__(
@@ -273,38 +277,33 @@ class Elasticity:
         self._engines = workers.engines
         self._resizing = resizing
         self._weight_sync = weight_sync
-        self._hybrid: hybrid.HybridWorkers | None = None
+        self.hybrid: hybrid.HybridWorkers | None = None
         if workers.sides is not None:
-            self._hybrid = hybrid.HybridWorkers(
+            self.hybrid = hybrid.HybridWorkers(
                 run,
                 engines=workers.engines,
                 sides=workers.sides,
                 trainer=workers.trainer,
                 core_devices=resizing.sizes.devices,
             )
-        self._follower: PlanFollower | None = None
+        self.follower: PlanFollower | None = None
         if planner is not None:
-            self._follower = PlanFollower(
+            self.follower = PlanFollower(
                 run, planner=planner, engines=workers.engines, dispatcher=dispatcher, resizing=resizing
             )
-        if (workers_in_both := self._hybrid) is not None:
+        if (workers_in_both := self.hybrid) is not None:
             run.events.subscribe(protocols.TrainerResized, lambda _: workers_in_both.disturb())
         run.events.subscribe(protocols.TrainerResized, lambda _: self._show_pools())
         run.events.subscribe(protocols.TrainerReplaced, self._trainer_replaced)
         run.events.subscribe(protocols.PoolsChanged, lambda _: self._show_pools())
         self._show_pools()
 
-    def take_up_plan(self) -> None:
-        """Adopts a checkpoint's plan, whose instances have been started."""
-        if self._follower is not None:
-            self._follower.begin()
-
     def begin_step(self, batch: protocols.TrainBatch) -> Sequence[protocols.Share]:
         """Returns the shares that hybrid workers compute of a training step, and lets them begin."""
         self._resizing.trains(batch)
-        if self._hybrid is None:
+        if self.hybrid is None:
             return ()
-        return self._hybrid.begin(batch)
+        return self.hybrid.begin(batch)
 
     async def end_step(
         self, shares: Sequence[protocols.Share], metrics: Mapping[str, float] | None, seconds: float
@@ -316,52 +315,43 @@ class Elasticity:
           metrics: the trainer's metrics; None if the trainer was lost, and the step with it.
           seconds: seconds of the trainer's step.
         """
-        if self._hybrid is None:
+        if self.hybrid is None:
             return
         # As if all shares were late, so that their workers switch back to rollout.
         if metrics is None:
             metrics, seconds = {f"shares/late/{share.worker}": 1.0 for share in shares}, 0.0
-        await self._hybrid.finish(shares, metrics, seconds)
+        await self.hybrid.finish(shares, metrics, seconds)
 
     def after(self, step: int, report: reports.StepReport) -> dict[str, float]:
         """Decides on changes after a step. Returns the step's metrics of plan and pool."""
         metrics: dict[str, float] = {}
-        if self._follower is not None:
-            metrics |= self._follower.after(step, report)
-        if self._hybrid is not None:
+        if self.follower is not None:
+            metrics |= self.follower.after(step, report)
+        if self.hybrid is not None:
             times, evaluation = report.times, report.evaluation.get("evaluation/seconds", 0.0)
             streams = report.counts.stream_seconds
             took = hybrid.Step(times.step - evaluation, times.train, times.wait, times.rollout, streams)
-            metrics |= self._hybrid.after(step, took)
+            metrics |= self.hybrid.after(step, took)
         return metrics
 
     async def close(self) -> None:
         """Stops all changes at the end of the run."""
-        if self._hybrid is not None:
+        if self.hybrid is not None:
             # First, because it does not wait, and a resize's processes may not end in time.
-            self._hybrid.close()
+            self.hybrid.close()
         await self._resizing.close()
-
-    def snapshot(self) -> hybrid.HybridState | None:
-        """Returns the state of the hybrid workers; None without them. The planner has its own snapshot."""
-        return None if self._hybrid is None else self._hybrid.snapshot()
-
-    def restore(self, snapshot: hybrid.HybridState | None) -> None:
-        """Restores the state of the hybrid workers after a restart of the run."""
-        if self._hybrid is not None and snapshot is not None:
-            self._hybrid.restore(snapshot)
 
     async def _trainer_replaced(self, event: protocols.TrainerReplaced) -> None:
         # A loss touches the step under way. A planned move is marked by the plan follower itself.
-        if event.lost and self._follower is not None:
-            self._follower.disturbed = True
+        if event.lost and self.follower is not None:
+            self.follower.disturbed = True
         await self._weight_sync.release()
-        if self._hybrid is not None:
-            self._hybrid.trainer_moved()
+        if self.hybrid is not None:
+            self.hybrid.trainer_moved()
 
     def _show_pools(self) -> None:
         """Records the present number of devices of each pool."""
-        moving = {} if self._hybrid is None else self._hybrid.devices()
+        moving = {} if self.hybrid is None else self.hybrid.devices()
         core = sum(item.devices for item in self._engines.engines.values() if not item.hybrid)
         counts = {"core training": self._resizing.sizes.devices, **moving, "core rollout": core}
         now = self._clock()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
-from libra_jax.coordinator import parts, reports, rollouts, stopping
+from libra_jax.coordinator import parts, reports, rollouts, scores, stopping
 
 FIRST_TASK = 1_000_000_000
 """Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""
@@ -91,14 +91,16 @@ class Evaluation:
     """Result of an evaluation.
 
     Attributes:
-      metrics: `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (tasks whose
-        environment kept crashing: they are left out, never scored zero), `evaluation/agent/...` and
-        `evaluation/reward/...`.
+      metrics: `evaluation/accuracy` (mean reward over the tasks that were scored), `evaluation/unscored` (rollouts
+        whose environment kept crashing: they are left out, never scored zero), `evaluation/pass_at_<k>` if tasks have
+        several attempts, `evaluation/agent/...` and `evaluation/reward/...`.
       rollouts: scored rollouts, in the order of the tasks.
+      scores: rewards of each task's attempts, in the order of the tasks.
     """
 
     metrics: dict[str, float]
     rollouts: Sequence[protocols.Trajectory]
+    scores: Sequence[scores.TaskScores]
 
 
 async def evaluate(
@@ -107,54 +109,71 @@ async def evaluate(
     runner: rollouts.Rollouts,
     tasks: protocols.TaskSource,
     version: int,
+    status: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Runs one rollout for each of the first `evaluation.tasks` held-out tasks.
+    """Runs `evaluation.attempts` rollouts for each of the first `evaluation.tasks` held-out tasks.
 
     Args:
       config: the run's configuration (`evaluation`).
       runner: runs one rollout.
       tasks: source of the held-out tasks.
       version: the served version, which becomes part of the rollouts' names.
+      status: takes a line about the progress.
 
     Raises:
       EnvironmentCrashed: no task could be scored.
     """
-    work, begun = [], []
-    for index in range(config.evaluation.tasks):
+    settings, begun = config.evaluation, []
+    for index in range(settings.tasks):
         with resolving.named(config.task.source, "task.source", f"evaluation_task({index})"):
             task = tasks.evaluation_task(index)
-        begun.append((task, runner.begin(f"{task.prompt_id}/evaluation-{version}", task)))
-    # All begin together, once every task could be read.
-    for task, trajectory in begun:
-        running = runner.run(
+        for attempt in range(settings.attempts):
+            name = f"{task.prompt_id}/evaluation-{version}" + (f"-{attempt}" if attempt else "")
+            begun.append((index, task, runner.begin(name, task)))
+    ended = 0
+
+    async def attempted(task: protocols.Task, trajectory: protocols.Trajectory) -> None:
+        nonlocal ended
+        await runner.run(
             trajectory,
             task,
             group_id=protocols.EVALUATION_GROUP,
             dispatch_version=version,
-            temperature=config.evaluation.temperature,
+            temperature=settings.temperature,
         )
-        work.append(asyncio.ensure_future(running))
-    scored, crashes = [], []
+        ended += 1
+        status(f"evaluating version {version}, {ended:,} of {len(begun):,} rollouts")
+
+    # All begin together, once every task could be read.
+    work = [asyncio.ensure_future(attempted(task, trajectory)) for _, task, trajectory in begun]
+    scored: list[protocols.Trajectory] = []
+    crashes: list[protocols.EnvironmentCrashed] = []
+    found = [scores.TaskScores(begun[index * settings.attempts][1].prompt_id, ()) for index in range(settings.tasks)]
     try:
-        for (_, trajectory), rollout in zip(begun, work, strict=True):
+        for (index, _, trajectory), rollout in zip(begun, work, strict=True):
+            one = found[index]
             # One crash must not end the evaluation; any other error does.
             try:
                 await rollout
-                scored.append(trajectory)
             except protocols.EnvironmentCrashed as crash:
                 crashes.append(crash)
+                found[index] = dataclasses.replace(one, unscored=one.unscored + 1)
+            else:
+                scored.append(trajectory)
+                if trajectory.reward is not None:
+                    found[index] = dataclasses.replace(one, rewards=(*one.rewards, trajectory.reward))
     finally:
         for rollout in work:
             rollout.cancel()
         await asyncio.gather(*work, return_exceptions=True)
     if not scored:
         raise crashes[0]
-    metrics = {
-        "evaluation/accuracy": statistics.fmean(item.reward for item in scored if item.reward is not None),
-        "evaluation/unscored": len(crashes),
-        **{f"evaluation/{name}": value for name, value in reports.mean_metrics(scored).items()},
-    }
-    return Evaluation(metrics, scored)
+    metrics = {"evaluation/accuracy": scores.mean_reward(found), "evaluation/unscored": float(len(crashes))}
+    for k in scores.usual_k(settings.attempts) if settings.attempts > 1 else ():
+        if (value := scores.mean_pass_at(found, k, settings.threshold)) is not None:
+            metrics[f"evaluation/pass_at_{k}"] = value
+    metrics |= {f"evaluation/{name}": value for name, value in reports.mean_metrics(scored).items()}
+    return Evaluation(metrics, scored, found)
 
 
 async def evaluate_alone(
@@ -189,7 +208,13 @@ async def evaluate_alone(
         version = 0 if checkpoint is None else await ending.race(wired.trainer.restore(checkpoint))
         await ending.race(wired.weight_sync.sync_weights(version))
         run.recorder.status("rollout", "evaluating")
-        work = evaluate(run.config, runner=wired.runner, tasks=agent.tasks, version=version)
+        work = evaluate(
+            run.config,
+            runner=wired.runner,
+            tasks=agent.tasks,
+            version=version,
+            status=lambda text: run.recorder.status("rollout", text),
+        )
         return await ending.race(work)
     finally:
         await ending.cancel_background(run.config.deadlines.shutdown)

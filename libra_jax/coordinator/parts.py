@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,12 +63,6 @@ class WorkerSpecs:
     relays: Mapping[int, protocols.ActorSpec] = field(default_factory=dict)
     make_engine: instances.MakeSpec | None = None
     make_trainer: client.MakeTrainer | None = None
-
-    @property
-    def hybrid(self) -> dict[str, protocols.ActorSpec]:
-        """Training sides by the name of their worker's engine."""
-        engines = self.engines[len(self.engines) - len(self.training_sides) :]
-        return dict(zip((spec.name for spec in engines), self.training_sides, strict=True))
 
 
 class Workers:
@@ -135,7 +130,9 @@ class Workers:
           LibraError: a worker did not start.
         """
         run, specs = self._run, self.specs
-        hybrid = specs.hybrid
+        # Training sides by the name of their worker's engine.
+        names = [spec.name for spec in specs.engines[len(specs.engines) - len(specs.training_sides) :]]
+        hybrid = dict(zip(names, specs.training_sides, strict=True))
         self.engines = instances.Instances(run, self._engine_specs, make_spec=specs.make_engine, hybrid=tuple(hybrid))
         self.engines.trainer_holds(len(specs.trainer.devices))
         # All at once: a trainer and engines of a real model each take minutes to start.
@@ -256,9 +253,8 @@ def wire(
     )
 
     # An engine may come up while the trainer is being restarted, and then waits for the restart.
-    async def bring_weights(event: protocols.EngineLoaded) -> None:
-        engine = engines.engines[event.name]
-        await recovery.through(lambda: weight_sync.catch_up(engine))
-
-    run.events.subscribe(protocols.EngineLoaded, bring_weights)
+    run.events.subscribe(
+        protocols.EngineLoaded,
+        lambda event: recovery.through(functools.partial(weight_sync.catch_up, engines.engines[event.name])),
+    )
     return Parts(trainer, dispatcher, runner, groups, batches, weight_sync, saver, elastic, resizing, recovery)

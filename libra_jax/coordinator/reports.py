@@ -122,14 +122,6 @@ class StepReport:
             **self.evaluation,
         }
 
-    def trace(self) -> list[protocols.TraceRecord]:
-        """Returns one record of `trace.jsonl` for each trajectory."""
-        return [
-            trace_record(trajectory, group, self.version + 1)
-            for group in self.groups
-            for trajectory in group.trajectories
-        ]
-
 
 def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: float | None) -> dict[str, float]:
     """Returns the speed of a training step: tokens a second, also for each device, and the model FLOPs utilisation.

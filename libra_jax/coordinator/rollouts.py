@@ -16,13 +16,8 @@ from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import dispatch
 
-MakeTrajectory = Callable[[str, str, float], protocols.Trajectory]
-"""Makes an empty trajectory from its id, its prompt's id and its start in event-loop seconds."""
-
-
-def make_trajectory(trajectory_id: str, prompt_id: str, start_seconds: float) -> protocols.Trajectory:
-    """Returns an empty trajectory for a real run."""
-    return protocols.Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds)
+MakeTrajectory = Callable[[str, str], protocols.Trajectory]
+"""Makes an empty trajectory from its id and its prompt's id."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Agent:
     tokenizer: protocols.Tokenizer
     demonstrator: protocols.Demonstrator | None = None
     reward: scoring.Scorer | None = None
-    make_trajectory: MakeTrajectory = make_trajectory
+    make_trajectory: MakeTrajectory = protocols.Trajectory
 
 
 class Rollouts:
@@ -73,7 +68,9 @@ class Rollouts:
 
     def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
         """Returns an empty trajectory for the task, started now."""
-        return self._agent.make_trajectory(trajectory_id, task.prompt_id, self._clock())
+        trajectory = self._agent.make_trajectory(trajectory_id, task.prompt_id)
+        trajectory.start_seconds = self._clock()
+        return trajectory
 
     async def run(
         self,

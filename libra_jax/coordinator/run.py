@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -171,8 +172,8 @@ class Coordinator:
                 self._ending.start(self._verify_older(newest.step), OLDER)
                 await self._restore(newest)
             self._parts.recovery.watch()
-            if replanned:
-                self._parts.elastic.take_up_plan()
+            if replanned and (follower := self._parts.elastic.follower) is not None:
+                follower.begin()
             self._ready = True
             await self._open()
             while self._step < self._config.steps:
@@ -206,13 +207,15 @@ class Coordinator:
         self._parts.batches.data_position = state["data_position"]
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
-        self._parts.elastic.restore(state.get("hybrid"))
+        if (workers := self._parts.elastic.hybrid) is not None and (held := state.get("hybrid")) is not None:
+            workers.restore(held)
         self._parts.groups.restore(state["groups"])
         # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
 
     def _state(self) -> checkpoints.CoordinatorState:
         """Returns the coordinator's part of a checkpoint."""
+        workers = self._parts.elastic.hybrid
         return {
             "step": self._step,
             "planned_steps": self._config.steps,
@@ -223,14 +226,23 @@ class Coordinator:
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
             "groups": self._parts.groups.state(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
-            "hybrid": self._parts.elastic.snapshot(),
+            "hybrid": None if workers is None else workers.snapshot(),
         }
 
     async def _open(self) -> None:
         """Finishes the warm start, syncs the weights, and evaluates the policy if no evaluation has been made."""
-        name, begin = self._trainer_name, self._clock()
+        name, begin, here = self._trainer_name, self._clock(), self._parts
+
+        async def take(batch: list[protocols.Trajectory]) -> Mapping[str, float]:
+            async with here.trainer.lock:
+                metrics = await here.trainer.warm_start_step(batch)
+                here.recovery.warmed(self._warm_start.taken, batch)
+                return metrics
+
         report = await self._warm_start.run(
-            self._take_warm_start_step, self._ending, lambda text: self._recorder.status(name, text)
+            lambda batch: here.recovery.through(lambda: take(batch)),
+            self._ending,
+            lambda text: self._recorder.status(name, text),
         )
         if report:
             self._recorder.span(name, "warm start", begin, self._clock())
@@ -241,16 +253,7 @@ class Coordinator:
         if report:
             self._recorder.metrics(self._step, {"policy_version": self._step, **report})
         if self._step == 0 and self._warm_start.taken:
-            await self._parts.recovery.through(lambda: self._parts.saver.at_step(0))
-
-    async def _take_warm_start_step(self, batch: list[protocols.Trajectory]) -> Mapping[str, float]:
-        async def take() -> Mapping[str, float]:
-            async with self._parts.trainer.lock:
-                metrics = await self._parts.trainer.warm_start_step(batch)
-                self._parts.recovery.warmed(self._warm_start.taken, batch)
-                return metrics
-
-        return await self._parts.recovery.through(take)
+            await here.recovery.through(lambda: here.saver.at_step(0))
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -330,7 +333,13 @@ class Coordinator:
             return {}
         begin = self._clock()
         self._recorder.status("rollout", f"evaluating version {self._step}")
-        work = evaluation.evaluate(self._config, runner=self._parts.runner, tasks=self._agent.tasks, version=self._step)
+        work = evaluation.evaluate(
+            self._config,
+            runner=self._parts.runner,
+            tasks=self._agent.tasks,
+            version=self._step,
+            status=lambda text: self._recorder.status("rollout", text),
+        )
         result = await self._ending.race(work)
         end = self._clock()
         self._evaluated = self._step
@@ -355,8 +364,9 @@ class Coordinator:
         report.rollout_devices = sum(instance.tensor_parallel for instance in self._workers.engines.serving())
         report.plan = self._parts.elastic.after(self._step, report)
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
-        for line in report.trace():
-            self._recorder.trajectory(line)
+        for group in report.groups:
+            for trajectory in group.trajectories:
+                self._recorder.trajectory(reports.trace_record(trajectory, group, report.version + 1))
         if self._context.samples is not None:
             for record in self._context.samples.of_step(self._step, report.groups):
                 self._recorder.sample(record)
@@ -441,4 +451,4 @@ class Coordinator:
     def _remove_snapshot(self) -> None:
         """Removes the snapshot of a hand-over, unless the workdir belongs to a later run."""
         if self._fencing is None or self._fencing.may_write():
-            handover.remove_snapshot(self._workdir)
+            shutil.rmtree(self._workdir / handover.FOLDER, ignore_errors=True)

@@ -106,7 +106,7 @@ class Saver:
         """Drops the checkpoint that a lost trainer had not finished. The next one is tried when due."""
         if self._pending is not None:
             self._abort(self._pending)
-        self._files.disown()
+        self._files.restarts += 1
 
     async def _restore_trainer(self, step: int) -> None:
         path = str(self._files.trainer_path(step))

@@ -53,23 +53,14 @@ class Ending:
         return end
 
     @functools.cached_property
-    def _hurry(self) -> asyncio.Future[None]:
+    def hurry(self) -> asyncio.Future[None]:
+        """Done once no work may be awaited to its end any more: `race` then abandons work that it awaits."""
         return asyncio.get_running_loop().create_future()
 
     @property
     def called(self) -> bool:
         """True once the run is to end."""
         return self._end.done()
-
-    @property
-    def hurried(self) -> bool:
-        """True once no work may be awaited to its end any more."""
-        return self._hurry.done()
-
-    def hurry(self) -> None:
-        """Lets `race` abandon work that it awaits through a stop."""
-        if not self._hurry.done():
-            self._hurry.set_result(None)
 
     def call(self, error: BaseException) -> None:
         """Ends the run with `error`. Later calls have no effect."""
@@ -87,14 +78,14 @@ class Ending:
         Args:
           work: the coroutine to await.
           through_stop: if True and a person or a scheduler stops the run, `work` is still awaited to its end, unless
-            `hurry` is called.
+            `hurry` is done.
         """
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._end}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and through_stop and isinstance(self._end.exception(), Stopped):
-                either = {task, self._hurry}
+                either = {task, self.hurry}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._end.result()
@@ -256,7 +247,7 @@ class Stopping:
 
         self._timers = [
             self._loop.call_at(self._began + STEP * self._grace, end_step),
-            self._loop.call_at(self._began + ANSWER * self._grace, self._ending.hurry),
+            self._loop.call_at(self._began + ANSWER * self._grace, self._ending.hurry.set_result, None),
         ]
         within = f"within config.deadlines.grace = {self._grace:g} s"
         self._recorder.note(f"{number.name}: stopping, with a checkpoint, {within}.")
@@ -275,7 +266,7 @@ class Stopping:
         """
         late = f"did not fit into config.deadlines.grace = {self._grace:g} s"
         # The trainer is in its step, so it would not take the call before the grace is over.
-        if self._ending.hurried:
+        if self._ending.hurry.done():
             saving.close()
             return late
         try:

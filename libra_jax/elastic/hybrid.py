@@ -392,7 +392,7 @@ class HybridWorkers:
 
     def snapshot(self) -> HybridState:
         """Returns the state to keep across a restart."""
-        return {"pool": self.pool.snapshot(), "speed": dict(self._shares.speed)}
+        return {"pool": {"generation": self.pool.generation}, "speed": dict(self._shares.speed)}
 
     def restore(self, snapshot: HybridState) -> None:
         """Restores the state after a restart, with every worker in rollout."""

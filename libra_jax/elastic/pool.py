@@ -293,10 +293,6 @@ class Pool:
             return None
         return self._enter(worker, State.FAILED, why if worker.at_rest else f"{worker.reason}; {why}", now)
 
-    def snapshot(self) -> PoolState:
-        """Returns the state that outlives the run: only the membership generation (see `restore`)."""
-        return {"generation": self.generation}
-
     def restore(self, snapshot: PoolState) -> None:
         """Restores a new pool after a restart of the run: every worker is in rollout, and none has failed.
 

@@ -31,11 +31,8 @@ class EngineClient(clients.ActorClient, protocols.EngineClient):
     resume = clients.Call("weight_sync", "resume", RolloutEngine.resume)
     init_weight_transfer = clients.Call("weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer)
     start_weight_update = clients.Call("weight_sync", "prepare for new weights", RolloutEngine.start_weight_update)
+    update_weights = clients.Call("weight_sync", "load weight chunk {0.index}", RolloutEngine.update_weights)
     finish_weight_update = clients.Call("weight_sync", "finish its weight update", RolloutEngine.finish_weight_update)
-
-    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        # Not a `Call`, because its error names the chunk.
-        await self._ask("weight_sync", f"load weight chunk {chunk.index}", RolloutEngine.update_weights, chunk)
 
     # Switching sides ---------------------------------------------------------------------------------------------
 

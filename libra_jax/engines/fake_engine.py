@@ -87,13 +87,16 @@ class FakeEngine(protocols.RolloutEngine):
         self._alive = False
         self._go.set()
 
-    def _check_alive(self) -> None:
+    def _check(self, condition: bool = True, problem: str = "") -> None:
+        """Raises WorkerLost if the engine is dead, and LibraError with the problem unless the condition holds."""
         if not self._alive:
             raise protocols.WorkerLost(f"engine {self.name} is gone: start it again or resume its requests elsewhere")
+        if not condition:
+            raise protocols.LibraError(f"engine {self.name}: {problem}")
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
         """Streams the script's continuation. See `protocols.RolloutEngine`."""
-        self._check_alive()
+        self._check()
         room = self._max_context - len(request.token_ids)
         if room <= 0:
             raise protocols.LibraError(
@@ -123,11 +126,11 @@ class FakeEngine(protocols.RolloutEngine):
                 await asyncio.sleep(len(tokens) / self._rate)
                 # Tokens that a pause holds back get the version that is loaded by then.
                 await self._go.wait()
-                self._check_alive()
+                self._check()
                 self._emitted += len(tokens)
                 if self._fail_after is not None and self._emitted > self._fail_after:
                     self.kill()
-                    self._check_alive()
+                    self._check()
                 context.extend(tokens)
                 budget -= len(tokens)
                 yield protocols.TokenDelta(
@@ -143,12 +146,12 @@ class FakeEngine(protocols.RolloutEngine):
 
     async def pause(self) -> None:
         """Freezes decoding; requests are kept."""
-        self._check_alive()
+        self._check()
         self._go.clear()
 
     async def resume(self) -> None:
         """Resumes decoding."""
-        self._check_alive()
+        self._check()
         self._go.set()
 
     async def sleep(self) -> None:
@@ -157,25 +160,23 @@ class FakeEngine(protocols.RolloutEngine):
 
     async def wake(self) -> None:
         """Drops the weights. Decoding continues after `resume`."""
-        self._check_alive()
+        self._check()
         self._version = protocols.NO_VERSION
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
         """Opens the transport (first weight verb)."""
-        self._check_alive()
+        self._check()
         self._transport_open = True
 
     async def start_weight_update(self, policy_version: int) -> None:
         """Starts an update (second weight verb)."""
-        self._check_alive()
-        self._require(self._transport_open, "start_weight_update came before init_weight_transfer")
-        self._require(self._updating is None, f"version {self._updating} is still being loaded")
+        self._check(self._transport_open, "start_weight_update came before init_weight_transfer")
+        self._check(self._updating is None, f"version {self._updating} is still being loaded")
         self._updating, self._chunks, self._expected_chunks = policy_version, set(), None
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         """Records the chunk (third weight verb)."""
-        self._check_alive()
-        self._require(
+        self._check(
             chunk.policy_version == self._updating,
             f"a chunk of version {chunk.policy_version} came while loading {self._updating}",
         )
@@ -184,21 +185,16 @@ class FakeEngine(protocols.RolloutEngine):
 
     async def finish_weight_update(self, policy_version: int) -> None:
         """Checks that every chunk has arrived, and switches to the version (fourth weight verb)."""
-        self._check_alive()
-        self._require(policy_version == self._updating, f"version {policy_version} was not being loaded")
-        self._require(
+        self._check(policy_version == self._updating, f"version {policy_version} was not being loaded")
+        self._check(
             self._expected_chunks == len(self._chunks),
             f"{len(self._chunks)} of {self._expected_chunks} chunks of version {policy_version} came",
         )
         self._version, self._updating = policy_version, None
 
-    def _require(self, condition: bool, problem: str) -> None:
-        if not condition:
-            raise protocols.LibraError(f"engine {self.name}: {problem}")
-
     async def health(self) -> Mapping[str, float]:
         """Returns the requests running and waiting, and the tokens emitted so far."""
-        self._check_alive()
+        self._check()
         return {"running": self._running, "waiting": self._waiting, "tokens": self._emitted}
 
     async def shutdown(self) -> None:

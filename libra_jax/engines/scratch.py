@@ -36,7 +36,23 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        _remove_abandoned()
+        # Removes the folders of dead processes, and the shared-memory segments that they listed.
+        for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+            with contextlib.suppress(OSError):  # its process lives, or the folder is another user's, or it is gone
+                lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    with contextlib.suppress(OSError, UnicodeDecodeError):
+                        for line in (file.parent / SEGMENTS).read_text().splitlines():
+                            inode, _, name = line.partition(" ")
+                            if name.startswith(OF_ENGINES) and "/" not in name:
+                                with contextlib.suppress(OSError, ValueError):
+                                    # The inode tells the segment from a later one of the same name.
+                                    if (SHARED_MEMORY / name).lstat().st_ino == int(inode):
+                                        (SHARED_MEMORY / name).unlink()
+                    shutil.rmtree(file.parent, ignore_errors=True)
+                finally:
+                    os.close(lock)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -59,23 +75,3 @@ class Scratch:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _remove_abandoned() -> None:
-    """Removes the folders of dead processes, and the shared-memory segments that they listed."""
-    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError):  # its process lives, or the folder is another user's, or it is gone by now
-            lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(OSError, UnicodeDecodeError):
-                    for line in (file.parent / SEGMENTS).read_text().splitlines():
-                        inode, _, name = line.partition(" ")
-                        if name.startswith(OF_ENGINES) and "/" not in name:
-                            with contextlib.suppress(OSError, ValueError):
-                                # The inode tells the segment from one of the same name that another process made since.
-                                if (SHARED_MEMORY / name).lstat().st_ino == int(inode):
-                                    (SHARED_MEMORY / name).unlink()
-                shutil.rmtree(file.parent, ignore_errors=True)
-            finally:
-                os.close(lock)

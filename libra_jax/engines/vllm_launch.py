@@ -369,7 +369,12 @@ class Launch:
                     # A killed process has not unregistered it at Python's tracker, which would complain at our exit.
                     resource_tracker.unregister(f"/{segment}", "shared_memory")
         if self._handler is not None:
-            self._handler.remove()
+            logger = logging.getLogger("vllm")
+            logger.removeHandler(self._handler)
+            # Silences the logger, unless another engine's handler remains.
+            if not logger.handlers:
+                logger.addHandler(logging.NullHandler())
+            self._handler.close()
         if self._scratch is not None:
             self._scratch.close()
 
@@ -407,7 +412,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Writes vLLM's warnings and errors in this process to a file instead of the terminal, until `remove`.
+    """Writes vLLM's warnings and errors in this process to a file instead of the terminal, until it is removed.
 
     Made on the thread that starts the engine. Leaves out records of other engines' starts.
     """
@@ -425,11 +430,3 @@ class _LogFile(logging.FileHandler):
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns True unless the record comes from a thread that starts another engine."""
         return record.thread == self._thread or not (record.threadName or "").startswith(_STARTER_NAME)
-
-    def remove(self) -> None:
-        """Silences the logger, unless another engine's handler remains."""
-        logger = logging.getLogger("vllm")
-        logger.removeHandler(self)
-        if not logger.handlers:
-            logger.addHandler(logging.NullHandler())
-        self.close()

@@ -9,7 +9,7 @@ with each version.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from vllm.config import lora as lora_config
@@ -52,13 +52,10 @@ def keep(tensors: Mapping[str, torch.Tensor], scale: float) -> None:
 def install() -> None:
     """Lets vLLM's loader take adapters of our path from memory. Idempotent."""
     manager = worker_manager.WorkerLoRAManager
-    if manager._load_adapter.__module__ != __name__:
-        manager._load_adapter = _loader(manager._load_adapter)
+    original = manager._load_adapter
+    if original.__module__ == __name__:
+        return
 
-
-def _loader(
-    original: Callable[[worker_manager.WorkerLoRAManager, request.LoRARequest], lora_model.LoRAModel],
-) -> Callable[[worker_manager.WorkerLoRAManager, request.LoRARequest], lora_model.LoRAModel]:
     def load(self: worker_manager.WorkerLoRAManager, lora_request: request.LoRARequest) -> lora_model.LoRAModel:
         if lora_request.lora_path != PATH:
             return original(self, lora_request)
@@ -74,4 +71,4 @@ def _loader(
             raise ValueError("a request came before the first weight sync has brought the adapter")
         return lora_model.LoRAModel(lora_request.lora_int_id, max(lora.rank for lora in loras.values()), loras)
 
-    return load
+    manager._load_adapter = load

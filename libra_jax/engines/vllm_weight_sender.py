@@ -143,13 +143,10 @@ class Sender:
         self._source.stream = stream
         if not destinations:
             return {"kind": self._transport, "instances": {}}
-        begin = self._begin_nccl if self._transport == "nccl" else self._begin_ipc
-        return {"kind": self._transport, "instances": begin(tuple(destinations))}
-
-    def _begin_ipc(self, destinations: tuple[protocols.WeightDestination, ...]) -> Mapping[str, Any]:
-        assert self._source.stream is not None
+        if self._transport == "nccl":
+            return {"kind": "nccl", "instances": self._begin_nccl(tuple(destinations))}
         # Kept, because each instance needs a pass of its own, and a pass over the stream gathers all tensors again.
-        self._source.kept = [*self._source.stream.tensors()]
+        self._source.kept = [*stream.tensors()]
         if self._engine is None:
             info = ipc_engine.IPCTrainerInitInfo(rank=0, packed=False)
             self._engine = factory.WeightTransferTrainerFactory.trainer_init(
@@ -163,7 +160,7 @@ class Sender:
             # The handles hold Python types, which vLLM's messages carry only pickled.
             update["ipc_handles_pickled"] = pybase64.b64encode(pickle.dumps(update.pop("ipc_handles"))).decode()
             found[destination.name] = {"init_info": dict(self._client.init_info), "update_info": update}
-        return found
+        return {"kind": self._transport, "instances": found}
 
     def _begin_nccl(self, destinations: tuple[protocols.WeightDestination, ...]) -> Mapping[str, Any]:
         """Starts the broadcast on a thread. Returns what each instance needs: its first rank, and the tensors."""

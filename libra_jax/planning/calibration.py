@@ -65,11 +65,6 @@ class Stream:
     cached: int = 0
     known: bool = False
 
-    @property
-    def mean_context(self) -> float:
-        """Tokens of context half-way through."""
-        return self.new + self.cached + self.tokens / 2
-
 
 def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str, Any]]) -> list[Stream]:
     """Returns the streams of a timeline, in order of their starts.
@@ -132,9 +127,10 @@ def fit_engine(instances: Sequence[Sequence[Stream]]) -> costs.EngineCosts:
 
 def _table(mine: Sequence[Stream]) -> tuple[Values, Values]:
     """Returns the terms of each known stream's duration, in the order of `costs.EngineCosts`, and the duration."""
-    start, end, tokens, new, cached, context = np.array(
-        [(item.start, item.end, item.tokens, item.new, item.cached, item.mean_context) for item in mine]
+    start, end, tokens, new, cached = np.array(
+        [(item.start, item.end, item.tokens, item.new, item.cached) for item in mine]
     ).T
+    context = new + cached + tokens / 2  # half-way through the stream
     ones = np.ones_like(start)
     seconds = np.where(end > start, end - start, 1.0)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias
@@ -184,6 +183,13 @@ class CostModel(RolloutTimes):
       shape: shape of the model, with its adapter.
       coefficients: shares of the sheet's peaks, and fixed times.
       merged: a weight sync sends all weights, with the adapter added; False sends the adapter alone.
+      parameters: parameters of the model.
+      active_parameters: parameters without the experts that a token does not take; all parameters of a dense model.
+      expert_parameters: parameters of all experts; 0 for a dense model.
+      trained_parameters: parameters with gradients and moments: those of the adapter, if the model has one.
+      weight_bytes: bytes of the weights that an instance holds.
+      sync_bytes: bytes of a weight sync: of the adapter alone, unless the run merges it into the weights.
+      kv_bytes_per_token: bytes of the key-value cache of one token over all layers.
     """
 
     sheet: hardware.HardwareSheet
@@ -191,41 +197,28 @@ class CostModel(RolloutTimes):
     coefficients: Coefficients = dataclasses.field(default_factory=Coefficients)
     merged: bool = False
 
-    @functools.cached_property
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        return model_config.parameter_count(self.shape)
+    parameters: int = dataclasses.field(init=False, compare=False)
+    active_parameters: int = dataclasses.field(init=False, compare=False)
+    expert_parameters: int = dataclasses.field(init=False, compare=False)
+    trained_parameters: int = dataclasses.field(init=False, compare=False)
+    weight_bytes: int = dataclasses.field(init=False, compare=False)
+    sync_bytes: int = dataclasses.field(init=False, compare=False)
+    kv_bytes_per_token: int = dataclasses.field(init=False, compare=False)
 
-    @functools.cached_property
-    def active_parameters(self) -> int:
-        """Parameters without the experts that a token does not take; all parameters of a dense model."""
-        return model_config.active_parameter_count(self.shape)
-
-    @functools.cached_property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts; 0 for a dense model."""
-        return model_config.expert_parameter_count(self.shape, self.shape.num_experts)
-
-    @functools.cached_property
-    def trained_parameters(self) -> int:
-        """Parameters with gradients and moments: those of the adapter, if the model has one."""
-        return self.parameters if self.shape.adapter is None else adapters.parameter_count(self.shape)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that an instance holds."""
-        return BYTES_PER_VALUE * self.parameters
-
-    @property
-    def sync_bytes(self) -> int:
-        """Bytes of a weight sync: of the adapter alone, unless the run merges it into the weights."""
-        return self.weight_bytes if self.merged else BYTES_PER_VALUE * self.trained_parameters
-
-    @functools.cached_property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of the key-value cache of one token over all layers."""
-        # The leading 2 is for keys and values.
-        return 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * BYTES_PER_VALUE
+    def __post_init__(self) -> None:
+        shape, parameters = self.shape, model_config.parameter_count(self.shape)
+        trained = parameters if shape.adapter is None else adapters.parameter_count(shape)
+        # Written into the instance's dict, because the fields of a frozen dataclass cannot be assigned.
+        vars(self).update(
+            parameters=parameters,
+            active_parameters=model_config.active_parameter_count(shape),
+            expert_parameters=model_config.expert_parameter_count(shape, shape.num_experts),
+            trained_parameters=trained,
+            weight_bytes=BYTES_PER_VALUE * parameters,
+            sync_bytes=BYTES_PER_VALUE * (parameters if self.merged else trained),
+            # The leading 2 is for keys and values.
+            kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * BYTES_PER_VALUE,
+        )
 
     @property
     def chunk_tokens(self) -> int:
@@ -280,16 +273,12 @@ class CostModel(RolloutTimes):
         """Returns the seconds of a token's arithmetic in the matrix products of a step."""
         return 2.0 * self.active_parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
 
-    def distinct_experts(self, tokens: float) -> float:
-        """Returns the expected number of experts of a layer that at least one of `tokens` tokens takes."""
-        experts, taken = self.shape.num_experts, self.shape.experts_per_token
-        return experts * (1.0 - (1.0 - taken / experts) ** tokens) if experts else 0.0
-
     def reading_seconds(self, degree: int, tokens: float) -> float:
         """Returns the seconds in which a step of `tokens` tokens reads the weights."""
         read: float = self.weight_bytes
         if self.shape.num_experts:
-            idle = 1.0 - self.distinct_experts(tokens) / self.shape.num_experts
+            # Expected share of a layer's experts that none of the tokens takes.
+            idle = (1.0 - self.shape.experts_per_token / self.shape.num_experts) ** tokens
             read -= BYTES_PER_VALUE * self.expert_parameters * idle
         return read / (degree * (self.sheet.memory_bytes_per_second * self.coefficients.memory_share))
 
@@ -316,19 +305,18 @@ class CostModel(RolloutTimes):
 
     def gather_seconds(self, devices: int) -> float:
         """Returns the seconds in which the trainer's devices put a snapshot in the wire dtype together."""
-        return self.sync_bytes / (min(devices, self.sheet.devices_per_node) * self._network_rate)
+        rate = self.sheet.network_bytes_per_second * self.coefficients.network_share
+        return self.sync_bytes / (min(devices, self.sheet.devices_per_node) * rate)
 
     def load_seconds(self, degree: int) -> float:
         """Returns the seconds in which an instance receives a snapshot, each device its part, and puts it in place."""
-        return self.sync_bytes / (degree * self._network_rate) + self.coefficients.load_overhead
+        rate = degree * self.sheet.network_bytes_per_second * self.coefficients.network_share
+        return self.sync_bytes / rate + self.coefficients.load_overhead
 
     def transfer_seconds(self, degree: int, context: int) -> float:
         """Returns the seconds of moving a request's key-value cache to an instance over the network."""
-        return context * self.kv_bytes_per_token / (degree * self._network_rate)
-
-    @functools.cached_property
-    def _network_rate(self) -> float:
-        return self.sheet.network_bytes_per_second * self.coefficients.network_share
+        rate = degree * self.sheet.network_bytes_per_second * self.coefficients.network_share
+        return context * self.kv_bytes_per_token / rate
 
 
 def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) -> CostModel:

@@ -174,11 +174,6 @@ class Events:
                 await result
 
 
-def event_loop_seconds() -> float:
-    """Returns the running event loop's time, which is virtual in a simulation."""
-    return asyncio.get_running_loop().time()
-
-
 @dataclass(frozen=True)
 class RunContext:
     """What the parts of one run share.
@@ -190,7 +185,7 @@ class RunContext:
       workdir: the run's folder; checkpoints go there, and the run resumes from there.
       scope: runs work in the background until the run ends, and ends the run.
       events: delivers what happens to the parts that subscribed.
-      clock: returns the present time in seconds. A run reads no other clock.
+      clock: returns the present time in seconds: that of the event loop, virtual in a simulation. A run reads no other.
       fencing: the run's fencing token in its workdir. A later token ends the run. None disables fencing.
     """
 
@@ -200,5 +195,5 @@ class RunContext:
     workdir: Path
     scope: Scope
     events: Events = field(default_factory=Events)
-    clock: Callable[[], float] = event_loop_seconds
+    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()
     fencing: FencingToken | None = None

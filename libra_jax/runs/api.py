@@ -20,7 +20,7 @@ from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
 from libra_jax.agents import factories
 from libra_jax.agents.tools import toolkit
-from libra_jax.coordinator import checkpoint_store, stopping
+from libra_jax.coordinator import checkpoint_store, evaluation, stopping
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import hub
 from libra_jax.planning import search
@@ -82,8 +82,9 @@ class Evaluated:
     Attributes:
       reward: mean reward over the tasks that were scored: the accuracy, if rewards are 0 and 1.
       rollouts: the scored rollouts, in the order of the tasks.
-      unscored: number of tasks whose environment kept crashing. They are left out, never scored zero.
-      metrics: means over the rollouts, such as `agent/turns`, and `reward/<name>` of each reward function.
+      unscored: number of rollouts whose environment kept crashing. They are left out, never scored zero.
+      metrics: means over the rollouts, such as `agent/turns`, and `reward/<name>` of each reward function. With several
+        `evaluation.attempts`, also `pass_at_<k>`.
     """
 
     reward: float
@@ -231,6 +232,40 @@ def train(
     )
 
 
+async def score(
+    config: libra_config.RunConfig, checkpoint: checkpoint_store.Stored | None = None
+) -> tuple[evaluation.Evaluation, protocols.Tokenizer]:
+    """Evaluates on the running event loop. Returns the scores, and the tokenizer that decodes the rollouts.
+
+    Args:
+      config: configuration with names in place of objects; nothing but its evaluation takes place.
+      checkpoint: checkpoint whose weights are evaluated; None evaluates those of `config.model`.
+
+    Raises:
+      LibraError: the evaluation cannot start or end; one sentence names the field, file or worker.
+    """
+    # A hybrid worker's engine then is an engine like the others, and no plan or warm start takes part.
+    config = dataclasses.replace(
+        config,
+        elastic=libra_config.ElasticConfig(),
+        planner=libra_config.PlannerConfig(),
+        warm_start=libra_config.WarmStartConfig(),
+        telemetry=dataclasses.replace(config.telemetry, tensorboard=False, wandb_project=""),
+    )
+    located = hub.resolved(config, download=True)
+    if located.problems:
+        raise protocols.DataError("; ".join(located.problems))
+    preflight.validate(located.config, need_weights=True)
+    await deadlines.off_loop(dry_run.try_rewards, located.config)
+    # Removed only after success: the error of a lost worker names its log in there.
+    folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
+    stored = None if checkpoint is None else str(checkpoint.manifest.parent / checkpoint.record["trainer"])
+    async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
+        result = await wiring.evaluate(located.config, folder, tools, stored)
+    shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
 @_plain_async
 async def evaluate_async(
     config: libra_config.RunConfig,
@@ -242,13 +277,6 @@ async def evaluate_async(
 ) -> Evaluated:
     """Evaluates on the running event loop: `libra_jax.evaluate_async`."""
     named = objects.with_objects(config, environment, reward, tasks, holdout=1.0)
-    # A hybrid worker's engine then is an engine like the others, and no plan or warm start takes part.
-    named = dataclasses.replace(
-        named,
-        elastic=libra_config.ElasticConfig(),
-        planner=libra_config.PlannerConfig(),
-        warm_start=libra_config.WarmStartConfig(),
-    )
     checkpoint = None
     if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
         # It reads and verifies whole files, which would freeze a notebook's event loop.
@@ -256,19 +284,10 @@ async def evaluate_async(
         found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
         if found.stored is None:
             raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
-        checkpoint = str(found.stored.manifest.parent / found.stored.record["trainer"])
+        checkpoint = found.stored
     elif model is not None:
         named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
-    located = hub.resolved(named, download=True)
-    if located.problems:
-        raise protocols.DataError("; ".join(located.problems))
-    preflight.validate(located.config, need_weights=True)
-    await deadlines.off_loop(dry_run.try_rewards, located.config)
-    # Removed only after success: the error of a lost worker names its log in there.
-    folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
-    async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
-        scored, tokenizer = await wiring.evaluate(located.config, folder, tools, checkpoint)
-    shutil.rmtree(folder, ignore_errors=True)
+    scored, tokenizer = await score(named, checkpoint)
     rollouts = [
         Rollout(rollout.prompt_id, rollout.reward or 0.0, tokenizer.decode(rollout.token_ids))
         for rollout in scored.rollouts

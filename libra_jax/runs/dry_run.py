@@ -209,22 +209,14 @@ def example(config: libra_config.RunConfig) -> trial.Example | None:
     answer = str(answers[0] if isinstance(answers, list | tuple) and answers else answers)
     asked = _asked(task.payload)
     messages = protocols.Message("user", asked), protocols.Message("assistant", answer)
-    text = _written(config, messages)
-    return trial.Example(task, scoring.Transcript(text, answer, messages=messages, environment_reward=1.0))
-
-
-def _written(config: libra_config.RunConfig, messages: Sequence[protocols.Message]) -> str:
-    """Returns question and answer as the run's tokenizer writes them, or plain if it is not here.
-
-    A reward function may look for the tokens of the chat template.
-    """
-    question, answer = messages
+    # As the run's tokenizer writes it, because a reward function may look for the tokens of the chat template.
     try:
         tokenizer = tokenizers.create(config.task, config.model.path)
-        prompt = tokenizer.render([question], first=True, generation_prompt=True)
-    except protocols.LibraError:
-        return f"{question.content}\n{answer.content}"
-    return tokenizer.decode([*prompt, *tokenizer.encode(answer.content), tokenizer.stop_token_ids[0]])
+        prompt = tokenizer.render(messages[:1], first=True, generation_prompt=True)
+        text = tokenizer.decode([*prompt, *tokenizer.encode(answer), tokenizer.stop_token_ids[0]])
+    except protocols.LibraError:  # the tokenizer is not on this machine
+        text = f"{asked}\n{answer}"
+    return trial.Example(task, scoring.Transcript(text, answer, messages=messages, environment_reward=1.0))
 
 
 def try_rewards(config: libra_config.RunConfig) -> None:

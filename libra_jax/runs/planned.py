@@ -119,11 +119,6 @@ class Asked:
             )
 
     @property
-    def lengths(self) -> bool:
-        """True if flags set the lengths."""
-        return bool(self.length_flags)
-
-    @property
     def length_flags(self) -> tuple[str, ...]:
         """Names of the flags that set the lengths."""
         changed = (item.name for item in dataclasses.fields(self.wanted) if getattr(self.wanted, item.name) is not None)
@@ -221,20 +216,9 @@ class Case:
         return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
 
     @property
-    def calibrated(self) -> bool:
-        """True if the times come from measurements of runs (`planner.profile`), else from the hardware sheet."""
-        return bool(self.run.planner.profile)
-
-    @property
     def besides(self) -> float:
         """Seconds of a step beside training in which the trainer takes part; 0 without measurements."""
         return 0.0 if self.setting.profile is None else self.setting.profile.besides
-
-    def uncertainty(self, plan: protocols.Plan) -> forecast.Prediction:
-        """Returns the relative errors of a plan's times: from a profile's held-out steps, or from the coefficients."""
-        if (profile := self.setting.profile) is not None:
-            return forecast.Prediction(*(profile.errors[name] for name in ("train", "rollout", "total")))
-        return forecast.uncertainty(self.setting, self.work.prompts, self.work.turns, plan)
 
     @functools.cached_property
     def setting(self) -> forecast.Setting:
@@ -330,7 +314,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     elif asked.workload is not None:
         shape = {"shape": asked.workload, "trace": ""}
     rollout = dict(values["rollout"])
-    if asked.lengths and "rollout.max_context" in asked.given and "rollout.max_tokens" not in asked.given:
+    if asked.length_flags and "rollout.max_context" in asked.given and "rollout.max_tokens" not in asked.given:
         # The file's limit of an output is for the file's own context.
         rollout["max_tokens"] = min(rollout["max_tokens"], max(1, rollout["max_context"] - 1))
     run = libra_config.parse(
@@ -343,7 +327,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
         },
     )
     devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
-    if not (named or asked.lengths):
+    if not (named or asked.length_flags):
         run = comparison.prepare(run, [run.scheduler.policy])
     workload, groups = comparison.workload(run), run.steps * run.coordinator.groups_per_step
     size = run.coordinator.group_size
@@ -353,9 +337,9 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     drawn = scripts.reshaped(drawn, asked.wanted)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
     model, slots = run.simulation.cost_model(run.model.lora), run.simulation.slots
-    if asked.lengths:
+    if asked.length_flags:
         run = _limited(run, max(script.context_tokens for script in drawn), asked)
-    if (named or asked.lengths) and not SLOTS & asked.given:
+    if (named or asked.length_flags) and not SLOTS & asked.given:
         run, slots = _with_slots(run, model, drawn)
     work = Work.of(run, _source(source, asked), drawn)
     return Case(run, run.simulation.model, model, slots, work, devices, asked.length_flags)

@@ -10,7 +10,7 @@ from pathlib import Path
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
-from libra_jax.agents.rewards import composition
+from libra_jax.agents.rewards import actors
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import advice
@@ -59,7 +59,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     if shape is not None:
         wiring.global_planner(config, shape)
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
-    composition.check(config.reward)
+    for name, function in config.reward.parsed().items():
+        actors.check(name, function)
     _check_optimizer(config)
     if shape is None:
         return
@@ -87,28 +88,17 @@ def warn(config: libra_config.RunConfig) -> None:
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
     shape = wiring.known_shape(config)
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
-    found = advice.advice(config, parameters=parameters, accelerated=accelerated)
-    if shape is not None:
-        found += _unread_preset(config, shape)
+    found, model = advice.advice(config, parameters=parameters, accelerated=accelerated), config.model
+    if shape is not None and Path(model.path or "-").is_dir() and model.preset != libra_config.ModelConfig().preset:
+        preset = model_config.parameter_count(model_config.load_preset(model.preset))
+        # A preset of the same shape serves dry runs elsewhere. Variants of a model may differ in their longest context.
+        if parameters != preset:
+            found.append(
+                f"config.model.preset: {model.preset} has no effect, because model.path={model.path} counts, and has "
+                f"{parameters / 1e6:,.0f} M parameters, not {preset / 1e6:,.0f} M; leave one of the two out"
+            )
     for sentence in found:
         print(f"warning: {sentence}.", file=sys.stderr)
-
-
-def _unread_preset(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> list[str]:
-    """Warns of a preset that the model's directory overrules. One of the same shape serves dry runs elsewhere."""
-    model = config.model
-    if not Path(model.path or "-").is_dir() or model.preset == libra_config.ModelConfig().preset:
-        return []
-    count, preset = (
-        model_config.parameter_count(shape),
-        model_config.parameter_count(model_config.load_preset(model.preset)),
-    )
-    if count == preset:  # variants of one model may differ in their longest context
-        return []
-    return [
-        f"config.model.preset: {model.preset} has no effect, because model.path={model.path} counts, and has "
-        f"{count / 1e6:,.0f} M parameters, not {preset / 1e6:,.0f} M; leave one of the two out"
-    ]
 
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

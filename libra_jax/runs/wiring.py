@@ -214,14 +214,14 @@ def global_planner(
         return None
     mesh = config.trainer.data, config.trainer.fsdp, config.trainer.tensor
     model = costs.of_hardware(config.planner.hardware, shape, "planner.hardware")
-    resize = config.elastic.resize
+    resize, layout = config.elastic.resize, hosts.layout(config)
     setting = forecast.Setting.of_run(
         config,
         model,
         config.trainer.devices + sum(plans.core_degrees(config)),
         mesh=None if resize else mesh,
         reach=reach(config) if resize else None,
-        together=placement.together(config),
+        together=None if layout is None else max(host.accelerators for host in layout.hosts),
     )
     forecast.check_layout(config, setting)
     return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh), masks=config.task.masks)

@@ -90,7 +90,6 @@ class _Faulty:
     def __init__(self, faults: FaultConfig, rng: random.Random, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._faults, self._rng = faults, rng
-        self._death: asyncio.TimerHandle | None = None
 
 
 class Engine(_Faulty, engine.Engine):
@@ -103,7 +102,7 @@ class Engine(_Faulty, engine.Engine):
             self.slowdown = self._faults.slow_factor
         if self._faults.engine_life_seconds:
             life = self._rng.expovariate(1.0 / self._faults.engine_life_seconds)
-            self._death = self._loop.call_later(life, self.kill)
+            self._loop.call_later(life, self.kill)
         return info
 
     async def sleep(self) -> None:
@@ -115,12 +114,6 @@ class Engine(_Faulty, engine.Engine):
         """Wakes, or hangs."""
         await _perhaps_hang(self._rng, self._faults.engine_hang)
         await super().wake()
-
-    async def shutdown(self) -> None:
-        """Stops, and cancels a scheduled death."""
-        if self._death is not None:
-            self._death.cancel()
-        await super().shutdown()
 
 
 class Environment(_Faulty, trajectory.ScriptedEnvironment):
@@ -157,7 +150,7 @@ class TrainingSide(_Faulty, training_side.TrainingSide):
         info = await super().start()
         if self._faults.training_side_life_seconds:
             life = self._rng.expovariate(1.0 / self._faults.training_side_life_seconds)
-            self._death = asyncio.get_running_loop().call_later(life, self.kill)
+            asyncio.get_running_loop().call_later(life, self.kill)
         return info
 
     async def _called(self, call: str) -> None:
@@ -168,9 +161,3 @@ class TrainingSide(_Faulty, training_side.TrainingSide):
             slow = self._rng.random() < self._faults.training_side_slow
             self.slowdown = self._faults.slow_factor if slow else 1.0
         await super()._called(call)
-
-    async def shutdown(self) -> None:
-        """Stops, and cancels a scheduled death."""
-        if self._death is not None:
-            self._death.cancel()
-        await super().shutdown()

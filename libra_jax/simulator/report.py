@@ -6,18 +6,13 @@ An entry is one policy under one seed. Every value but `wall_seconds` repeats ex
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import math
 import operator
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import page, tool_report
 
 WIDTH = 4.6
 """Width of a picture, in inches. On a phone of 360 CSS pixels the letters are then about as large as in print."""
@@ -250,29 +245,3 @@ def write_picture(entries: Sequence[Entry], bound_seconds: float, path: Path, ti
         axes.axvline(bound_seconds, color="#c44e52", linewidth=1.5, label=label)
         of_seeds = f"\nmean of {seeds} seeds ± standard deviation" if seeds > 1 else ""
         axes.set_xlabel(f"seconds a training step{of_seeds}")
-
-
-MOST_ROWS = 16
-"""Most causal states in the table of prediction quality; the most frequent are shown."""
-
-
-def quality_table(found: prediction_quality.PredictionQuality) -> str:
-    """Returns the causal states, and how well the remaining length was predicted."""
-    rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
-    further = len(found.states) - MOST_ROWS
-    more = [f"({further} more causal states)"] if further > 0 else []
-    return "\n".join([*aligned(rows, left=3), *more, *tool_report.verdicts(found)])
-
-
-def write_quality(found: prediction_quality.PredictionQuality, stem: Path) -> None:
-    """Writes all measurements as JSON, and as .svg the tokens left after each of the most frequent causal states.
-
-    Args:
-      found: the measurements; unknown values become null.
-      stem: path of both files without their suffix.
-    """
-    values = dataclasses.asdict(found)
-    # JSON has no NaN.
-    plain = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
-    stem.with_name(f"{stem.name}.json").write_text(json.dumps(plain, indent=2) + "\n")
-    stem.with_name(f"{stem.name}.svg").write_text(page.standalone(tool_report.draw_left(found.states)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax.coordinator import run as coordinator
 from libra_jax.simulator import engine, trainer, trajectory
-from libra_jax.telemetry import timeline
+from libra_jax.telemetry import memory, timeline
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,8 @@ class Result:
         return {"mean": statistics.fmean(ordered), **rank}
 
 
-@dataclass(eq=False)
-class StepRecorder:
-    """A `protocols.Recorder` that keeps only what a `Result` is made of.
-
-    Attributes:
-      steps: each step's metrics.
-      decisions: the planner's looks.
-      transitions: records of switches and resizes, `start` and `end` in virtual seconds.
-      pool_sizes: sizes at each change, `start` in virtual seconds.
-      notes: sentences.
-    """
-
-    steps: list[Mapping[str, float]] = field(default_factory=list)
-    decisions: list[Mapping[str, Any]] = field(default_factory=list)
-    transitions: list[Mapping[str, Any]] = field(default_factory=list)
-    pool_sizes: list[timeline.PoolSizes] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.steps.append(scalars)
+class StepRecorder(memory.MemoryRecorder):
+    """Keeps only what a `Result` is made of, because a simulation has very many spans and rollouts."""
 
     def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
         """Drops the span."""
@@ -109,20 +91,8 @@ class StepRecorder:
     def sample(self, record: Mapping[str, Any]) -> None:
         """Drops the record: simulated tokens have no text."""
 
-    def decision(self, record: Mapping[str, Any]) -> None:
-        self.decisions.append(record)
-
-    def transition(self, record: Mapping[str, Any]) -> None:
-        self.transitions.append(record)
-
-    def pools(self, now: float, devices: Mapping[str, int]) -> None:
-        self.pool_sizes.append(timeline.PoolSizes(now, dict(devices)))
-
     def status(self, worker: str, text: str) -> None:
         """Drops the status."""
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def of_run(
@@ -145,7 +115,7 @@ def of_run(
       fleet: the engines.
       wall: seconds of real time that the run took.
     """
-    steps = recorder.steps
+    steps = [scalars for _, scalars in recorder.steps]
     step_seconds = tuple(step["step/seconds"] for step in steps)
     seconds = sum(step_seconds)
     generated = int(sum(step["tokens/generated"] for step in steps))

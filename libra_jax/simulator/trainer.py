@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from libra_jax import protocols
 from libra_jax.planning import costs, meshes
@@ -233,20 +233,16 @@ class Trainer:
     async def close_weights(self, policy_version: int) -> None:
         """Does nothing: a snapshot holds no memory here."""
 
-    async def save(self, path: str) -> None:
-        """Refuses: a simulated run is repeated, not resumed."""
-        raise protocols.ConfigError("config.checkpoint.every: a simulated run writes no checkpoints; set it to 0")
+    async def save(self, path: str) -> NoReturn:
+        """Refuses: a simulated run has no parameters, and is repeated instead of resumed."""
+        raise protocols.ConfigError(
+            f"{path}: a simulated run has no parameters to save, restore or export; set config.checkpoint.every to 0"
+        )
+
+    restore = export = save
 
     async def wait_saved(self) -> None:
         """Does nothing: nothing is ever being saved."""
-
-    async def restore(self, path: str) -> int:
-        """Refuses, like `save`."""
-        raise protocols.ConfigError(f"{path}: a simulated run cannot be resumed; start it from the beginning")
-
-    async def export(self, path: str) -> None:
-        """Refuses: there are no parameters."""
-        raise protocols.ConfigError(f"{path}: a simulated run has no parameters to export; leave the export out")
 
     async def shutdown(self) -> None:
         """Does nothing: the trainer holds nothing."""

@@ -143,9 +143,11 @@ class TrainingSide(protocols.TrainingSide):
     _generation: int = field(default=0, init=False)
 
     def kill(self) -> None:
-        """Dies as a process would: every running and later call raises `WorkerLost`."""
-        self._alive = False
-        self.channels.close(self.worker)
+        """Dies as a process would: every running and later call raises `WorkerLost`. Idempotent."""
+        # The channel of a dead training side may be that of the worker's next life.
+        if self._alive:
+            self._alive = False
+            self.channels.close(self.worker)
 
     def _check_alive(self) -> None:
         if not self._alive:

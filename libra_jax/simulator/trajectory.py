@@ -144,9 +144,7 @@ class Trajectory(protocols.Trajectory):
         streams every few tokens, a simulated one every thousand, so the next engine streams these as its own.
     """
 
-    def __init__(
-        self, trajectory_id: str, prompt_id: str, *, script: scripts.Script, start_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, trajectory_id: str, prompt_id: str, *, script: scripts.Script) -> None:
         self.trajectory_id = trajectory_id
         self.prompt_id = prompt_id
         self.token_ids: Any = Runs(name=trajectory_id)
@@ -157,7 +155,7 @@ class Trajectory(protocols.Trajectory):
         self.script = script
         self.finish = None
         self.metrics = {}
-        self.start_seconds = start_seconds
+        self.start_seconds = 0.0
         self.seconds = 0.0
         self.snapshot = None
         self.outputs = self.sampled = self.fresh = self.life = 0
@@ -265,11 +263,11 @@ class Book:
     )
     _prompt_tokens: dict[str, int] = field(default_factory=dict, init=False)
 
-    def make(self, trajectory_id: str, prompt_id: str, start_seconds: float) -> Trajectory:
+    def make(self, trajectory_id: str, prompt_id: str) -> Trajectory:
         """Returns a trajectory that has not begun."""
         task, _, sample = trajectory_id.rpartition("/")
         script = self.workload.script(int(task), int(sample))
-        made = Trajectory(trajectory_id, prompt_id, start_seconds=start_seconds, script=script)
+        made = Trajectory(trajectory_id, prompt_id, script=script)
         self._alive[trajectory_id] = made
         self.made += 1
         return made

@@ -206,8 +206,8 @@ def damage(line: bytes) -> str:
     A line without a checksum, from another program or an earlier version, only has to be a JSON object.
     """
     line = line.rstrip(b"\n")
-    if checksums.carries(line):
-        return "" if checksums.is_whole(line) else "its checksum is not the one it was written with"
+    if (whole := checksums.is_whole(line)) is not None:
+        return "" if whole else "its checksum is not the one it was written with"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""A recorder that keeps everything in lists. Tests use it."""
+"""A recorder that keeps everything in lists, for simulations, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from libra_jax.telemetry import metrics, timeline
 
 
-@dataclass
+@dataclass(eq=False)
 class MemoryRecorder:
     """A `protocols.Recorder` in memory. It refuses names of metrics that are not registered (`metrics`).
 

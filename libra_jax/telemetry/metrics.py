@@ -243,7 +243,12 @@ _REWARDS = _table(
 
 _EVALUATION = _table(
     "evaluation",
-    ("evaluation/accuracy", "1", "reward on held-out tasks, mean"),
+    ("evaluation/accuracy", "1", "reward on held-out tasks, mean over tasks of the mean over their attempts"),
+    (
+        f"evaluation/pass_at_{INDEX}",
+        "share",
+        "held-out tasks that at least one of this number of attempts solves, estimated",
+    ),
     ("evaluation/unscored", "rollouts", "held-out rollouts whose environment crashed"),
     ("evaluation/seconds", "seconds", "time of the evaluation"),
     (f"evaluation/{METRIC}", "", "number of rollouts or rewards, over held-out rollouts"),
@@ -291,16 +296,6 @@ def encode(step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
     return record
 
 
-def decode(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of an object of `metrics.jsonl` without its `step`. Restores the not-finite values."""
-    numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
-    nonfinite = record.get("nonfinite")
-    if isinstance(nonfinite, Mapping):
-        # Only these texts: any other would let `float` raise, and the file may come from another program.
-        numbers.update((name, float(text)) for name, text in nonfinite.items() if text in ("nan", "inf", "-inf"))
-    return numbers
-
-
 def read(path: Path) -> dict[int, dict[str, float]]:
     """Returns the numbers of each step, in order. Several objects of one step are merged, and the last one wins.
 
@@ -308,6 +303,12 @@ def read(path: Path) -> dict[int, dict[str, float]]:
     """
     steps: dict[int, dict[str, float]] = {}
     for record in files.whole_json_lines(path):
-        if isinstance(record.get("step"), int):
-            steps.setdefault(record["step"], {}).update(decode(record))
+        if not isinstance(record.get("step"), int):
+            continue
+        numbers = steps.setdefault(record["step"], {})
+        numbers |= {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+        nonfinite = record.get("nonfinite")
+        if isinstance(nonfinite, Mapping):
+            # Only these texts: any other would let `float` raise, and the file may come from another program.
+            numbers |= {name: float(text) for name, text in nonfinite.items() if text in ("nan", "inf", "-inf")}
     return dict(sorted(steps.items()))

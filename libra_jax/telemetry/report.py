@@ -150,23 +150,8 @@ def write_report(workdir: Path) -> Path:
     """
     run = load(workdir)
     name = str(run.config.get("name") or workdir.resolve().name)
-    text = page.render(f"{name} · Libra-JAX", name, sentences(run), cards(run))
-    path = workdir / REPORT_FILE
-    # Renamed when it is complete, so that a reader never sees half a report.
-    partial = path.with_name(REPORT_FILE + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise DataError(f"{path}: the report cannot be written ({error.strerror or error})") from error
-    return path
-
-
-def cards(run: Run) -> list[page.Section]:
-    """Returns the page's pictures and tables, if there is data for them."""
     config = json.dumps(run.config, indent=2)
-    return [
+    cards = [
         *sections.reward(run.steps),
         *sections.step_times(sections.step_parts(run.steps)),
         *sections.plots(run.steps),
@@ -182,6 +167,17 @@ def cards(run: Run) -> list[page.Section]:
         *sections.numbers(run.steps),
         *([page.Section("Config", text=config, wide=True, folded=True)] if run.config else []),
     ]
+    text = page.render(f"{name} · Libra-JAX", name, sentences(run), cards)
+    path = workdir / REPORT_FILE
+    # Renamed when it is complete, so that a reader never sees half a report.
+    partial = path.with_name(REPORT_FILE + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(f"{path}: the report cannot be written ({error.strerror or error})") from error
+    return path
 
 
 # Headline numbers -----------------------------------------------------------------------------------------------

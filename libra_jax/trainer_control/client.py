@@ -36,6 +36,9 @@ FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
 )
 """Calls that go to process 0 alone: they concern the memory that it shares and the address at which it listens."""
 
+MEET_FIRST: frozenset[Callable[..., Any]] = frozenset({TrainerProcess.start, TrainerProcess.stand_by})
+"""Calls before which several processes are connected with each other, because they form one mesh."""
+
 AT_ANY_TIME: frozenset[Callable[..., Any]] = frozenset(
     {TrainerProcess.abort_step, TrainerProcess.listen, TrainerProcess.connect, TrainerProcess.dismiss}
 )
@@ -83,7 +86,7 @@ class TrainerProcesses:
         self._actors = await deadlines.together(*(self._cluster.spawn(spec) for spec in self._specs))
 
     async def meet(self) -> None:
-        """Connects several processes with each other. They form one mesh, so this comes before they start."""
+        """Connects several processes with each other."""
         await self.call_all(TrainerProcess.join, await self.first.call(TrainerProcess.reserve))
 
     @property
@@ -198,18 +201,8 @@ class TrainerClient:
         self.lost, self._life = None, self._life + 1
         return former
 
-    async def start(self) -> protocols.TrainerInfo:
-        await self._meet_first()
-        return await self._ask("trainer_start", "start", TrainerProcess.start)
-
-    async def stand_by(self) -> protocols.TrainerInfo:
-        await self._meet_first()
-        return await self._ask("trainer_start", "stand by", TrainerProcess.stand_by)
-
-    async def _meet_first(self) -> None:
-        if self.processes > 1:
-            meeting = self._processes.meet()
-            await deadlines.limited(self._limits, "trainer_start", meeting, f"The meeting of {self.name}'s processes")
+    start = clients.Call("trainer_start", "start", TrainerProcess.start)
+    stand_by = clients.Call("trainer_start", "stand by", TrainerProcess.stand_by)
 
     # Training ----------------------------------------------------------------------------------------------------
 
@@ -262,11 +255,16 @@ class TrainerClient:
             raise protocols.TrainerLost(str(self.lost))
         if self._catching_up and method in AT_ANY_TIME:
             raise protocols.TrainerLost(f"{self.name} was lost, and is being restarted")
+        if method in MEET_FIRST and self.processes > 1:
+            meeting = self._processes.meet()
+            await deadlines.limited(self._limits, "trainer_start", meeting, f"The meeting of {self.name}'s processes")
         life, subject = self._life, "The trainer" if self.name == "trainer" else f"The trainer {self.name}"
         processes, alone = self._processes, self._processes.count == 1 or method in FIRST_ALONE
         try:
             work = (processes.first.call if alone else processes.call_all)(method, *args, **kwargs)
-            return await deadlines.limited(self._limits, limit, work, f"{subject}, asked to {what},")
+            return await deadlines.limited(
+                self._limits, limit, work, f"{subject}, asked to {what.format(*args, **kwargs)},"
+            )
         except protocols.WorkerLost as error:
             # A late error of former processes must not condemn the present ones.
             if life == self._life:
@@ -285,10 +283,7 @@ class HybridClient(clients.ActorClient):
     start = clients.Call("trainer_start", "start", TrainingSide.start)
     init_weight_transfer = clients.Call("weight_sync", "open its weight transport", TrainingSide.init_weight_transfer)
     start_weight_update = clients.Call("weight_sync", "prepare for new parameters", TrainingSide.start_weight_update)
-
-    async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        await self._ask("weight_sync", f"load weight chunk {chunk.index}", TrainingSide.update_weights, chunk)
-
+    update_weights = clients.Call("weight_sync", "load weight chunk {0.index}", TrainingSide.update_weights)
     finish_weight_update = clients.Call("weight_sync", "finish its weight update", TrainingSide.finish_weight_update)
     warm = clients.Call("trainer_start", "compile its gradient steps", TrainingSide.warm)
     join = clients.Call("transition", "join training", TrainingSide.join)

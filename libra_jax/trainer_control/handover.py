@@ -97,11 +97,6 @@ Successors = Callable[[protocols.MeshSizes, int], Way]
 """Returns the way to other processes, from (mesh sizes, number of processes)."""
 
 
-def remove_snapshot(workdir: Path) -> None:
-    """Removes the snapshot of a hand-over, of this run or of a killed one."""
-    shutil.rmtree(workdir / FOLDER, ignore_errors=True)
-
-
 def successors(
     run: protocols.RunContext, make_trainer: client.MakeTrainer, *, serving: client.TrainerClient
 ) -> Successors:
@@ -392,7 +387,7 @@ class Handover:
 
     async def _remove(self) -> None:
         """Removes the snapshot on a thread, because a slow disk may hold many files."""
-        removing = asyncio.to_thread(remove_snapshot, self._workdir)
+        removing = asyncio.to_thread(shutil.rmtree, self._workdir / FOLDER, ignore_errors=True)
         await deadlines.limited(self._limits, "checkpoint", removing, f"The removal of {self._workdir / FOLDER}")
 
     def _enter(self, phase: str) -> None:

@@ -58,13 +58,9 @@ class RelayClient(clients.ActorClient, protocols.RelayClient):
     health = clients.Call("weight_sync", "answer", protocols.Relay.health)
     listen = clients.Call("weight_sync", "open a link", protocols.Relay.listen)
     connect = clients.Call("weight_sync", "connect a link", protocols.Relay.connect)
+    send = clients.Call("weight_sync", "send chunk {0.index} to {1}", protocols.Relay.send)
+    receive = clients.Call("weight_sync", "receive chunk {0.index}", protocols.Relay.receive)
     shutdown = clients.Call("shutdown", "shut down", protocols.Relay.shutdown)
-
-    async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
-        await self._ask("weight_sync", f"send chunk {chunk.index} to {child}", protocols.Relay.send, chunk, child)
-
-    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
-        return await self._ask("weight_sync", f"receive chunk {chunk.index}", protocols.Relay.receive, chunk)
 
 
 @dataclass

@@ -413,7 +413,7 @@ def test_the_field_of_former_versions_is_answered_with_where_it_is_now():
 )
 def test_what_a_config_names_wrongly_is_found_out_without_calling_it(function, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
-        composition.check(config.RewardConfig(functions={"mine": function}))
+        actors.check("mine", config.RewardConfig(functions={"mine": function}).parsed()["mine"])
 
 
 @pytest.mark.parametrize(

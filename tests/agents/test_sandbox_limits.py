@@ -1,7 +1,6 @@
 """Limits where no control group keeps them, what one call leaves to the next, and whose fault a lost sandbox is."""
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 import io
@@ -13,7 +12,6 @@ import tarfile
 import pytest
 import sandboxes
 
-from libra_jax import protocols
 from libra_jax.agents.sandbox import backends, limits, pool, seccomp, usage
 
 PATIENT = dataclasses.replace(sandboxes.SMALL, seconds=20.0, cpu_seconds=20.0)
@@ -229,10 +227,8 @@ def test_processes_that_leave_no_room_for_a_call_are_the_codes_doing():
 
 
 def test_a_first_process_that_gives_up_is_the_codes_doing(monkeypatch):
-    whole = backends.source()
-    monkeypatch.setattr(
-        backends, "source", lambda: whole.replace("everything, limits =", "1 / 0; everything, limits =")
-    )
+    broken = backends.SOURCE.replace("everything, limits =", "1 / 0; everything, limits =")
+    monkeypatch.setattr(backends, "SOURCE", broken)
     (outcome,) = run("import time\ntime.sleep(9)")
     assert (outcome.broken, outcome.by_code) == (False, True)
     assert "its first process could not go on with what is in it" in outcome.text
@@ -283,7 +279,5 @@ def test_what_is_limited_only_roughly_is_told_at_the_start(caplog, unfiltered, m
 
 def test_no_control_group_of_a_container_is_missed(monkeypatch):
     monkeypatch.setattr(backends.shutil, "which", lambda name: f"/usr/bin/{name}")
-    made = pool.Sandbox(backend="container", image="python:3.11")
-    assert made.caveats() == []
-    with contextlib.suppress(protocols.LibraError):
-        asyncio.run(made.close())
+    made = backends.make("container", limits.Limits(), (), "python:3.11", allow_unsafe=False)
+    assert made.caveats(group=False) == []

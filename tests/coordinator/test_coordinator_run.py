@@ -219,6 +219,16 @@ def test_warm_start_and_evaluations_come_where_the_config_says(tmp_path):
     assert len(set(summary.accuracies.values())) == 1, "the double's answers do not depend on its weights"
 
 
+def test_several_attempts_at_held_out_tasks_estimate_pass_at_k(tmp_path):
+    config = doubles.make_config(evaluation={"every": 2, "tasks": 5, "attempts": 3, "temperature": 1.0}, steps=2)
+    bench = doubles.Bench(config, tmp_path)
+    bench.run()
+    for _, scalars in bench.recorder.steps[::2]:
+        found = [scalars[f"evaluation/pass_at_{k}"] for k in (1, 2, 3)]
+        assert found == sorted(found)
+        assert found[0] == pytest.approx(scalars["evaluation/accuracy"]), "rewards of the double are 0 and 1"
+
+
 def test_an_engine_that_waits_for_its_first_weights_says_so(tmp_path):
     config = doubles.make_config(warm_start={"steps": 3, "batch_size": 2})
     bench = doubles.Bench(config, tmp_path, trainer={"seconds": 20.0})

@@ -179,8 +179,8 @@ def test_the_cases_reach_what_they_are_for():
             seen[f"to {transition['to']}"] += 1
             if transition["outcome"] == "failed":
                 seen[f"failed in {next(reversed(transition['phases']), transition['from'])}"] += 1
-        seen["late"] += sum(step.get("shares/late", 0.0) > 0 for step in recorder.steps)
-        seen["shared"] += sum(step.get("shares/micro_batches", 0.0) > 0 for step in recorder.steps)
+        seen["late"] += sum(step.get("shares/late", 0.0) > 0 for _, step in recorder.steps)
+        seen["shared"] += sum(step.get("shares/micro_batches", 0.0) > 0 for _, step in recorder.steps)
         seen["lost"] += any("only rolls out" in note for note in recorder.notes)
     assert min(seen[name] for name in ("to training", "to rollout", "late", "shared", "lost")) >= 5, seen
     assert all(seen[f"failed in {state}"] for state in BREAKABLE), seen

@@ -106,8 +106,9 @@ def test_the_cases_reach_what_they_are_for():
             continue
         recorder, lives = found
         seen[f"{lives - 1} deaths"] += 1
-        seen["again"] += any(scalars.get("trainer/replayed_steps", 0.0) > 0 for scalars in recorder.steps)
+        seen["again"] += any(scalars.get("trainer/replayed_steps", 0.0) > 0 for _, scalars in recorder.steps)
         seen["shared"] += any(
-            scalars.get("shares/micro_batches", 0.0) > 0 and "trainer/restarts" in scalars for scalars in recorder.steps
+            scalars.get("shares/micro_batches", 0.0) > 0 and "trainer/restarts" in scalars
+            for _, scalars in recorder.steps
         )
     assert min(seen[name] for name in ("1 deaths", "2 deaths", "again")) >= 5, seen

@@ -88,5 +88,6 @@ def test_names_that_the_source_writes_are_registered():
     modules = [file for room in ROOMS for file in (ROOT / "libra_jax" / room).rglob("*.py")]
     names = {name for file in modules for name in written(ast.parse(file.read_text())) if NAME.fullmatch(name)}
     assert len(names) > 40
-    templates = {"reward/x/x", "warm_start/x", "evaluation/x", "routing/x_seconds"}  # the runs fill them in
+    # The runs fill them in.
+    templates = {"reward/x/x", "warm_start/x", "evaluation/x", "evaluation/pass_at_x", "routing/x_seconds"}
     assert [name for name in sorted(names - templates) if metrics.find(name) is None] == []

@@ -234,7 +234,7 @@ def test_functions_of_the_user_make_the_optimizer_and_the_schedule(small, users)
         ),
     ],
 )
-def test_functions_that_do_not_exist_or_take_other_arguments_are_refused_early(small, users, fields, sentence):
+def test_wrong_names_and_arguments_of_functions_are_refused_early(small, users, fields, sentence):
     run = small.config(optimizer=config_lib.OptimizerConfig(**fields))
     with pytest.raises(protocols.ConfigError, match=sentence):
         preflight.validate(run, need_weights=False)

@@ -68,21 +68,19 @@ def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
     cities = people // PEOPLE_PER_CITY
     # One sample without repetition for both, so that no city has the name of a person.
     numbers = rng.sample(range(_NAMES), people + cities)
-    names, towns = [_name(number) for number in numbers[:people]], [_name(number) for number in numbers[people:]]
+    words = []
+    for number in numbers:
+        letters = []
+        for alphabet in (_LAST_VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS):
+            number, place = divmod(number, len(alphabet))
+            letters.append(alphabet[place])
+        words.append("".join(reversed(letters)).capitalize())
+    names, towns = words[:people], words[people:]
     order = list(range(people))
     rng.shuffle(order)
     # One ring: every person is the friend of exactly one other.
     friends = dict(zip(order, [*order[1:], order[0]], strict=True))
     return tuple(Person(name, rng.choice(_JOBS), rng.choice(towns), friends[place]) for place, name in enumerate(names))
-
-
-def _name(number: int) -> str:
-    """Returns the name with this number."""
-    letters = []
-    for alphabet in (_LAST_VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS):
-        number, place = divmod(number, len(alphabet))
-        letters.append(alphabet[place])
-    return "".join(reversed(letters)).capitalize()
 
 
 def passage(people: Sequence[Person], place: int) -> str:

@@ -46,10 +46,10 @@ NO_CALL = "call"
 """Name of the tool in a return if the policy's text is not a valid call."""
 
 
-async def posed(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-    """A `Pose` of the task's `prompt`: a text, or a list of messages."""
+async def posed(task: protocols.Task, box: toolbox.Toolbox, key: str = "prompt") -> Sequence[protocols.Message]:
+    """A `Pose` of a value of the task's payload, which is a text or a list of messages."""
     del box
-    return question.opening(task.payload["prompt"])
+    return question.opening(task.payload[key])
 
 
 def solved(
@@ -86,15 +86,6 @@ class EarlyCalls:
             if place < self.most and not call.problem and self.box.eager(call.name):
                 running = asyncio.get_running_loop().create_task(self.box.call(call.name, call.arguments))
                 self.begun[place] = call, running
-
-    def take(self, place: int, call: formats.Call) -> asyncio.Task[protocols.ToolReturn] | None:
-        """Returns the started call at this position of the whole output. None if no such call was started.
-
-        The caller awaits or cancels the returned task.
-        """
-        # The parse of the whole output decides: an early call that differs from it is cancelled by `close`.
-        begun = self.begun.get(place)
-        return self.begun.pop(place)[1] if begun is not None and begun[0] == call else None
 
     async def close(self) -> None:
         """Cancels the calls that were not taken, and waits for their end."""
@@ -250,13 +241,13 @@ class Dialogue:
             return protocols.ToolReturn(NO_CALL, "failure", f"error: {problem}")
         # A policy may write a name that is no text.
         self._running[place] = str(call.name)
-        begun = early.take(place, call) if early is not None else None
-        if begun is None:
+        # The parse of the whole output decides: `EarlyCalls.close` cancels an early call that differs from the parse.
+        if early is None or place not in early.begun or early.begun[place][0] != call:
             answer = await box.call(call.name, call.arguments)
         else:
             loop = asyncio.get_running_loop()
             began = loop.time()
-            answer = await begun
+            answer = await early.begun.pop(place)[1]
             self._early += 1
             # Only the seconds that the rollout waited.
             answer = dataclasses.replace(answer, seconds=loop.time() - began)

@@ -39,19 +39,6 @@ _OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 _LONGEST_WORD = max(map(len, _OPERATIONS))
 
 
-def _step(value: int, rng: random.Random) -> tuple[str, int, int]:
-    """Draws an operation on a value.
-
-    Returns its word, the other number and the result, both numbers of three digits.
-    """
-    while True:
-        word, other = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
-        result = _OPERATIONS[word][1](value, other)
-        # Three digits keep the width. A number modulo a larger one is the number itself, which would need no tool.
-        if _LEAST <= result <= _MOST and (word != _REMAINDER or other <= value):
-            return word, other, result
-
-
 def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> tuple[str, Mapping[str, object]]:
     """Draws a problem. Returns its text, and a payload with the calls that solve it."""
     value = rng.randint(_LEAST, _MOST)
@@ -70,7 +57,13 @@ def _draw(index: int, rng: random.Random, steps: Sequence[int], width: int) -> t
     else:
         before = str(value)
         for _ in range(steps[index % len(steps)]):
-            word, other, value = _step(value, rng)
+            while True:
+                word, other = rng.choice(tuple(_OPERATIONS)), rng.randint(_LEAST, _MOST)
+                result = _OPERATIONS[word][1](value, other)
+                # Three digits keep the width. A number modulo a larger one is the number itself, which needs no tool.
+                if _LEAST <= result <= _MOST and (word != _REMAINDER or other <= value):
+                    break
+            value = result
             # Padded, so that the next number stands at the same distance from every word.
             words += [word.ljust(_LONGEST_WORD), str(other)]
             worked.append((f"{before}{_OPERATIONS[word][0]}{other}", f"{value}\n"))

@@ -6,7 +6,6 @@ import difflib
 import functools
 import json
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from libra_jax import config, protocols
@@ -90,11 +89,6 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
     return splits.Tasks(seed, make)
 
 
-async def _pose(task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
-    del box
-    return question.opening(task.payload["question"])
-
-
 async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
     del box
     payload = task.payload
@@ -119,4 +113,4 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
         answer.
       system: System message, put before the description of the tools. Empty means none.
     """
-    return dialogue.Dialogue(tools, _pose, _verdict, system=system)
+    return dialogue.Dialogue(tools, functools.partial(dialogue.posed, key="question"), _verdict, system=system)

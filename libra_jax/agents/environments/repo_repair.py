@@ -60,10 +60,7 @@ class Repair:
         snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         # Only what the policy may see: the hidden tests never enter this sandbox.
         await box.session.begin(snapshot.pack())
-        return [self._issue(task)]
-
-    def _issue(self, task: protocols.Task) -> protocols.Message:
-        return protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"]))
+        return [protocols.Message("user", self._prompt.replace("{issue}", payload["issue"]))]
 
     async def score(self, task: protocols.Task, answer: str, box: toolbox.Toolbox) -> dialogue.Verdict:
         """Returns the hidden tests' verdict on the sandbox's current files."""
@@ -144,7 +141,8 @@ class Repair:
             text = "".join(f"{number}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
         change = {"old": fix["old"], "new": fix["new"], "command": "replace", "path": path}
         calls = [(look, text), (write("edit", change), f"changed {path}")]
-        return dialogue.solved([self._issue(task)], calls, "done")
+        issue = protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"]))
+        return dialogue.solved([issue], calls, "done")
 
 
 def _files(source: str | Mapping[str, str], most_bytes: int) -> snapshots.Snapshot:

@@ -87,7 +87,20 @@ class Snapshot:
           DataError: The path is neither, or it takes more than `most_bytes`.
         """
         if path.is_dir():
-            return cls._of_directory(path, most_bytes)
+            read, links, left = {}, {}, most_bytes
+            for folder, folders, names in os.walk(path):
+                # The history may hold the fix.
+                folders[:] = [name for name in sorted(folders) if name not in (".git", "__pycache__")]
+                for item in (pathlib.Path(folder, name) for name in (*folders, *sorted(names))):
+                    short = item.relative_to(path).as_posix()
+                    if item.is_symlink():
+                        links[short] = os.readlink(item)
+                    elif item.is_file():
+                        left -= item.stat().st_size
+                        if left < 0:
+                            raise protocols.DataError(f"{path}: takes more than {most_bytes} bytes")
+                        read[short] = File(item.read_bytes(), os.access(item, os.X_OK))
+            return cls(read, links)
         if not path.is_file():
             raise protocols.DataError(f"{path}: no such directory or tar")
         try:
@@ -101,23 +114,6 @@ class Snapshot:
         cut = len(roots.pop()) + 1
         files = {name[cut:]: file for name, file in found.files.items()}
         return cls(files, {name[cut:]: target for name, target in found.links.items()})
-
-    @classmethod
-    def _of_directory(cls, root: pathlib.Path, most_bytes: int) -> Snapshot:
-        files, links, left = {}, {}, most_bytes
-        for folder, folders, names in os.walk(root):
-            # The history may hold the fix.
-            folders[:] = [name for name in sorted(folders) if name not in (".git", "__pycache__")]
-            for path in (pathlib.Path(folder, name) for name in (*folders, *sorted(names))):
-                short = path.relative_to(root).as_posix()
-                if path.is_symlink():
-                    links[short] = os.readlink(path)
-                elif path.is_file():
-                    left -= path.stat().st_size
-                    if left < 0:
-                        raise protocols.DataError(f"{root}: takes more than {most_bytes} bytes")
-                    files[short] = File(path.read_bytes(), os.access(path, os.X_OK))
-        return cls(files, links)
 
     def pack(self) -> bytes:
         """Returns the snapshot as an archive that a sandbox unpacks."""

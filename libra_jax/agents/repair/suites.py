@@ -21,7 +21,6 @@ Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass afte
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import json
 import pathlib
@@ -38,6 +37,8 @@ ATTEMPTS = 2
 """Number of sandboxes that a run may use, if one dies or a signal ends the tests."""
 
 _CONTROLS = 4
+PROGRAMS = {name: pathlib.Path(__file__).with_name(f"{name}.py").read_text() for name in ("guard", "hidden", "referee")}
+"""Programs that a sandbox gets for the tests, as text. Each comes after the programs that it imports."""
 _OPERATORS_OF_SHELL = frozenset("|;&<>`$()\n")
 _BOOT = (
     "import sys, types\n"
@@ -343,7 +344,7 @@ class _Examination:
             "added": [name for name in snapshots.top_modules(files.files) if name not in known],
             "startup": [name for name in snapshots.OWNED if not name.endswith((".pyc", ".pyo"))],
         }
-        self.code = f"REQUEST, PROGRAMS = {(json.dumps(request), programs())!r}\n{_BOOT}"
+        self.code = f"REQUEST, PROGRAMS = {(json.dumps(request), PROGRAMS)!r}\n{_BOOT}"
 
     def _control(self, where: str, place: int) -> tuple[str, str]:
         """Returns name and body of a control test. The first two at a place are one of each kind."""
@@ -398,10 +399,3 @@ class _Examination:
             changes.append("the test command ended with status 0 although a test failed")
         kept = {name: good for name, good in passed.items() if name not in self._controls}
         return Findings(kept, changes=changes, lies=lies)
-
-
-@functools.cache
-def programs() -> dict[str, str]:
-    """Returns the programs that a sandbox gets for the tests. Each comes after the programs that it imports."""
-    here = pathlib.Path(__file__).parent
-    return {name: (here / f"{name}.py").read_text() for name in ("guard", "hidden", "referee")}

@@ -24,16 +24,6 @@ from libra_jax.agents import resolving
 from libra_jax.agents.rewards import actors, scoring
 
 
-def check(reward: config.RewardConfig) -> None:
-    """Finds the factories and checks their arguments. Calls none of them.
-
-    Raises:
-      ConfigError: A factory cannot be found, takes other arguments, or is not a factory.
-    """
-    for name, function in reward.parsed().items():
-        actors.check(name, function)
-
-
 @contextlib.asynccontextmanager
 async def opened(
     reward: config.RewardConfig,

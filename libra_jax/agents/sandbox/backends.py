@@ -72,6 +72,11 @@ _BOOT = (
     "    exec(compile(text, name, 'exec'), module.__dict__)\n"
     "exec(compile({supervisor!r}, 'supervisor', 'exec'))\n"
 )
+SOURCE = _BOOT.format(
+    modules={name: Path(__file__).with_name(f"{name}.py").read_text() for name in _MODULES},
+    supervisor=Path(__file__).with_name("supervisor.py").read_text(),
+)
+"""The program of a sandbox's first process, as text."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Backend(abc.ABC):
             "TMPDIR": directory or "/tmp",
             "PYTHONPATH": ":".join(packages),
         }
-        return [source(), json.dumps(told)], environment
+        return [SOURCE, json.dumps(told)], environment
 
 
 def make(
@@ -186,14 +191,6 @@ def make(
     if program is None:
         raise protocols.ConfigError(f"config.sandbox.backend: bubblewrap is not here: {INSTALL}")
     return Bubblewrap(limits, places, program)
-
-
-@functools.cache
-def source() -> str:
-    """Returns the program of a sandbox's first process, as text."""
-    here = Path(__file__).parent
-    modules = {name: (here / f"{name}.py").read_text() for name in _MODULES}
-    return _BOOT.format(modules=modules, supervisor=(here / "supervisor.py").read_text())
 
 
 class Bubblewrap(Backend):

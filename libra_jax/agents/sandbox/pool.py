@@ -130,14 +130,10 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
                         ) from error
             # The others start side by side, now that the first has shown that sandboxes work here.
             self._idle += await asyncio.gather(*(self._begin() for _ in range(self._warm - 1)))
-            _warn_once(tuple(self.caveats()))
+            _warn_once(tuple(self._backend.caveats(group=self._parent is not None)))
         except BaseException:
             await self.close()
             raise
-
-    def caveats(self) -> list[str]:
-        """Returns what this machine's sandboxes do not contain, or limit only roughly. Call it after `start`."""
-        return self._backend.caveats(group=self._parent is not None)
 
     async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
         """Runs Python code in its own process, in an empty workspace. Nothing remains for the next call.

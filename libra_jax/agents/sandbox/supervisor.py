@@ -67,14 +67,6 @@ class Output:
             at, rest = at + len(part), rest[len(part) :]
         return count
 
-    def pieces(self) -> list[memoryview]:
-        """Returns the beginning, and then the end in the right order."""
-        head, tail = memoryview(self.head)[: self.total], memoryview(self.tail)
-        over = self.total - len(self.head)
-        if over <= len(self.tail):
-            return [head, tail[: max(0, over)]]
-        return [head, tail[over % len(tail) :], tail[: over % len(tail)]]
-
 
 class Child(NamedTuple):
     """A forked process.
@@ -301,15 +293,19 @@ class Supervisor:
         return Verdict("failure", f"the interpreter{how}", "state")
 
     def _send(self, verdict: Verdict) -> None:
-        head, *tail = self.output.pieces()
+        output = self.output
+        head, ring = memoryview(output.head)[: output.total], memoryview(output.tail)
+        over = output.total - len(output.head)
+        # Once the ring buffer is full, its oldest byte is the next one to be overwritten.
+        tail = [ring[: max(0, over)]] if over <= len(ring) else [ring[over % len(ring) :], ring[: over % len(ring)]]
         kept = len(head) + sum(map(len, tail))
-        values = {**verdict._asdict(), "split": len(head), "left_out": self.output.total - kept}
+        values = {**verdict._asdict(), "split": len(head), "left_out": output.total - kept}
         text = json.dumps(values).encode()
         os.writev(1, [HEADER.pack(len(text), kept), text, head, *tail])
         # Overwrites the output in memory: the next call may be another trajectory's.
-        for buffer in (self.output.head, self.output.tail, self.output.scratch):
+        for buffer in (output.head, output.tail, output.scratch):
             buffer[:] = bytes(len(buffer))
-        self.output.total = 0
+        output.total = 0
 
     # What a call uses, and leaves ---------------------------------------------------------------------------------
 

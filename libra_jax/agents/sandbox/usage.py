@@ -156,7 +156,20 @@ def memory(found: Iterable[int], *, network: bool) -> float:
                 shared[inode] = max(shared.get(inode, SHARED_BYTES), size)
     # Files of the workspace (tmpfs) count in RssShmem too, and several processes may map the same memory. So the two
     # estimates of shared memory overlap, and the larger one is taken instead of their sum.
-    return 1024 * private + max(1024 * shown, sum(shared.values())) + (_sockets() if network else 0)
+    total = 1024 * private + max(1024 * shown, sum(shared.values()))
+    if not network:
+        return total
+    # All sockets, including sockets in transit over other sockets, which no process holds.
+    with contextlib.suppress(OSError), open("/proc/self/net/sockstat", "rb") as file:
+        counts = {line.split()[0]: int(line.split()[2]) for line in file if line.startswith((b"sockets:", b"TCP:"))}
+        total += SOCKET_BYTES * counts.get(b"sockets:", 0)
+        # TCP sockets buffer more than others, so what waits in their queues is counted too.
+        for kind in ("tcp", "tcp6") if counts.get(b"TCP:", 0) else ():
+            with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", "rb") as connections:
+                next(connections)
+                queues = [line.split()[4].split(b":") for line in connections]
+                total += 2 * sum(int(sent, 16) + int(received, 16) for sent, received in queues)
+    return total
 
 
 def _of_a_thread(pid: int, name: str, most: int) -> bytes:
@@ -168,18 +181,3 @@ def _of_a_thread(pid: int, name: str, most: int) -> bytes:
                 if text and (name != "status" or b"\nRssAnon:" in text):
                     return text
     return b""
-
-
-def _sockets() -> int:
-    """Returns the bytes of all sockets, including sockets in transit over other sockets, which no process holds."""
-    total = 0
-    with contextlib.suppress(OSError), open("/proc/self/net/sockstat", "rb") as file:
-        counts = {line.split()[0]: int(line.split()[2]) for line in file if line.startswith((b"sockets:", b"TCP:"))}
-        total = SOCKET_BYTES * counts.get(b"sockets:", 0)
-        # TCP sockets buffer more than others, so what waits in their queues is counted too.
-        for kind in ("tcp", "tcp6") if counts.get(b"TCP:", 0) else ():
-            with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", "rb") as connections:
-                next(connections)
-                queues = [line.split()[4].split(b":") for line in connections]
-                total += 2 * sum(int(sent, 16) + int(received, 16) for sent, received in queues)
-    return total

@@ -218,11 +218,6 @@ def _is_text(schema: object) -> bool:
     return kind == "string" or (isinstance(kind, list) and "string" in kind) or any(map(_is_text, inner))
 
 
-def _bare(text: str) -> str:
-    """Returns the text without the line breaks right after its opening tag and right before its closing tag."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
 def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
     """Returns the arguments of a body that consists of parameter tags, each at most once. None for any other body.
 
@@ -239,7 +234,9 @@ def _children(body: str, parameters: _Parameters) -> dict[str, Any] | None:
         closed = re.compile(rf"</{re.escape(name)}>(?={follows})").search(body, opened.end())
         if closed is None:
             return None
-        values[name] = text = _bare(body[opened.end() : closed.start()])
+        # Without the line breaks right after the opening tag and right before the closing tag.
+        text = body[opened.end() : closed.start()].removeprefix("\n").removesuffix("\n")
+        values[name] = text
         if not _is_text(parameters.schemas[name]):
             # Text that is not JSON stays as it is. The check against the schema refuses it later.
             with contextlib.suppress(ValueError, RecursionError):
@@ -252,7 +249,7 @@ def _tag_call(name: str, parameters: _Parameters, body: str) -> tuple[Call, bool
     """Returns the call of a tool between two tags. It never goes on behind the closing tag."""
     arguments: object = _children(body, parameters)
     if arguments is None and parameters.text:
-        arguments = {parameters.text: _bare(body)}
+        arguments = {parameters.text: body.removeprefix("\n").removesuffix("\n")}
     elif arguments is None:
         try:
             arguments = read_json(body) if body.strip() else {}

@@ -324,28 +324,21 @@ async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
                 if not cursor:
                     break
             opened.tools = tools
-        _check_results(opened)
+        declared = {tool.name: tool.output_schema for tool in tools if tool.output_schema is not None}
+        problems = {name: schemas.problem_of(json.dumps(schema)) for name, schema in declared.items()}
+
+        async def check(name: str, result: Any) -> None:
+            if name not in declared:
+                return
+            if result.structured_content is None:
+                raise RuntimeError(f"tool {name} declares structured content and returned none")
+            wrong = problems[name] or schemas.mismatch(result.structured_content, declared[name], "content")
+            if wrong:
+                raise RuntimeError(f"tool {name} returned other structured content than it declares: {wrong}")
+
+        # In place of the package's own check, which takes unbounded time and could block the event loop.
+        opened.client.session.validate_tool_result = check
         yield opened
-
-
-def _check_results(opened: Opened) -> None:
-    """Makes the client check results with `schemas`, in bounded time.
-
-    The package's own check could block the event loop.
-    """
-    declared = {tool.name: tool.output_schema for tool in opened.tools if tool.output_schema is not None}
-    problems = {name: schemas.problem_of(json.dumps(schema)) for name, schema in declared.items()}
-
-    async def check(name: str, result: Any) -> None:
-        if name not in declared:
-            return
-        if result.structured_content is None:
-            raise RuntimeError(f"tool {name} declares structured content and returned none")
-        wrong = problems[name] or schemas.mismatch(result.structured_content, declared[name], "content")
-        if wrong:
-            raise RuntimeError(f"tool {name} returned other structured content than it declares: {wrong}")
-
-    opened.client.session.validate_tool_result = check
 
 
 async def _bound(response: Any) -> None:

@@ -130,11 +130,7 @@ class Toolkit:
         if inspect.isclass(factory):  # its tools are made with the first sandbox, and a dry run starts none
             toolbox.check_call(getattr(factory, "call", None), repr(name))
         resolving.check_arguments(factory, full, {"session": None, **arguments}, field)
-
-        def make(session: pool.Session) -> toolbox.Tool:
-            return cast(toolbox.Tool, resolving.call(factory, full, {"session": session, **arguments}, field))
-
-        self._of_session.append(make)
+        self._of_session.append(lambda session: resolving.call(factory, full, {"session": session, **arguments}, field))
 
     async def __aenter__(self) -> Self:
         try:

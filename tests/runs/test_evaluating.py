@@ -1,0 +1,174 @@
+"""launch/evaluate.py's work with the fake engine: a run's checkpoint, a file of tasks, intervals, and refusals."""
+
+import dataclasses
+import json
+import shutil
+import statistics
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import libra_jax
+from libra_jax import config, protocols
+from libra_jax.coordinator import scores
+from libra_jax.runs import evaluating
+from libra_jax.telemetry import metrics
+
+SETTINGS = config.EvaluationConfig(attempts=4, temperature=1.0)
+
+
+def small(**evaluation) -> config.RunConfig:
+    run = config.RunConfig(name="mine", steps=1)
+    run.rollout.engine, run.rollout.max_context, run.rollout.max_tokens = "fake", 128, 16
+    run.trainer.platform, run.trainer.row_tokens = "cpu", 128
+    run.coordinator.groups_per_step, run.coordinator.group_size = 2, 4
+    run.telemetry.tensorboard, run.telemetry.report = False, False
+    run.evaluation = dataclasses.replace(SETTINGS, **{"every": 1, "tasks": 3, **evaluation})
+    run.reward.functions = {"letters": {"factory": f"{__name__}:letters"}}
+    return run
+
+
+def letters():
+    """A reward that is 1 for about half of all outputs, whatever the policy has learnt."""
+    return lambda task, text: float(len(text) % 2)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("evaluating") / "run"
+    libra_jax.train(small(), workdir=place)
+    return place
+
+
+def test_a_run_with_several_attempts_reports_pass_at_k(workdir):
+    rows = metrics.read(workdir / metrics.METRICS_FILE)
+    for step in (0, 1):
+        assert {"evaluation/pass_at_1", "evaluation/pass_at_2", "evaluation/pass_at_4"} <= rows[step].keys()
+        assert rows[step]["evaluation/pass_at_4"] >= rows[step]["evaluation/pass_at_1"]
+
+
+def test_the_newest_checkpoint_is_evaluated_and_a_step_is_chosen(workdir, tmp_path):
+    made = evaluating.evaluate(evaluating.Asked(workdir=workdir, attempts=6, k=(1, 3), most_tasks=2), None)
+    assert made.source == "mine, step 1"
+    assert [len(one.rewards) for one in made.tasks] == [6, 6]
+    assert list(made.pass_at) == [1, 3]
+    evaluating.write(made, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / evaluating.FILE).read_text())
+    assert written["reward"]["value"] == pytest.approx(
+        statistics.fmean(r for t in written["tasks"] for r in t["rewards"])
+    )
+    assert written["pass_at"]["1"]["value"] == pytest.approx(written["reward"]["value"], abs=1), (
+        "rewards are 0 and more"
+    )
+    assert "</svg>" in (tmp_path / "out" / evaluating.PICTURE).read_text()
+    assert made.tasks[0].task in evaluating.table(made)
+    with pytest.raises(protocols.ConfigError, match=r"^--step=7: .* has checkpoints of steps 1$"):
+        evaluating.evaluate(evaluating.Asked(workdir=workdir, step=7), None)
+
+
+def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(workdir / evaluating.CONFIG_FILE, run)
+    with pytest.raises(protocols.DataError, match=r"holds no checkpoint and no exported model yet"):
+        evaluating.evaluate(evaluating.Asked(workdir=run), None)
+    shutil.copytree(workdir / "model", run / "model")
+    made = evaluating.evaluate(evaluating.Asked(workdir=run, most_tasks=1), None)
+    assert (made.source, len(made.tasks), len(made.tasks[0].rewards)) == ("mine, exported model", 1, 4)
+
+
+def test_every_task_of_a_file_is_evaluated_once(workdir, tmp_path):
+    rows = [{"prompt": f"say {number % 4}", "answer": str(number % 4)} for number in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = small()
+    run.task.source = "libra_jax.agents.datasets:task_source"
+    run.task.environment = "libra_jax.agents.question:environment"
+    run.task.path = "missing.jsonl"
+    asked = evaluating.Asked(model=str(workdir / "model"), tasks=str(tmp_path / "tasks.jsonl"), attempts=2)
+    made = evaluating.evaluate(asked, config.checked(run))
+    assert len({one.task for one in made.tasks}) == len(made.tasks) == 4, "of equal tasks, one counts"
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_an_interval_holds_the_mean_and_lies_among_the_values(values):
+    found = evaluating.interval(values)
+    assert found.value == pytest.approx(statistics.fmean(values))
+    assert min(values) - 1e-9 <= found.low <= found.value + 1e-9
+    assert found.value - 1e-9 <= found.high <= max(values) + 1e-9
+
+
+def test_intervals_hold_the_true_value_about_as_often_as_they_say(monkeypatch):
+    monkeypatch.setattr(evaluating, "RESAMPLES", 400)
+    generator, held = np.random.default_rng(0), 0
+    for _ in range(60):
+        chances = generator.beta(2, 1, size=100)  # of tasks; the mean chance of all such tasks is 2/3
+        tasks = [
+            scores.TaskScores(str(index), tuple(map(float, generator.random(4) < chance)))
+            for index, chance in enumerate(chances)
+        ]
+        made = evaluating.estimated(tasks, SETTINGS, (1,), "", {})
+        held += made.pass_at[1].low <= 2 / 3 <= made.pass_at[1].high
+    assert held >= 51
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({}, r"^--workdir: give either --workdir=RUN, or --model=DIR with --config=FILE"),
+        ({"model": "some/model"}, r"^--model: needs --config=FILE"),
+        ({"workdir": "nowhere"}, r"^--workdir=.*nowhere: holds no config\.json \(No such file or directory\)"),
+        ({"workdir": ".", "k": (8,)}, r"^--k=8: 4 attempts a task give no estimate of pass@8; set --attempts to 8"),
+        ({"workdir": ".", "k": (0, 1)}, r"^--k=0: must be positive"),
+        ({"workdir": ".", "attempts": 0}, r"^--attempts: must be positive, not 0"),
+        (
+            {"workdir": ".", "temperature": 0.0},
+            r"^--attempts: 4 greedy attempts would be alike; set --temperature above 0",
+        ),
+        ({"workdir": ".", "most_tasks": 0}, r"^--most_tasks=0: must be positive"),
+        (
+            {"workdir": ".", "tasks": "tasks.jsonl"},
+            r"^--tasks=tasks\.jsonl: the calculator reads no file; set task\.source",
+        ),
+    ],
+)
+def test_bad_flags_are_one_sentence_with_the_fix(workdir, asked, sentence):
+    if "workdir" in asked:
+        asked = {**asked, "workdir": workdir / asked["workdir"]}
+    with pytest.raises(protocols.LibraError, match=sentence):
+        evaluating.evaluate(evaluating.Asked(**asked), None)
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("", "holds no tasks"), (None, "no such file of tasks")])
+def test_a_file_without_tasks_is_refused_by_the_flag(tmp_path, workdir, text, sentence):
+    run = small()
+    run.task.source = "libra_jax.agents.datasets:task_source"
+    run.task.environment = "libra_jax.agents.question:environment"
+    file = tmp_path / "tasks.jsonl"
+    if text is not None:
+        file.write_text(text)
+    asked = evaluating.Asked(model=str(workdir / "model"), tasks=str(file))
+    with pytest.raises(protocols.DataError, match=rf"^--tasks={file}: .*{sentence}"):
+        evaluating.evaluate(asked, config.checked(run))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("none", "there is no such directory"), ("", "holds no \\*.safetensors")]
+)
+def test_a_model_that_is_not_there_is_refused_by_the_flag(tmp_path, name, problem):
+    with pytest.raises(
+        protocols.DataError, match=rf"^--model={tmp_path / name}: {problem}; give a directory of weights"
+    ):
+        evaluating.evaluate(evaluating.Asked(model=str(tmp_path / name)), config.checked(small()))
+
+
+def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    run = small()
+    run.task.source = "libra_jax.agents.datasets:task_source"
+    run.task.environment = "libra_jax.agents.question:environment"
+    run.task.path, run.task.arguments = str(tmp_path / "tasks.jsonl"), {"holdout": 0.0}
+    with pytest.raises(protocols.DataError, match=r"^--tasks: none is given, and the run holds no task out .*=FILE$"):
+        evaluating.evaluate(evaluating.Asked(model=str(workdir / "model")), config.checked(run))
