@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax.config.checks import check, check_choice, check_finite, check_function
+from libra_jax.config.checks import check, check_choice, check_finite, check_function, divisors, multiples
 from libra_jax.config.group import group
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -463,7 +464,8 @@ class TrainerConfig:
         check(
             self.devices % self.processes == 0,
             "trainer.processes",
-            f"the mesh's {self.devices} devices do not divide over {self.processes} processes",
+            f"the mesh's {self.devices} devices do not divide over {self.processes} processes; use "
+            f"{divisors(self.devices, self.processes)}",
         )
         check(self.restarts >= 0, "trainer.restarts", f"must not be negative, not {self.restarts}")
         fraction = self.memory_fraction
@@ -476,18 +478,22 @@ class TrainerConfig:
         parts, named = self.context * self.tensor, f"tensor = {self.tensor}"
         if self.context > 1:
             named = f"context x tensor = {self.context} x {self.tensor}"
+        # Of twice context, too: if context does not divide the model's heads, a device takes two parts of a row.
+        fitting = math.lcm(parts, 2 * self.context) if self.context > 1 else parts
         for length in lengths:
             name = "row_tokens" if length == self.row_tokens else "row_buckets"
             check(
                 length % parts == 0,
                 f"trainer.{name}",
-                f"{length} does not divide over {named}; take a multiple of {parts}",
+                f"{length} does not divide over {named}; use {-(-length // fitting) * fitting}, the next multiple of "
+                f"{fitting}",
             )
         shards = self.data * self.fsdp
         check(
             self.rows_per_micro_batch % shards == 0,
             "trainer.rows_per_micro_batch",
-            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards",
+            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards; use "
+            f"{multiples(shards, self.rows_per_micro_batch)}",
         )
 
     @property
