@@ -154,7 +154,7 @@ class Workers:
 
     async def _start_trainer(self) -> None:
         run, spec, make_trainer = self._run, self.specs.trainer, self.specs.make_trainer
-        run.recorder.status(spec.name, "starting its process")
+        run.recorder.status(spec.name, "starting")
         make = make_trainer(None) if make_trainer is not None else lambda *_: spec
         processes = client.TrainerProcesses(run.cluster, make, count=run.config.trainer.processes, name=spec.name)
         self.trainer = client.TrainerClient(processes, run.config.deadlines)

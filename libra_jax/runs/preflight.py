@@ -92,7 +92,10 @@ def warn(config: libra_config.RunConfig) -> None:
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
     shape = wiring.known_shape(config)
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
-    found, model = advice.advice(config, parameters=parameters, accelerated=accelerated), config.model
+    alone = not config.cluster.address and not config.cluster.accelerators_per_host
+    cores = len(os.sched_getaffinity(0)) if alone else 0
+    found = advice.advice(config, parameters=parameters, accelerated=accelerated, cores=cores)
+    model = config.model
     if shape is not None and Path(model.path or "-").is_dir() and model.preset != libra_config.ModelConfig().preset:
         preset = model_config.parameter_count(model_config.load_preset(model.preset))
         # A preset of the same shape serves dry runs elsewhere. Variants of a model may differ in their longest context.
@@ -111,7 +114,7 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     mesh = {"fsdp": trainer.fsdp, "tensor": trainer.tensor, "context": trainer.context}
     feasibility.check_mesh(shape, mesh)
     for tokens in (trainer.row_tokens, *trainer.row_buckets):
-        feasibility.check_context(shape.num_heads // trainer.tensor, trainer.context, tokens)
+        feasibility.check_context(shape.num_heads // trainer.tensor, trainer.context, tokens, trainer.tensor)
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
     for name, off in (("routing_replay", "off"), ("balance_coefficient", 0.0), ("router_z_coefficient", 0.0)):
