@@ -35,12 +35,16 @@ class AdvantageInputs(NamedTuple):
       groups_N: number of each trajectory's group, int32, from 0. A trajectory left out of the loss has its own.
       mask_NxT: true on trained tokens.
       token_rewards_NxT: the reward on the last trained token, less the KL penalty of each trained token.
+      penalties_NxT: the KL penalty of each trained token; 0 without `kl_in_reward`.
+      values_NxT: the critic's value before each token; None without a critic.
     """
 
     rewards_N: jax.Array
     groups_N: jax.Array
     mask_NxT: jax.Array
     token_rewards_NxT: jax.Array
+    penalties_NxT: jax.Array
+    values_NxT: jax.Array | None = None
 
 
 def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -316,11 +320,12 @@ def gae(
     *,
     discount: float = 1.0,
     trace_decay: float = 1.0,
+    turn_discount: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes generalised advantage estimation over the trained tokens, not whitened.
 
     δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t. Here t + 1 is the next trained token,
-    and V and A are 0 after the last.
+    and V and A are 0 after the last. From the last token of a turn to the first of the next, γ is `turn_discount`.
 
     Args:
       token_rewards_NxT: rewards per token; rewards at untrained tokens are ignored.
@@ -328,6 +333,7 @@ def gae(
       mask_NxT: true (non-zero) on trained tokens.
       discount: γ.
       trace_decay: λ.
+      turn_discount: γ between two turns, which untrained tokens separate; None: the same.
 
     Returns:
       Advantages and returns, both of shape [N, T], zero on untrained tokens.
@@ -350,20 +356,23 @@ def gae(
     # The dtype of the sum: a scan refuses a carry that changes its dtype.
     zeros_N = jnp.zeros_like(rewards_NxT[:, 0] + values_NxT[:, 0])
 
+    between_turns = discount if turn_discount is None else turn_discount
+
     def step(
-        following: tuple[jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        next_value_N, next_advantage_N = following
+        following: tuple[jax.Array, jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+        next_value_N, next_advantage_N, apart_N = following
         reward_N, value_N, trained_N = token
-        delta_N = reward_N + discount * next_value_N - value_N
-        advantage_N = delta_N + discount * trace_decay * next_advantage_N
+        discount_N = jnp.where(apart_N, between_turns, discount)
+        delta_N = reward_N + discount_N * next_value_N - value_N
+        advantage_N = delta_N + discount_N * trace_decay * next_advantage_N
         # An untrained token passes the later values on unchanged, as if the trained tokens were adjacent.
-        carry = (jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N))
-        return carry, jnp.where(trained_N, advantage_N, 0.0)
+        kept = jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N)
+        return (*kept, ~trained_N), jnp.where(trained_N, advantage_N, 0.0)
 
     trained_NxT = mask_NxT != 0
     xs = (rewards_NxT.T, values_NxT.T, trained_NxT.T)
-    _, advantages_TxN = jax.lax.scan(step, (zeros_N, zeros_N), xs, reverse=True)
+    _, advantages_TxN = jax.lax.scan(step, (zeros_N, zeros_N, jnp.zeros_like(trained_NxT[:, 0])), xs, reverse=True)
     return advantages_TxN.T, jnp.where(trained_NxT, advantages_TxN.T + values_NxT, 0.0)
 
 
@@ -374,6 +383,7 @@ def compute(
     groups_N: np.ndarray,
     mask_NxT: np.ndarray,
     kl_NxT: np.ndarray | None = None,
+    values_NxT: np.ndarray | None = None,
 ) -> np.ndarray:
     """Computes the advantages of a whole training batch with the config's estimator: host arrays in, host arrays out.
 
@@ -387,6 +397,7 @@ def compute(
       groups_N: integer id of each trajectory's group.
       mask_NxT: true (non-zero) on trained tokens.
       kl_NxT: estimate of KL(π ‖ π_ref) per token (`kl.estimate`); required with `kl_in_reward` and a coefficient.
+      values_NxT: the critic's value before each token; required by `gae`.
 
     Returns:
       Advantages of shape [N, T], float32, zero on untrained tokens.
@@ -403,11 +414,44 @@ def compute(
       array([[ 1.,  1.],
              [-1., -1.]], dtype=float32)
     """
+    inputs = _inputs(config, rewards_N, groups_N, mask_NxT, kl_NxT, values_NxT)
+    return np.asarray(find(config)(inputs))[:, : np.shape(mask_NxT)[1]]
+
+
+def value_targets(
+    config: config_lib.AlgorithmConfig,
+    *,
+    rewards_N: np.ndarray,
+    mask_NxT: np.ndarray,
+    values_NxT: np.ndarray,
+    kl_NxT: np.ndarray | None = None,
+) -> np.ndarray:
+    """Computes the returns that a critic learns, by `gae` with `algorithm.advantage_arguments`. See `compute`.
+
+    With an advantage of the user's own, the returns are those of `gae` without discount (λ = 1).
+    """
+    inputs = _inputs(config, rewards_N, np.arange(len(rewards_N)), mask_NxT, kl_NxT, values_NxT)
+    arguments = dict(config.advantage_arguments) if config.advantage == "gae" else {}
+    arguments.pop("whitened", None)
+    assert inputs.values_NxT is not None
+    _, returns_NxT = gae(inputs.token_rewards_NxT, inputs.values_NxT, inputs.mask_NxT, **arguments)
+    return np.asarray(returns_NxT)[:, : np.shape(mask_NxT)[1]]
+
+
+def _inputs(
+    config: config_lib.AlgorithmConfig,
+    rewards_N: np.ndarray,
+    groups_N: np.ndarray,
+    mask_NxT: np.ndarray,
+    kl_NxT: np.ndarray | None,
+    values_NxT: np.ndarray | None,
+) -> AdvantageInputs:
+    """Checks the arrays of a batch and lays them out for an estimator. T is rounded up to a power of two."""
     rewards_N, groups_N, mask_NxT = np.asarray(rewards_N, np.float32), np.asarray(groups_N), np.asarray(mask_NxT) != 0
     checks.rank(2, mask_NxT=mask_NxT)
     checks.same_shape(rewards_N=rewards_N, groups_N=groups_N)
     checks.same_shape(rewards_N=rewards_N, mask_N=mask_NxT[:, 0])
-    checks.same_shape(mask_NxT=mask_NxT, kl_NxT=kl_NxT)
+    checks.same_shape(mask_NxT=mask_NxT, kl_NxT=kl_NxT, values_NxT=values_NxT)
     if not np.all(np.isfinite(rewards_N)):
         index = int(np.flatnonzero(~np.isfinite(rewards_N))[0])
         raise protocols.LibraError(f"rewards_N[{index}] is {rewards_N[index]}: every reward must be finite")
@@ -423,14 +467,18 @@ def compute(
     # Small int32 numbers: JAX has no int64 by default, and group ids may be any integers.
     group_index_N = np.unique(groups_N, return_inverse=True)[1].astype(np.int32)
     mask_NxT, penalties_NxT = np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)
-    inputs = AdvantageInputs(
+    if values_NxT is not None:
+        # Selected, not multiplied: values at untrained tokens may be NaN.
+        values_NxT = np.pad(np.where(mask_NxT[:, :tokens], values_NxT, 0.0), padding).astype(np.float32)
+    return AdvantageInputs(
         # A trajectory pays for all of its tokens at once if whole trajectories are compared.
         rewards_N=jnp.asarray(rewards_N - penalties_NxT.sum(axis=1)),
         groups_N=jnp.asarray(group_index_N),
         mask_NxT=jnp.asarray(mask_NxT),
         token_rewards_NxT=spread_rewards(rewards_N, mask_NxT, penalties_NxT),
+        penalties_NxT=jnp.asarray(penalties_NxT),
+        values_NxT=None if values_NxT is None else jnp.asarray(values_NxT),
     )
-    return np.asarray(find(config)(inputs))[:, :tokens]
 
 
 def _reinforce_plus_plus(inputs: AdvantageInputs) -> jax.Array:
@@ -441,6 +489,39 @@ def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> jax.Array:
     return reinforce_plus_plus_baseline(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT)
 
 
+def _distillation(inputs: AdvantageInputs, *, reward_weight: float = 0.0) -> jax.Array:
+    """Computes A_t = -penalty_t, and adds `reward_weight` times GRPO's advantage of the reward alone.
+
+    The penalty is the coefficient times log π - log π_teacher of the sampled token: the reverse KL to the teacher,
+    token by token and without a sum over later tokens (Lu and Thinking Machines, On-Policy Distillation, 2025).
+    """
+    if not reward_weight:
+        return -inputs.penalties_NxT
+    rewards_N = inputs.rewards_N + jnp.sum(inputs.penalties_NxT, axis=1)
+    return reward_weight * grpo(rewards_N, inputs.groups_N)[:, None] - inputs.penalties_NxT
+
+
+def _gae(
+    inputs: AdvantageInputs,
+    *,
+    discount: float = 1.0,
+    turn_discount: float | None = None,
+    trace_decay: float = 1.0,
+    whitened: bool = True,
+) -> jax.Array:
+    if inputs.values_NxT is None:
+        raise protocols.ConfigError("config.algorithm.advantage: gae needs values_NxT, the values of a critic")
+    found_NxT, _ = gae(
+        inputs.token_rewards_NxT,
+        inputs.values_NxT,
+        inputs.mask_NxT,
+        discount=discount,
+        trace_decay=trace_decay,
+        turn_discount=turn_discount,
+    )
+    return whiten(found_NxT, inputs.mask_NxT) if whitened else found_NxT
+
+
 _BUILT_IN: dict[str, Callable[..., jax.Array]] = {
     "grpo": lambda inputs: grpo(inputs.rewards_N, inputs.groups_N),
     "dr_grpo": lambda inputs: dr_grpo(inputs.rewards_N, inputs.groups_N),
@@ -448,6 +529,8 @@ _BUILT_IN: dict[str, Callable[..., jax.Array]] = {
     "opo": lambda inputs: opo(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "distillation": _distillation,
+    "gae": _gae,
 }
 
 

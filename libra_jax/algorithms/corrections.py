@@ -6,7 +6,11 @@ A token sampled by the behaviour policy and trained under another policy π has 
 π_behaviour(token). Exact weighting by r is unbiased but has unbounded variance, so r is bounded by one of
 
 - truncated: min(r, C) (truncated importance sampling; E. Ionides 2008; IMPALA, arXiv 1802.01561 section 4.1);
-- masked: r if r <= C, else 0 (the token is dropped but stays in the denominator of the loss).
+- masked: r if F <= r <= C, else 0 (the token is dropped but stays in the denominator of the loss). With a floor F above
+  0 this is IcePop's two-sided mask (arXiv 2510.18855).
+
+r is that of a token, or one number for all tokens of a trajectory: the product of its tokens' ratios (`sequence`) or
+their geometric mean (`geometric`).
 
 Weights never carry a gradient: they change the measure, not the objective.
 """
@@ -17,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax import config
-from libra_jax.algorithms import checks, kl
+from libra_jax.algorithms import aggregation, checks, kl
 
 
 def bounded_ratio(log_ratio_BxT: jax.Array) -> jax.Array:
@@ -36,8 +40,8 @@ def truncated(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
     return jax.lax.stop_gradient(jnp.minimum(bounded_ratio(log_ratio_BxT), cap))
 
 
-def masked(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
-    """Returns r if r <= cap, else 0, per token, without a gradient; shape [B, T].
+def masked(log_ratio_BxT: jax.Array, *, cap: float, floor: float = 0.0) -> jax.Array:
+    """Returns r if floor <= r <= cap, else 0, per token, without a gradient; shape [B, T].
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,16 +50,42 @@ def masked(log_ratio_BxT: jax.Array, *, cap: float) -> jax.Array:
     """
     ratio_BxT = bounded_ratio(log_ratio_BxT)
     # A kept ratio is never 0 (its log is cut at -20), so a weight of 0 marks a dropped token.
-    return jax.lax.stop_gradient(jnp.where(ratio_BxT <= cap, ratio_BxT, 0.0))
+    return jax.lax.stop_gradient(jnp.where((ratio_BxT >= floor) & (ratio_BxT <= cap), ratio_BxT, 0.0))
 
 
-def weights(log_ratio_BxT: jax.Array, correction: str, *, cap: float) -> jax.Array:
+def of_level(
+    log_ratio_BxT: jax.Array, mask_BxT: jax.Array, segments_BxT: jax.Array, level: str, *, max_segments: int
+) -> jax.Array:
+    """Returns the log-ratio that the correction of each token looks at.
+
+    Args:
+      log_ratio_BxT: log π - log π_behaviour, 0 at untrained tokens.
+      mask_BxT: true (non-zero) on trained tokens.
+      segments_BxT: trajectory number inside the row, 1..S; 0 is padding.
+      level: `token` (its own), `sequence` (the sum over its trajectory) or `geometric` (the mean over its trajectory).
+      max_segments: S (static).
+
+    Returns:
+      Log-ratios of shape [B, T], zero at untrained tokens.
+    """
+    if level == "token":
+        return log_ratio_BxT
+    mode = "sequence_mean" if level == "geometric" else "token_mean"
+    weights_BxT, _ = aggregation.token_weights(
+        mask_BxT, segments_BxT, mode, max_segments=max_segments, dtype=log_ratio_BxT.dtype
+    )
+    sums_BxS = aggregation.segment_sums(log_ratio_BxT * weights_BxT, segments_BxT, max_segments=max_segments)
+    return jnp.where(weights_BxT > 0, aggregation.spread(sums_BxS, segments_BxT), 0.0)
+
+
+def weights(log_ratio_BxT: jax.Array, correction: str, *, cap: float, floor: float = 0.0) -> jax.Array:
     """Returns importance weights for the correction that the config names; all ones for "none".
 
     Args:
       log_ratio_BxT: log π - log π_behaviour of the sampled tokens.
       correction: one of `config.CORRECTIONS`.
       cap: C, the bound of the ratio.
+      floor: F, below which "masked" drops a token.
 
     Returns:
       Weights of shape [B, T], without a gradient.
@@ -68,7 +98,7 @@ def weights(log_ratio_BxT: jax.Array, correction: str, *, cap: float) -> jax.Arr
     if correction == "truncated":
         return truncated(log_ratio_BxT, cap=cap)
     if correction == "masked":
-        return masked(log_ratio_BxT, cap=cap)
+        return masked(log_ratio_BxT, cap=cap, floor=floor)
     return jnp.ones_like(log_ratio_BxT)
 
 
@@ -114,7 +144,7 @@ def interpolated_proximal(
 
 
 def diagnostics(
-    log_ratio_BxT: jax.Array, weights_BxT: jax.Array, mask_BxT: jax.Array, *, cap: float
+    log_ratio_BxT: jax.Array, weights_BxT: jax.Array, mask_BxT: jax.Array, *, cap: float, floor: float = 0.0
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Measures the effect of the correction, as (sum, count) pairs over the trained tokens.
 
@@ -126,16 +156,18 @@ def diagnostics(
       weights_BxT: result of `weights`.
       mask_BxT: true (non-zero) on trained tokens.
       cap: the cap of the weights.
+      floor: the floor of the weights.
 
     Returns:
       `correction/weight`, `correction/weight_squared` and `correction/capped_fraction` (fraction of ratios above the
-      cap, which were cut or dropped).
+      cap or below the floor, which were cut or dropped).
     """
     trained_BxT = mask_BxT != 0
     count = jnp.sum(trained_BxT, dtype=weights_BxT.dtype)
     kept_BxT = jnp.where(trained_BxT, weights_BxT, 0.0)
     # From the ratio, not the weight: a truncated weight equals the cap, and a masked weight is 0.
-    capped_BxT = trained_BxT & (bounded_ratio(log_ratio_BxT) > cap)
+    ratio_BxT = bounded_ratio(log_ratio_BxT)
+    capped_BxT = trained_BxT & ((ratio_BxT > cap) | (ratio_BxT < floor))
     return {
         "correction/weight": (jnp.sum(kept_BxT), count),
         "correction/weight_squared": (jnp.sum(jnp.square(kept_BxT)), count),

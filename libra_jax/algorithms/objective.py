@@ -36,6 +36,9 @@ from libra_jax.algorithms import aggregation, checks, corrections, kl, losses
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 
+WEIGHT, WEIGHT_SQUARED = "ess/weight", "ess/weight_squared"
+"""Sums that `effective_share` turns into the metric `ess`."""
+
 
 class ObjectiveSums(NamedTuple):
     """Contribution of one piece of the batch. The sums of any split add up; maxima combine by comparison.
@@ -244,12 +247,36 @@ def _sums(
                 loss_sum += coefficient * aggregation.weighted_sum(values_BxT, weights_BxT)
     # KL(π_b ‖ π): the behaviour policy sampled the tokens, so it is the first argument.
     metrics["kl/behaviour"] = token_mean(kl.k3(tokens.behaviour, tokens.log_probs))
+    # One weight for each trajectory, the product of its tokens' ratios: the effective sample size of the update.
+    metrics |= _sequence_weights(tokens, max_segments)
     metrics["clip/low_fraction"] = token_mean(token_loss.low_BxT)
     metrics["clip/high_fraction"] = token_mean(token_loss.high_BxT)
     if config.dual_clip:
         metrics["clip/dual_fraction"] = token_mean(token_loss.dual_BxT)
     maxima = {"ratio/max": _largest(token_loss.ratio_BxT, tokens.trained)}
     return ObjectiveSums(loss_sum, count, metrics, maxima)
+
+
+def _sequence_weights(tokens: _Tokens, max_segments: int) -> Metrics:
+    """Returns the first two moments of the trajectories' importance weights π/π_b."""
+    log_ratio_BxT = jax.lax.stop_gradient(tokens.log_probs) - tokens.behaviour
+    log_weight_BxS, trained_BxS = (
+        aggregation.segment_sums(values_BxT, tokens.segments, max_segments=max_segments)
+        for values_BxT in (log_ratio_BxT, tokens.trained.astype(log_ratio_BxT.dtype))
+    )
+    weight_BxS = jnp.where(trained_BxS > 0, corrections.bounded_ratio(log_weight_BxS), 0.0)
+    count = jnp.sum(trained_BxS > 0, dtype=weight_BxS.dtype)
+    return {WEIGHT: (jnp.sum(weight_BxS), count), WEIGHT_SQUARED: (jnp.sum(jnp.square(weight_BxS)), count)}
+
+
+def effective_share(metrics: Mapping[str, tuple[float, float]]) -> float | None:
+    """Returns the effective sample size of summed metrics as a share of the trajectories (Kish); None without any.
+
+    (Σ w)² / (N Σ w²), where w is the product of a trajectory's token ratios, with its logarithm cut to ±20.
+    """
+    total, count = metrics.get(WEIGHT, (0.0, 0.0))
+    squares, _ = metrics.get(WEIGHT_SQUARED, (0.0, 0.0))
+    return float(total) ** 2 / (float(count) * float(squares)) if count and squares else None
 
 
 def _policy_loss(
@@ -267,8 +294,15 @@ def _policy_loss(
         )
         log_ratio_BxT, importance_BxT = normalise(log_ratio_BxT), normalise(importance_BxT)
     # Weights change the measure, not the objective, so no gradient flows through them.
-    importance_BxT = jax.lax.stop_gradient(importance_BxT)
-    weights_BxT = corrections.weights(importance_BxT, config.correction, cap=config.correction_cap)
+    importance_BxT = corrections.of_level(
+        jax.lax.stop_gradient(importance_BxT),
+        tokens.trained,
+        tokens.segments,
+        config.correction_level,
+        max_segments=max_segments,
+    )
+    limits = {"cap": config.correction_cap, "floor": config.correction_floor}
+    weights_BxT = corrections.weights(importance_BxT, config.correction, **limits)
     factor_BxT = weights_BxT
     if not decoupled:
         log_ratio_BxT, factor_BxT = _correct_ratio(config, log_ratio_BxT, weights_BxT)
@@ -288,7 +322,7 @@ def _policy_loss(
     metrics: Metrics = {}
     if config.correction != "none":
         token_loss = token_loss._replace(loss_BxT=token_loss.loss_BxT * factor_BxT)
-        metrics = corrections.diagnostics(importance_BxT, weights_BxT, tokens.trained, cap=config.correction_cap)
+        metrics = corrections.diagnostics(importance_BxT, weights_BxT, tokens.trained, **limits)
     return token_loss, metrics
 
 

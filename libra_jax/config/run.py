@@ -24,6 +24,7 @@ from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
 from libra_jax.config.training import (
     BATCH_LOSSES,
     AlgorithmConfig,
+    CriticConfig,
     ModelConfig,
     OptimizerConfig,
     TrainerConfig,
@@ -71,6 +72,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -114,12 +116,25 @@ class RunConfig:
             )
         self._check_elastic()
         self._check_lora()
+        self._check_critic()
+        self._check_teacher()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
             longest >= self.rollout.max_context,
             "trainer.row_tokens",
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
+
+    @property
+    def uses_success(self) -> bool:
+        """True if the run looks at the success rates of prompts."""
+        return self.algorithm.budget != "uniform" or self.task.order == "success"
+
+    @property
+    def most_rollouts(self) -> int:
+        """Most rollouts of a prompt."""
+        size = self.coordinator.group_size
+        return size if self.algorithm.budget == "uniform" else self.algorithm.budget_most or 4 * size
 
     @property
     def most_tokens(self) -> int:
@@ -147,6 +162,20 @@ class RunConfig:
             "or more",
         )
         check(
+            algorithm.budget == "uniform"
+            or algorithm.budget_least <= self.coordinator.group_size <= self.most_rollouts,
+            "coordinator.group_size",
+            f"{self.coordinator.group_size} is the mean number of rollouts of a prompt, and algorithm.budget gives "
+            f"{algorithm.budget_least} to {self.most_rollouts} (algorithm.budget_least, budget_most); change either",
+        )
+        for name in ("success_reward", "success_window"):
+            check(
+                self.uses_success or getattr(algorithm, name) == getattr(defaults, name),
+                f"algorithm.{name}",
+                f"has no effect: nothing looks at success rates; leave it at {getattr(defaults, name):g}, or set "
+                "algorithm.budget=knapsack or task.order=success",
+            )
+        check(
             algorithm.overlong_buffer <= self.most_tokens,
             "algorithm.overlong_buffer",
             f"{algorithm.overlong_buffer} tokens exceed the {self.most_tokens} that a rollout may generate "
@@ -166,6 +195,14 @@ class RunConfig:
             "proximal policy; set it to recompute, or take another loss",
         )
         check(
+            algorithm.correction_level == "token"
+            or algorithm.objective == "decoupled"
+            or algorithm.correction == "masked",
+            "algorithm.correction_level",
+            f"{algorithm.correction_level} cannot truncate with algorithm.objective=behaviour, whose ratio is that of "
+            "a token; set algorithm.objective=decoupled, or algorithm.correction=masked",
+        )
+        check(
             algorithm.minibatches <= self.coordinator.groups_per_step,
             "algorithm.minibatches",
             f"{algorithm.minibatches} parts of whole groups cannot be made of coordinator.groups_per_step = "
@@ -176,6 +213,8 @@ class RunConfig:
             ("clip_high", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
             ("dual_clip", algorithm.loss not in ("cispo", "sapo", "gmpo", "kl_cov"), "loss", "clipped or gspo"),
             ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
+            ("correction_floor", algorithm.correction == "masked", "correction", "masked"),
+            ("correction_level", algorithm.correction != "none", "correction", "truncated or masked"),
             ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
             ("proximal", algorithm.objective == "decoupled", "objective", "decoupled"),
         ):
@@ -214,6 +253,54 @@ class RunConfig:
             "vLLM returns experts only with prefix caching; leave enable_prefix_caching out of "
             "rollout.engine_arguments, or set this to off",
         )
+
+    def _check_teacher(self) -> None:
+        """Refuses a teacher that nothing reads, and a distillation without one."""
+        algorithm = self.algorithm
+        check(
+            not algorithm.teacher or algorithm.kl_coefficient > 0,
+            "algorithm.teacher",
+            "has no effect with algorithm.kl_coefficient=0; set a coefficient above 0, or leave it out",
+        )
+        if algorithm.advantage != "distillation":
+            return
+        for name, right, value in (
+            ("teacher", bool(algorithm.teacher), "a Hugging Face directory"),
+            ("kl_in_reward", algorithm.kl_in_reward, "True"),
+            ("kl_estimator", algorithm.kl_estimator == "k1", "k1"),
+        ):
+            check(
+                right,
+                f"algorithm.{name}",
+                f"must be {value} with algorithm.advantage=distillation, whose advantage is minus the KL of each token",
+            )
+
+    def _check_critic(self) -> None:
+        """Refuses a critic that nothing reads, and what cannot move or share a critic."""
+        advantage, enabled = self.algorithm.advantage, self.critic.enabled
+        check(
+            enabled or advantage != "gae",
+            "critic.enabled",
+            "algorithm.advantage=gae needs the values of a critic; set it to True, or take another advantage",
+        )
+        if not enabled:
+            return
+        check(
+            advantage == "gae" or ":" in advantage,
+            "critic.enabled",
+            f"algorithm.advantage={advantage} reads no values; set algorithm.advantage=gae, or this to False",
+        )
+        check(
+            self.critic.warmup_steps < self.steps,
+            "critic.warmup_steps",
+            f"{self.critic.warmup_steps} leaves the policy no step of steps = {self.steps}; lower it",
+        )
+        for name, off in (
+            ("elastic.hybrid", self.elastic.hybrid == 0),
+            ("elastic.resize", not self.elastic.resize),
+            ("model.lora.rank", self.model.lora.rank == 0),
+        ):
+            check(off, "critic.enabled", f"a critic does not work with {name}; switch one of the two off")
 
     def _check_lora(self) -> None:
         lora = self.model.lora

@@ -75,9 +75,11 @@ class Trainer:
       logits_chunk: tokens whose vocabulary logits exist at once.
       scorings: passes that only compute the batch's log-probs (decoupled objective with several updates, or a loss that
         takes statistics).
+      critic: a critic of the model's size learns beside the policy.
       epochs: passes of a step over its batch.
       updates: updates of a step.
       reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
+      teacher_parameters: parameters of the reference model if it is read from a directory; 0: those of the policy.
       frozen_bytes: bytes of each frozen weight under an adapter; 0 if all weights are trained.
       rows: rows of a micro-batch, over all shards; at least one each.
       cores: cores of the CPU on which all devices take turns, so that nothing hides behind anything else; None if
@@ -93,9 +95,11 @@ class Trainer:
     remat: str = "full"
     logits_chunk: int = 1024
     scorings: int = 0
+    critic: bool = False
     epochs: int = 1
     updates: int = 1
     reference_bytes: int = 0
+    teacher_parameters: int = 0
     frozen_bytes: int = 0
     rows: int = 1
     cores: int | None = None
@@ -117,10 +121,16 @@ class Trainer:
             remat=run.model.remat,
             logits_chunk=run.model.logits_chunk,
             scorings=run.algorithm.scorings,
+            critic=run.critic.enabled,
             epochs=run.algorithm.epochs,
             updates=run.algorithm.updates,
             # Frozen weights under an adapter are the reference model, too.
-            reference_bytes=value if run.algorithm.kl_coefficient and not run.model.lora.rank else 0,
+            reference_bytes=value
+            if run.algorithm.kl_coefficient and (run.algorithm.teacher or not run.model.lora.rank)
+            else 0,
+            teacher_parameters=model_config.parameter_count(model_config.read_directory(run.algorithm.teacher))
+            if run.algorithm.teacher
+            else 0,
             frozen_bytes=value if run.model.lora.rank else 0,
             rows=run.trainer.rows_per_micro_batch,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
@@ -239,10 +249,11 @@ class Training:
         if (case := self._trainer.case(self._model, (data, fsdp, tensor))) is not None:
             return case.memory_bytes
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
-        state = float((MASTER_BYTES + trainer.reference_bytes) * self._model.parameters)
+        state = float(MASTER_BYTES * self._model.parameters)
         if trainer.frozen_bytes:
             state = trainer.frozen_bytes * self._model.parameters + MASTER_BYTES * adapters.parameter_count(shape)
-        state += VALUE_BYTES * trainer.moment_numbers(self._model)
+        state = (1 + trainer.critic) * (state + VALUE_BYTES * trainer.moment_numbers(self._model))
+        state += trainer.reference_bytes * (trainer.teacher_parameters or self._model.parameters)
         state /= fsdp * tensor * trainer.context
         columns = -(-trainer.rows // (data * fsdp)) * row / trainer.context  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor
@@ -266,7 +277,7 @@ class Training:
         cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
         devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
-        further, epochs = self._further_operations(), self._trainer.epochs
+        further, epochs, critic = self._further_operations(), self._trainer.epochs, self._trainer.critic
         for length, squares in self._rows.items():
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
@@ -274,7 +285,8 @@ class Training:
             linear = 2.0 * self._model.active_parameters * length
             forward = linear + 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * heaviest
             # The backward pass costs two forward passes.
-            passes = epochs * (3.0 + again) + self._trainer.scorings
+            # A critic costs what the policy costs, and scores its batch once.
+            passes = (1 + critic) * epochs * (3.0 + again) + self._trainer.scorings + critic
             work = passes * forward + epochs * further * length
             slowest = work / (tensor * context * self._model.sheet.flops * known.train_flops_share)
             busy = turns * (each * slowest + epochs * known.micro_batch_overhead)
@@ -285,7 +297,7 @@ class Training:
         rate = self._model.sheet.memory_bytes_per_second * known.memory_share
         # An update reads and writes weights, summed gradients and moments.
         numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
-        turns *= self._trainer.updates
+        turns *= self._trainer.updates * (1 + critic)
         return total + turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
 
     def _further_operations(self) -> float:

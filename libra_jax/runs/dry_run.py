@@ -111,6 +111,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     unmoved = algorithm.objective == "decoupled" and algorithm.proximal == "recompute" and algorithm.updates == 1
     ratio = "ratio 1, no clip" if unmoved else f"ratio in {bounds}"
     several = f", {algorithm.minibatches} mini-batches x {algorithm.epochs} epochs" if algorithm.updates > 1 else ""
+    warming = f", alone in the first {config.critic.warmup_steps} steps" if config.critic.warmup_steps else ""
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
@@ -123,6 +124,7 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
         f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss ({ratio}), "
         f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}{several}",
         f"KL          {kl}",
+        *([f"critic      learning rate {config.critic.learning_rate:g}{warming}"] * config.critic.enabled),
         f"optimizer   {resolving.shown(optimizer.name)}, {rate}, {clip}",
     ]
 

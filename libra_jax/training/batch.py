@@ -41,6 +41,7 @@ class Prepared:
       extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `staleness`, `routed` [B, T], and
         `routing` [B, T, W] (`packing.Packed.routing`).
       minibatches: micro-batches of each mini-batch, in order.
+      targets: arrays of each micro-batch that the critic learns from: `returns` and `values` [B, T]; empty without one.
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence.
     """
@@ -48,6 +49,7 @@ class Prepared:
     packed: packing.Packed
     extras: Sequence[dict[str, Any]]
     minibatches: Sequence[range]
+    targets: Sequence[dict[str, Any]]
     examples: Sequence[packing.Example]
     advantages: Sequence[np.ndarray]
 
@@ -62,6 +64,7 @@ def prepare(
     batch: protocols.TrainBatch,
     model: model_config.TransformerConfig,
     score: Score | None = None,
+    value: Score | None = None,
 ) -> Prepared:
     """Packs a batch and lays out the further arrays that the objective needs.
 
@@ -70,6 +73,7 @@ def prepare(
       batch: whole groups.
       model: shape of the model.
       score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
+      value: values of the critic, in the form of `score`; called only with `critic.enabled`.
 
     Raises:
       DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
@@ -102,11 +106,18 @@ def prepare(
         further["reference"] = scores
         # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
         if config.algorithm.kl_in_reward:
-            with sharding.whole(scores) as whole:
-                arrays = [np.asarray(array) for array in whole]
-            references = packed.gather(arrays, [len(example.tokens_N) for example in sequences])
-    values = token_advantages(config.algorithm, batch.groups, sequences, references, masked)
-    further["advantages"] = packed.scatter(values)
+            references = _gathered(packed, scores, sequences)
+    values = None
+    if config.critic.enabled:
+        if value is None:
+            raise protocols.LibraError("critic.enabled needs the critic's values, and only the trainer has a critic.")
+        values = _gathered(packed, value(packed, routing), sequences)
+    advantage, returns = token_advantages(config.algorithm, batch.groups, sequences, references, masked, values)
+    further["advantages"] = packed.scatter(advantage)
+    targets: Sequence[dict[str, Any]] = ()
+    if values is not None and returns is not None:
+        pairs = zip(packed.scatter(returns), packed.scatter(values), strict=True)
+        targets = [{"returns": returns_BxT, "values": values_BxT} for returns_BxT, values_BxT in pairs]
     if len(config.rollout.tensor_parallel) > 1:
         # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
@@ -118,7 +129,16 @@ def prepare(
         dict(zip(further, arrays, strict=True)) | experts
         for *arrays, experts in zip(*further.values(), routing, strict=True)
     ]
-    return Prepared(packed, extras, minibatches, sequences, values)
+    return Prepared(packed, extras, minibatches, targets, sequences, advantage)
+
+
+def _gathered(
+    packed: packing.Packed, arrays: Sequence[jax.Array], sequences: Sequence[packing.Example]
+) -> list[np.ndarray]:
+    """Returns the numbers of each sequence's tokens, [N], from one [B, T] array per micro-batch on the mesh."""
+    with sharding.whole(arrays) as whole:
+        on_host = [np.asarray(array) for array in whole]
+    return packed.gather(on_host, [len(example.tokens_N) for example in sequences])
 
 
 def _replayed(
@@ -269,8 +289,11 @@ def token_advantages(
     sequences: Sequence[packing.Example],
     references: Sequence[np.ndarray] | None,
     masked: Sequence[bool],
-) -> list[np.ndarray]:
-    """Returns the advantage of each token, one array per trajectory. Masked trajectories enter no baseline.
+    values: Sequence[np.ndarray] | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """Returns advantages and returns of the tokens, one array per trajectory. Masked trajectories enter no baseline.
+
+    Returns are those that a critic learns; None without values.
 
     An estimator that compares the trajectories of a group gives a group of one its reward alone. A trajectory whose
     whole remaining group is masked has nothing left to compare with: it counts as exactly at its baseline.
@@ -281,6 +304,7 @@ def token_advantages(
       sequences: `examples` of the batch's trajectories, in the same order.
       references: reference log-probability of each token, one array per trajectory, for the KL penalty in the reward.
       masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
+      values: the critic's value before each token, one array per trajectory; None without a critic.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
@@ -303,13 +327,24 @@ def token_advantages(
         behaviour_NxT = _stack([example.behaviour_N for example in sequences])
         estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
         kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
+    values_NxT = None if values is None else _stack(values)
     advantages_NxT = advantages.compute(
-        config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT
+        config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT, values_NxT=values_NxT
     )
+    returns_NxT = None
+    if values_NxT is not None:
+        returns_NxT = advantages.value_targets(
+            config, rewards_N=rewards_N, mask_NxT=mask_NxT, values_NxT=values_NxT, kl_NxT=kl_NxT
+        )
     for example, row_T in zip(sequences, advantages_NxT, strict=True):
         if not np.isfinite(row_T).all():
             raise protocols.DataError(f"trajectory {example.sequence_id}: its advantage is not a finite number.")
-    return [row_T[: len(example.tokens_N)] for example, row_T in zip(sequences, advantages_NxT, strict=True)]
+    lengths = [len(example.tokens_N) for example in sequences]
+
+    def cut(rows_NxT: np.ndarray) -> list[np.ndarray]:
+        return [row_T[:length] for length, row_T in zip(lengths, rows_NxT, strict=True)]
+
+    return cut(advantages_NxT), None if returns_NxT is None else cut(returns_NxT)
 
 
 def statistics(

@@ -166,6 +166,8 @@ class Checkpointer:
             raise protocols.DataError(
                 f"{source}: does not hold a train state of this model and optimizer ({_line(error)})."
             ) from error
+        if tree.get("critic") is not None:
+            tree["critic"] = state_lib.TrainState(**tree["critic"])
         state = state_lib.TrainState(**tree)
         if not is_finite(state):
             raise protocols.DataError(
@@ -185,6 +187,8 @@ class Checkpointer:
 
 def _tree(state: state_lib.TrainState) -> dict[str, Any]:
     tree = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    if state.critic is not None:
+        tree["critic"] = _tree(state.critic)
     return {name: value for name, value in tree.items() if value is not None}
 
 

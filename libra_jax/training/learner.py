@@ -18,14 +18,16 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import batch_statistics
-from libra_jax.models import attention, lora, sharding, transformer
+from libra_jax.algorithms import batch_statistics, objective
+from libra_jax.models import attention, hf, lora, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, world
+from libra_jax.training import critic as critic_lib
 from libra_jax.training import state as state_lib
 
 POLICY = "policy"
 SUPERVISED = "supervised"
+VALUE = "value"
 
 AHEAD = 4
 """Maximum micro-batches that the host has queued on the devices beyond the last finished one. Enough to keep the
@@ -38,7 +40,17 @@ micro-batches to compute here after all, or their sums."""
 OF_THE_BATCH = ("mismatch/", "offpolicy/", "router/replayed")
 """Metrics that compare the engine with the policy that the batch came to: after an update, it is another policy."""
 
-OF_AN_UPDATE = ("loss", "grad_norm", "skipped", "clip/low_fraction", "clip/high_fraction", "ratio/max", "kl/behaviour")
+OF_AN_UPDATE = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "ess",
+    "skipped",
+    "clip/low_fraction",
+    "clip/high_fraction",
+    "ratio/max",
+    "kl/behaviour",
+)
 """Metrics that a step of several updates also reports for each."""
 
 
@@ -56,8 +68,11 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         """Returns its metrics. A mean or a maximum over nothing is left out."""
-        found = dict(self.applied)
-        found |= {name: total / count for name, (total, count) in self.sums["metrics"].items() if count > 0}
+        found, sums = dict(self.applied), dict(self.sums["metrics"])
+        if (share := objective.effective_share(sums)) is not None:
+            found["ess"] = share
+        sums = {name: pair for name, pair in sums.items() if name not in (objective.WEIGHT, objective.WEIGHT_SQUARED)}
+        found |= {name: total / count for name, (total, count) in sums.items() if count > 0}
         # All maxima are of positive numbers, so 0 means that there was nothing to compare.
         return found | {name: value for name, value in self.sums["maxima"].items() if value != 0}
 
@@ -69,6 +84,7 @@ class Learner:
       config: the run's configuration, with this learner's mesh.
       model: shape of the model, with the adapter that this learner trains.
       compares: True if the objective compares the policy with a reference model.
+      teacher: shape of a reference model that is read from a directory; None: it is the initial policy.
       scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
@@ -86,6 +102,7 @@ class Learner:
         devices: Sequence[jax.Device],
         *,
         first_update_only: bool = False,
+        critic: bool = False,
     ) -> None:
         """Builds the mesh and the programs. `begin` or an assignment sets the state.
 
@@ -95,16 +112,27 @@ class Learner:
           devices: the mesh takes the first of these devices.
           first_update_only: the learner only sums gradients for a batch's first update, in which the policy is its own
             proximal policy.
+          critic: the learner trains the critic of PPO (`critic`), and scores values.
 
         Raises:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         self.config = config
-        self.model = model
+        self.model = model = critic_lib.shape(model) if critic else model
+        self._loss = VALUE if critic else POLICY
         self._transform = optimizer.transform(config.optimizer)
-        self._statistics = batch_statistics.find(config.algorithm)
-        self.compares = config.algorithm.kl_coefficient > 0
-        self.scores_proximal = config.algorithm.scores_proximal and not first_update_only
+        self._statistics = None if critic else batch_statistics.find(config.algorithm)
+        self.compares = config.algorithm.kl_coefficient > 0 and not critic
+        self.scores_proximal = config.algorithm.scores_proximal and not first_update_only and not critic
+        self.teacher = None
+        if self.compares and config.algorithm.teacher:
+            self.teacher = model_config.read_directory(config.algorithm.teacher)
+            config_lib.check(
+                self.teacher.vocab_size == model.vocab_size,
+                "algorithm.teacher",
+                f"{config.algorithm.teacher} has a vocabulary of {self.teacher.vocab_size} tokens, and the policy one "
+                f"of {model.vocab_size}; take a teacher with the policy's tokenizer",
+            )
         mesh = state_lib.make_mesh(config.trainer, devices)
         # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
@@ -114,16 +142,21 @@ class Learner:
             self._transform,
             dtype=config.model.param_dtype,
             # The frozen weights under an adapter are the reference model: it needs no copy.
-            reference=config.model.compute_dtype if self.compares and model.adapter is None else None,
+            reference=config.model.compute_dtype
+            if self.compares and (model.adapter is None or self.teacher is not None)
+            else None,
             base=None if model.adapter is None else config.model.compute_dtype,
             accumulation=config.trainer.accumulation_dtype,
             offload=config.optimizer.offload,
+            critic=critic,
+            teacher=self.teacher,
         )
         options = transformer.ComputeOptions.from_config(
             config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
         )
         scorer = losses.Scorer(model, options, config.model.logits_chunk)
-        reference = losses.Scorer(dataclasses.replace(model, adapter=None), options, config.model.logits_chunk)
+        referred = self.teacher or dataclasses.replace(model, adapter=None)
+        reference = losses.Scorer(referred, options, config.model.logits_chunk)
         policy = functools.partial(
             losses.policy,
             scorer=scorer,
@@ -132,12 +165,18 @@ class Learner:
             packed=config.trainer.pack,
         )
         temperature = config.rollout.temperature
+        values = critic_lib.Values(model, options)
+        known: dict[str, step.Loss] = {
+            POLICY: policy,
+            SUPERVISED: functools.partial(losses.supervised, scorer=scorer),
+            VALUE: functools.partial(critic_lib.loss, values=values, clip=config.critic.clip),
+        }
         self.programs = step.Programs(
             self.layout,
             self._transform,
-            losses={POLICY: policy, SUPERVISED: functools.partial(losses.supervised, scorer=scorer)},
+            losses=known,
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
-            proximal=lambda params, batch: scorer(params, batch, temperature=temperature)[0],
+            proximal=values if critic else lambda params, batch: scorer(params, batch, temperature=temperature)[0],
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -199,7 +238,14 @@ class Learner:
             params = self.params if base is None else state_lib.random_adapter(self.layout, seed)
         if base is None and self.layout.state.base is not None:
             base = self.train_state().base
-        self.state = state_lib.begin(params, self.layout, self._transform, seed, base)
+        reference = None
+        if self.teacher is not None:
+            places = self.layout.state.reference
+            reference = self.state and self.state.reference
+            if reference is None:
+                path = self.config.algorithm.teacher
+                reference = hf.load(path, self.teacher, places, state_lib.shardings_of(places))
+        self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)
 
     def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
         """Returns a learner like this one on another mesh, without programs or a state.
@@ -233,12 +279,12 @@ class Learner:
     def _shapes(self) -> Sequence[step.Shape]:
         """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
-        names = [SUPERVISED] * (self.config.warm_start.steps > 0 and self.layout.state.base is None)
-        names += [step.SCORE] * self.compares
-        names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None)
+        warms_up = self.config.warm_start.steps > 0 and self.layout.state.base is None and self._loss == POLICY
+        names = [SUPERVISED] * warms_up + [step.SCORE] * self.compares
+        names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None or self._loss == VALUE)
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):
-            for name in (*names, POLICY):
+            for name in (*names, self._loss):
                 arrays = self.micro_batch(name, row_tokens).items()
                 found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
         return found
@@ -247,7 +293,7 @@ class Learner:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
-          name: `POLICY`, `SUPERVISED`, `step.SCORE` or `step.PROXIMAL`.
+          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE` or `step.PROXIMAL`.
           row_tokens: length of the rows; None for the shortest.
         """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
@@ -263,7 +309,13 @@ class Learner:
                 batch_statistics.PREFIX + name for name in batch_statistics.NAMES.get(self.config.algorithm.loss, ())
             ]
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
-        if name != SUPERVISED and self.config.algorithm.routing_replay == "rollout":
+        if name == VALUE:
+            batch |= {name: np.zeros(shape, np.float32) for name in ("returns", "values")}
+        # A critic's routers choose for themselves: the engine's experts are those of another model.
+        replays = self.config.algorithm.routing_replay == "rollout" and self._loss == POLICY
+        if name == step.SCORE and self.teacher is not None:
+            replays = False
+        if name != SUPERVISED and replays:
             width, dtype = self.model.routing_width, self.model.routing_dtype
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
@@ -277,8 +329,10 @@ class Learner:
             the policy takes: a mixture that takes others is another model.
         """
         state = self.train_state()
-        reference = state.reference if state.base is None else state.base
+        reference = state.base if state.reference is None else state.reference
         indices = range(len(packed.micro_batches))
+        if self.teacher is not None:
+            extras = [{} for _ in indices]  # its routers choose for themselves
         return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
 
     def _scored(
@@ -353,7 +407,7 @@ class Learner:
         own: range | None = None,
         rest: Rest | None = None,
     ) -> dict[str, float]:
-        """Takes a step of the policy: an update on each mini-batch, `algorithm.epochs` times.
+        """Takes a step of the policy or the critic: an update on each mini-batch, `algorithm.epochs` times.
 
         Without `rest`, the host waits for the devices only at the end of each update.
 
@@ -386,11 +440,24 @@ class Learner:
                 last = number == len(updates) - 1
                 if self._statistics is not None:
                     extras = self._with_statistics(packed, extras, part, number)
-                taken.append(self._update(POLICY, packed, learning_rate, extras, indices, others, steps=int(last)))
+                taken.append(self._update(self._loss, packed, learning_rate, extras, indices, others, steps=int(last)))
         finally:
             self._taking = 0
             self.abort.clear()
         return _step_metrics(taken, keeps_first=self.scores_proximal)
+
+    def stay(self) -> dict[str, float]:
+        """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics."""
+        accumulator = self.accumulator or self.programs.zeros()
+        self.accumulator = None
+        # Sums of zero at a rate of zero: parameters stay, and so do the moments, which are still zero.
+        self.state, self.accumulator, report = self.programs.apply_step(self.train_state(), accumulator, 0.0)
+        return {name: float(value) for name, value in jax.device_get(report).items()} | {"learning_rate": 0.0}
+
+    def values(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]] = ()) -> list[jax.Array]:
+        """Returns the critic's values on the mesh: one [B, T] array per micro-batch. It takes none of the `extras`."""
+        del extras
+        return self._scores(packed, [{} for _ in packed.micro_batches], range(len(packed.micro_batches)))
 
     def _with_proximal(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]
@@ -470,13 +537,26 @@ class Learner:
                         accumulator = self._accumulate(
                             loss, state.params, packed, extras, item, accumulator, parts, state.base
                         )
+            learning_rate *= self._rate_scale(loss, parts)
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate, steps)
             # Reports come to the host once per update, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
         self.accumulator = accumulator
-        return Update({name: float(value) for name, value in report.items()}, _combined(parts))
+        applied = {name: float(value) for name, value in report.items()}
+        return Update(applied | {"learning_rate": learning_rate}, _combined(parts))
+
+    def _rate_scale(self, loss: str, parts: Sequence[step.Report]) -> float:
+        """Returns the factor of the learning rate that `algorithm.ess_scaling` sets for an update (VCPO, eq. 6)."""
+        rule = self.config.algorithm.ess_scaling
+        if loss != POLICY or rule == "off":
+            return 1.0
+        share = objective.effective_share(_combined(jax.device_get(list(parts)))["metrics"])
+        # Nothing trained, or weights that are not finite: the update changes nothing, or is skipped.
+        if share is None or not np.isfinite(share):
+            return 1.0
+        return share**0.5 if rule == "sqrt" else share
 
     def _accumulate(
         self,

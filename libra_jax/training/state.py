@@ -23,6 +23,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility, lora, sharding, transformer
+from libra_jax.training import critic as critic_lib
 
 PyTree = Any
 
@@ -47,6 +48,7 @@ class TrainState:
       reference: parameters of the frozen reference model, or None if the objective needs none.
       base: frozen weights under the adapter, or None without an adapter. No program consumes them, so they stay the
         same arrays from step to step, and several states may share them. They are also the reference model.
+      critic: train state of the critic. Only in a checkpoint: the critic's learner holds it.
     """
 
     step: jax.Array
@@ -55,6 +57,7 @@ class TrainState:
     rng: jax.Array
     reference: PyTree = None
     base: PyTree = None
+    critic: TrainState | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -171,6 +174,8 @@ def layout(
     base: str | None = None,
     accumulation: str = "float32",
     offload: bool = False,
+    critic: bool = False,
+    teacher: model_config.TransformerConfig | None = None,
 ) -> Layout:
     """Returns the layout of the state: optimizer moments like their parameters (`_moments`), scalars on every device.
 
@@ -183,6 +188,8 @@ def layout(
       base: compute dtype of the frozen weights under an adapter; None without an adapter.
       accumulation: dtype of the sums of gradients.
       offload: the moments live in the host's memory.
+      critic: the model has a head of values (`critic`).
+      teacher: shape of the reference model; None: that of `config`.
 
     Raises:
       ConfigError: a size of the model is not divisible by an axis of the mesh.
@@ -190,7 +197,10 @@ def layout(
     feasibility.check_mesh(config, mesh.shape)
     shardings = transformer.shardings(config, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    shapes = transformer.abstract_params(config, dtype)
+    shapes = dict(transformer.abstract_params(config, dtype))
+    if critic:
+        shapes[critic_lib.HEAD] = critic_lib.abstract_head(config, dtype)
+        shardings[critic_lib.HEAD] = critic_lib.head_shardings(mesh)
 
     def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
@@ -201,6 +211,11 @@ def layout(
         (shapes, weights), (shardings, places) = lora.split(shapes), lora.split(shardings)
         frozen = _frozen(jax.tree.map(placed, weights, places), base)
     params = jax.tree.map(placed, shapes, shardings)
+    referred = params
+    if teacher is not None:
+        feasibility.check_mesh(teacher, mesh.shape)
+        places = transformer.shardings(teacher, mesh)
+        referred = jax.tree.map(placed, dict(transformer.abstract_params(teacher, dtype)), places)
     opt_state = _moments(jax.eval_shape(transform.init, shapes), params, everywhere, offload)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     return Layout(
@@ -210,7 +225,7 @@ def layout(
             params=params,
             opt_state=opt_state,
             rng=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere),
-            reference=None if reference is None else _frozen(params, reference),
+            reference=None if reference is None else _frozen(referred, reference),
             base=frozen,
         ),
         accumulator=Accumulator(
@@ -315,11 +330,16 @@ def cast_like(tree: PyTree, places: PyTree) -> PyTree:
 
 
 def begin(
-    params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int, base: PyTree = None
+    params: PyTree,
+    where: Layout,
+    transform: optax.GradientTransformation,
+    seed: int,
+    base: PyTree = None,
+    reference: PyTree = None,
 ) -> TrainState:
-    """Builds the state before the first step. It takes over `params` and `base`.
+    """Builds the state before the first step. It takes over `params`, `base` and `reference`.
 
-    The reference model, if the layout has one, is a copy of `params`.
+    If the layout has a reference model and none is given, it is a copy of `params`.
     """
     step, rng = jax.jit(
         lambda: (jnp.int32(0), jax.random.key_data(jax.random.key(seed))), out_shardings=where.everywhere
@@ -334,8 +354,8 @@ def begin(
         ),
         rng=rng,
         # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.
-        reference=None
-        if where.state.reference is None
+        reference=reference
+        if where.state.reference is None or reference is not None
         else jax.tree.map(lambda leaf, place: jnp.array(leaf, place.dtype, copy=True), params, where.state.reference),
         base=base,
     )

@@ -30,6 +30,7 @@ from libra_jax.planning import costs, hardware
 from libra_jax.training import base as base_lib
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, world
+from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import state as state_lib
@@ -73,6 +74,7 @@ class Running:
 
     Attributes:
       learner: the train state and its programs. A finished resize replaces it.
+      critic: learner of the critic; None without one.
       warming: learner of the warm start, which trains all weights before an adapter; None after it, or without one.
       sourced: digest of the frozen weights under an adapter, if `base.load` gives them again; else None.
       weights: the snapshot that weight syncs read.
@@ -84,6 +86,7 @@ class Running:
     weights: weights_create.Snapshot
     checkpointer: checkpoints.Checkpointer
     handover: checkpoints.Checkpointer
+    critic: learner_lib.Learner | None = None
     warming: learner_lib.Learner | None = None
     sourced: str | None = None
 
@@ -149,6 +152,10 @@ class TrainerActor:
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             (running.warming or learner).compile(learner_lib.SUPERVISED)
+        if running.critic is not None:
+            self._begin_critic()
+            running.critic.compile(learner_lib.VALUE)
+            running.critic.ahead.begin()
         # From now on, because the trainer is idle until the first groups are finished, and may need any row then.
         learner.ahead.begin()
         return info
@@ -183,7 +190,8 @@ class TrainerActor:
         )
         # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         handover = checkpoints.Checkpointer(compress=False)
-        self._running = Running(learner, weights, checkpoints.Checkpointer(), handover)
+        critic = learner_lib.Learner(config, self._model, jax.devices(), critic=True) if config.critic.enabled else None
+        self._running = Running(learner, weights, checkpoints.Checkpointer(), handover, critic)
         mesh = learner.layout.mesh
         return protocols.TrainerInfo(
             policy_version=self._version,
@@ -225,7 +233,7 @@ class TrainerActor:
         self._synced = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
-        return self._finish(learner, metrics, packed, rate)
+        return self._finish(learner, metrics, packed)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
         """Takes the updates of one step, from version v to v + 1, even if non-finite ones are skipped. Returns metrics.
@@ -248,7 +256,9 @@ class TrainerActor:
                 f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
             )
         self._end_warm_start()
-        prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs)
+        critic = self.running().critic
+        values = None if critic is None else critic.values
+        prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs, values)
         own, collection = None, None
         if shares:
             own, *ranges = shares_lib.split(prepared.work, shares)
@@ -267,14 +277,23 @@ class TrainerActor:
                 accumulator=learner.layout.accumulator,
             )
         rate = float(self._schedule(self._version))
-        metrics = learner.train(prepared.packed, rate, prepared.extras, prepared.minibatches, own, collection)
+        if critic is not None and self._version < self._config.critic.warmup_steps:
+            metrics = learner.stay()
+        else:
+            metrics = learner.train(prepared.packed, rate, prepared.extras, prepared.minibatches, own, collection)
+        if critic is not None:
+            # After the policy, whose step may be aborted: an aborted step must leave the critic unchanged, too.
+            found = critic.train(
+                prepared.packed, self._config.critic.learning_rate, prepared.targets, prepared.minibatches
+            )
+            metrics |= critic_lib.report(found)
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)
-        return self._finish(learner, metrics, prepared.packed, rate, self._config.algorithm.epochs)
+        return self._finish(learner, metrics, prepared.packed, self._config.algorithm.epochs)
 
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
@@ -419,7 +438,11 @@ class TrainerActor:
         structure, digest = learner.layout.state, host.get("base")
         if digest is not None:
             structure = dataclasses.replace(structure, base=None)
+        if running.critic is not None:
+            structure = dataclasses.replace(structure, critic=running.critic.layout.state)
         state = running.checkpointer.restore(path, structure)
+        if running.critic is not None:
+            running.critic.state, state = state.critic, dataclasses.replace(state, critic=None)
         if digest is not None:
             state = dataclasses.replace(state, base=self._sourced_base(path, digest))
         running.sourced = digest
@@ -472,6 +495,8 @@ class TrainerActor:
         else:
             self._end_warm_start()
             state = running.learner.train_state()
+        if running.critic is not None:
+            state = dataclasses.replace(state, critic=running.critic.train_state())
         if running.sourced is not None:
             # The bytes of the frozen weights are many times the adapter's, and can be had again where they came from.
             state, host["base"] = dataclasses.replace(state, base=None), running.sourced
@@ -530,6 +555,7 @@ class TrainerActor:
             self._running.handover.close()
             # Dropped before waits that may take seconds: the state is most of the memory.
             self._running.learner.state = self._running.learner.accumulator = self._running.warming = None
+            self._running.critic = None
         # A process should not end while XLA compiles. Half of the deadline, because this is not all of the shutdown.
         self._stop_compiling(self._config.deadlines.shutdown / 2)
         self._resize = self._running = None
@@ -560,7 +586,15 @@ class TrainerActor:
             self._begin_adapter(_frozen(weights, places), sourced=False)
         elif self._warm:
             running.learner.begin()
+            self._begin_critic()
         self._warm = False
+
+    def _begin_critic(self) -> None:
+        """Starts a fresh critic, if there is one, from the policy's weights."""
+        running = self.running()
+        if running.critic is not None:
+            places = running.critic.layout.state.params
+            running.critic.begin(critic_lib.from_policy(running.learner.policy, places))
 
     def _warming_learner(self) -> learner_lib.Learner:
         """Returns a learner that trains all weights, for the warm start before an adapter."""
@@ -599,12 +633,7 @@ class TrainerActor:
         return learner.policy
 
     def _finish(
-        self,
-        learner: learner_lib.Learner,
-        metrics: dict[str, float],
-        packed: packing.Packed,
-        rate: float,
-        epochs: int = 1,
+        self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
     ) -> dict[str, float]:
         """Adds the host's metrics of a step that `learner` took, and stops a run whose steps are not finite."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
@@ -620,7 +649,6 @@ class TrainerActor:
         self.running().learner.ahead.begin()
         waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
-            "learning_rate": rate,
             "tokens/processed": float(sum(lengths)),
             "train/flops": epochs * costs.train_flops(learner.model, self._multiplied, lengths),
             "padding_fraction": packed.padding_fraction,

@@ -56,6 +56,21 @@ LOSSES = {
     ),
 }
 
+CORRECTIONS = {
+    # name: (verl's arguments, ours)
+    "truncated": (("token", 1.5), {"correction": "truncated", "correction_cap": 1.5}),
+    "sequence": (
+        ("sequence", 1.5),
+        {"correction": "truncated", "correction_cap": 1.5, "correction_level": "sequence"},
+    ),
+    "icepop": (("token", "0.7_1.4"), {"correction": "masked", "correction_cap": 1.4, "correction_floor": 0.7}),
+    # verl bounds the inverse ratio; it returns a mask, so only zeros are compared.
+    "geometric": (
+        ("seq_mean_k1", f"{1 / 1.2}_{1 / 0.8}"),
+        {"correction": "masked", "correction_cap": 1.2, "correction_floor": 0.8, "correction_level": "geometric"},
+    ),
+}
+
 
 def batch(seed):
     """One trajectory a row, some of their tokens untrained; the last row has a trajectory of one token."""
@@ -78,7 +93,7 @@ def batch(seed):
 
 def main(folder):
     import torch
-    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
     from verl.workers.config import ActorConfig
 
     sys.path.insert(0, folder)
@@ -127,13 +142,28 @@ def main(folder):
             "gae_whitened": spread,
             "gae_returns": returns,
         }
+        old = torch.tensor(fields["behaviour"], dtype=torch.float64)
+        value_loss = core_algos.compute_value_loss(values, returns, old, mask, 0.3, loss_agg_mode="token-mean")
+        found["value_loss"], found["clip_fraction"] = (torch.full_like(mask, float(item)) for item in value_loss)
         return {name: (value * mask).tolist() for name, value in found.items()}
+
+    def corrections(fields):
+        mask = torch.tensor(fields["mask"], dtype=torch.float64)
+        log_ratio = torch.tensor(fields["log_probs"]) - torch.tensor(fields["behaviour"])
+        found = {}
+        for name, (arguments, _) in CORRECTIONS.items():
+            if arguments[0].startswith("seq_mean"):
+                found[name] = rollout_corr_helper.compute_rollout_rejection_mask(log_ratio, mask, *arguments)[0]
+            else:
+                found[name] = rollout_corr_helper.compute_rollout_correction_weights(log_ratio, mask, *arguments)[0]
+        return {name: value.tolist() for name, value in found.items()}
 
     cases = []
     for seed in range(2):
         fields = batch(seed)
         found = {name: loss(fields, *case) for name, case in LOSSES.items()}
         cases.append({"batch": fields, "losses": found, "advantages": advantages(fields)})
+        cases[-1]["corrections"] = corrections(fields)
 
     def rounded(value):
         if isinstance(value, float):

@@ -178,3 +178,21 @@ def test_updates_are_the_same_on_a_mesh(small):
     for leaf, wanted in zip(_leaves(mesh), _leaves(alone), strict=True):
         np.testing.assert_allclose(leaf, wanted, atol=1e-5)
     assert others["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("rule", "power"), [("sqrt", 0.5), ("linear", 1.0)])
+def test_the_step_shrinks_with_the_effective_sample_size(small, rule, power):
+    batch, found = trainer_doubles.batch(small), {}
+    for scaling in ("off", rule):
+        learner, metrics = _train(small, _config(small, ess_scaling=scaling), batch)
+        before = _leaves(small.learner(_config(small)))
+        found[scaling] = metrics, [leaf - old for leaf, old in zip(_leaves(learner), before, strict=True)]
+    metrics, moved = found[rule]
+    plain, moved_plain = found["off"]
+    assert 0 < metrics["ess"] < 0.99
+    assert metrics["ess"] == plain["ess"]
+    scale = metrics["ess"] ** power
+    assert metrics["learning_rate"] == pytest.approx(RATE * scale)
+    assert plain["learning_rate"] == RATE
+    for leaf, wanted in zip(moved, moved_plain, strict=True):
+        np.testing.assert_allclose(leaf, scale * wanted, atol=1e-7)
