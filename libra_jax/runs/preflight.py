@@ -14,7 +14,7 @@ from libra_jax.agents.rewards import actors
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import advice
-from libra_jax.coordinator import filters
+from libra_jax.coordinator import budgets, filters, prompts
 from libra_jax.engines import logprob_contract
 from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
@@ -55,6 +55,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     else:
         with resolving.named(config.task.source, "task.source", "task(0)"):
             source.task(0)
+        prompts.check(config, source)
         factories.demonstrated_tasks(config, source)
     wiring.scheduler(config)
     if shape is not None:
@@ -63,6 +64,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     for name, function in config.reward.parsed().items():
         actors.check(name, function)
     filters.make(config)
+    budgets.make(config)
     _check_optimizer(config)
     if shape is None:
         return
