@@ -481,14 +481,6 @@ def _inputs(
     )
 
 
-def _reinforce_plus_plus(inputs: AdvantageInputs) -> jax.Array:
-    return reinforce_plus_plus(inputs.token_rewards_NxT, inputs.mask_NxT)
-
-
-def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> jax.Array:
-    return reinforce_plus_plus_baseline(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT)
-
-
 def _distillation(inputs: AdvantageInputs, *, reward_weight: float = 0.0) -> jax.Array:
     """Computes A_t = -penalty_t, and adds `reward_weight` times GRPO's advantage of the reward alone.
 
@@ -527,8 +519,10 @@ _BUILT_IN: dict[str, Callable[..., jax.Array]] = {
     "dr_grpo": lambda inputs: dr_grpo(inputs.rewards_N, inputs.groups_N),
     "rloo": lambda inputs: rloo(inputs.rewards_N, inputs.groups_N),
     "opo": lambda inputs: opo(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT),
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "reinforce_plus_plus": lambda inputs: reinforce_plus_plus(inputs.token_rewards_NxT, inputs.mask_NxT),
+    "reinforce_plus_plus_baseline": lambda inputs: reinforce_plus_plus_baseline(
+        inputs.rewards_N, inputs.groups_N, inputs.mask_NxT
+    ),
     "distillation": _distillation,
     "gae": _gae,
 }

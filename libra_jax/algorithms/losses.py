@@ -373,20 +373,16 @@ def _clipped(inputs: LossInputs) -> TokenLoss:
     )
 
 
-def _cispo(inputs: LossInputs) -> TokenLoss:
-    return cispo(
+_BUILT_IN: dict[str, Callable[..., TokenLoss]] = {
+    "clipped": _clipped,
+    "gspo": _clipped,
+    "cispo": lambda inputs: cispo(
         inputs.log_probs_BxT,
         inputs.log_ratio_BxT,
         inputs.advantages_BxT,
         clip_low=inputs.clip_low,
         clip_high=inputs.clip_high,
-    )
-
-
-_BUILT_IN: dict[str, Callable[..., TokenLoss]] = {
-    "clipped": _clipped,
-    "gspo": _clipped,
-    "cispo": _cispo,
+    ),
     "sapo": sapo,
     "gmpo": gmpo,
     "bapo": bapo,

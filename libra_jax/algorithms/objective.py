@@ -183,7 +183,11 @@ def policy_objective(
     if same_version_BxT is not None:
         arrived_BxT = fixed(arrived_log_probs_BxT, "arrived_log_probs_BxT")
         scored_BxT = jax.lax.stop_gradient(tokens.log_probs) if arrived_BxT is None else arrived_BxT
-        _report_mismatch(sums, tokens.behaviour, scored_BxT, trained_BxT & (same_version_BxT != 0))
+        same_BxT = trained_BxT & (same_version_BxT != 0)
+        kl_BxT = jnp.where(same_BxT, kl.k3(tokens.behaviour, scored_BxT), 0.0)
+        ratio_BxT = corrections.bounded_ratio(scored_BxT - tokens.behaviour)
+        sums.metrics["mismatch/kl"] = (jnp.sum(kl_BxT), jnp.sum(same_BxT, dtype=kl_BxT.dtype))
+        sums.maxima["mismatch/ratio_max"] = _largest(ratio_BxT, same_BxT)
     return sums
 
 
@@ -335,13 +339,6 @@ def _correct_ratio(
         return log_ratio_BxT, jnp.ones_like(weights_BxT)
     # Masked: the factor only drops tokens; a weight of r would count the ratio twice.
     return log_ratio_BxT, (weights_BxT > 0).astype(weights_BxT.dtype)
-
-
-def _report_mismatch(sums: ObjectiveSums, behaviour_BxT: jax.Array, scored_BxT: jax.Array, same_BxT: jax.Array) -> None:
-    """Adds the disagreement of engine and trainer on tokens sampled by the scoring version."""
-    kl_BxT = jnp.where(same_BxT, kl.k3(behaviour_BxT, scored_BxT), 0.0)
-    sums.metrics["mismatch/kl"] = (jnp.sum(kl_BxT), jnp.sum(same_BxT, dtype=kl_BxT.dtype))
-    sums.maxima["mismatch/ratio_max"] = _largest(corrections.bounded_ratio(scored_BxT - behaviour_BxT), same_BxT)
 
 
 def _largest(values_BxT: jax.Array, keep_BxT: jax.Array) -> jax.Array:

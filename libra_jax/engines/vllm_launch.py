@@ -314,7 +314,8 @@ class Launch:
             options |= {
                 "enable_lora": True,
                 "max_loras": 1,
-                "max_lora_rank": vllm_lora.served_rank(self._lora.rank),
+                # The smallest rank of vLLM's buffers that holds the adapter. vLLM fills up with zeros.
+                "max_lora_rank": min(size for size in vllm_lora.RANKS if size >= self._lora.rank),
                 "lora_target_modules": list(self._lora.targets),
             }
         if self._in_core:

@@ -21,20 +21,14 @@ PATH = "libra_jax:memory"
 REQUEST = request.LoRARequest("policy", 1, PATH)
 """Field of a request that makes the engine compute with the adapter."""
 
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+_A, _B = ENDS = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of an adapter's tensors."""
+
+RANKS: tuple[int, ...] = typing.get_args(lora_config.MaxLoRARanks)
+"""Ranks of vLLM's buffers."""
 
 _tensors: dict[str, torch.Tensor] = {}
 """The adapter of this process's model, by PEFT's names without their prefix; B includes the scale."""
-
-
-def served_rank(rank: int) -> int:
-    """Returns the smallest rank of vLLM's buffers that holds an adapter of this rank. vLLM fills up with zeros."""
-    return min(size for size in typing.get_args(lora_config.MaxLoRARanks) if size >= rank)
-
-
-def is_adapter(name: str) -> bool:
-    """Returns whether a tensor of this name is part of an adapter."""
-    return name.endswith((_A, _B))
 
 
 def keep(tensors: Mapping[str, torch.Tensor], scale: float) -> None:

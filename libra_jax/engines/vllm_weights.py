@@ -216,7 +216,7 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
                 kind = getattr(torch, dtype)
                 flat = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset)
                 tensors.extend(hf_names.split(name, flat.view(shape)))
-        if any(vllm_lora.is_adapter(name) for name, _ in tensors):
+        if any(name.endswith(vllm_lora.ENDS) for name, _ in tensors):
             # Views: the trainer keeps every chunk of the snapshot in place until the update finishes.
             self._adapter |= dict(tensors)
             self._scale = update_info.scale or self._scale

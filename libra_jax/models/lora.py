@@ -60,10 +60,10 @@ def spread(tree: Tree, config: model_config.TransformerConfig) -> Tree:
         return tree
     layers, (leaves, base) = np.array(adapter.layers), split(tree)
 
-    def spread_leaf(leaf: jax.Array) -> jax.Array:
-        return jnp.zeros((config.num_layers, *leaf.shape[1:]), leaf.dtype).at[layers].set(leaf)
-
-    return join(base, jax.tree.map(spread_leaf, leaves))
+    spread_leaves = jax.tree.map(
+        lambda leaf: jnp.zeros((config.num_layers, *leaf.shape[1:]), leaf.dtype).at[layers].set(leaf), leaves
+    )
+    return join(base, spread_leaves)
 
 
 def saveable(adapter: model_config.AdapterConfig | None, products: Saveable) -> Saveable:

@@ -110,12 +110,17 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
     bounds = f"[{1 - algorithm.clip_low:g}, {1 + algorithm.clip_high:g}]"
     unmoved = algorithm.objective == "decoupled" and algorithm.proximal == "recompute" and algorithm.updates == 1
     ratio = "ratio 1, no clip" if unmoved else f"ratio in {bounds}"
+    if ":" in algorithm.loss or algorithm.loss in ("sapo", "kl_cov"):
+        ratio = "its own bounds" if ":" in algorithm.loss else "no clip"
+    if algorithm.loss == "gmpo":
+        ratio = f"log-ratio in [{-algorithm.clip_low:g}, {algorithm.clip_high:g}]"
     several = f", {algorithm.minibatches} mini-batches x {algorithm.epochs} epochs" if algorithm.updates > 1 else ""
     warming = f", alone in the first {config.critic.warmup_steps} steps" if config.critic.warmup_steps else ""
     kl = "off: no reference model"
     if algorithm.kl_coefficient:
         where = "the reward" if algorithm.kl_in_reward else "the loss"
         reference = "the frozen weights" if config.model.lora.rank else "the initial policy"
+        reference = algorithm.teacher or reference
         kl = f"{algorithm.kl_coefficient:g} x {algorithm.kl_estimator} to {reference}, in {where}"
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
     rate = f"learning rate {optimizer.learning_rate:g}, {resolving.shown(optimizer.schedule)}{warmup}"

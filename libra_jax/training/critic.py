@@ -28,14 +28,12 @@ def shape(model: model_config.TransformerConfig) -> model_config.TransformerConf
     return dataclasses.replace(model, tie_word_embeddings=True, adapter=None)
 
 
-def abstract_head(model: model_config.TransformerConfig, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the head: a weight [D] and a bias."""
-    return {"weight": jax.ShapeDtypeStruct((model.hidden_size,), dtype), "bias": jax.ShapeDtypeStruct((), dtype)}
-
-
-def head_shardings(mesh: jax.sharding.Mesh) -> dict[str, jax.sharding.NamedSharding]:
-    """Returns the shardings of the head, which every device holds whole."""
-    return dict.fromkeys(("weight", "bias"), jax.sharding.NamedSharding(mesh, sharding.spec(())))
+def head(
+    model: model_config.TransformerConfig, mesh: jax.sharding.Mesh, dtype: str
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.sharding.NamedSharding]]:
+    """Returns the shapes of the head, a weight [D] and a bias, and their shardings: every device holds it whole."""
+    shapes = {"weight": jax.ShapeDtypeStruct((model.hidden_size,), dtype), "bias": jax.ShapeDtypeStruct((), dtype)}
+    return shapes, dict.fromkeys(shapes, jax.sharding.NamedSharding(mesh, sharding.spec(())))
 
 
 def from_policy(params: Mapping[str, Any], places: Mapping[str, Any]) -> Any:

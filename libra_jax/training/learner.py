@@ -433,7 +433,9 @@ class Learner:
         taken: list[Update] = []
         try:
             if self.scores_proximal:
-                extras = self._with_proximal(packed, extras)
+                # The log-probabilities of the policy as it is now, on the mesh.
+                scores = self._scores(packed, extras, range(len(packed.micro_batches)))
+                extras = [{**extra, "proximal": score} for extra, score in zip(extras, scores, strict=True)]
             for number, part in enumerate(updates):
                 self._taking = number
                 indices, others = (part, None) if number or own is None else (own, rest)
@@ -458,13 +460,6 @@ class Learner:
         """Returns the critic's values on the mesh: one [B, T] array per micro-batch. It takes none of the `extras`."""
         del extras
         return self._scores(packed, [{} for _ in packed.micro_batches], range(len(packed.micro_batches)))
-
-    def _with_proximal(
-        self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]
-    ) -> Sequence[Mapping[str, Any]]:
-        """Adds `proximal` to the extras: the log-probabilities of the policy as it is now, on the mesh."""
-        scores = self._scores(packed, extras, range(len(packed.micro_batches)))
-        return [{**extra, "proximal": score} for extra, score in zip(extras, scores, strict=True)]
 
     def _scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
         """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""

@@ -199,8 +199,7 @@ def layout(
     everywhere = NamedSharding(mesh, PartitionSpec())
     shapes = dict(transformer.abstract_params(config, dtype))
     if critic:
-        shapes[critic_lib.HEAD] = critic_lib.abstract_head(config, dtype)
-        shardings[critic_lib.HEAD] = critic_lib.head_shardings(mesh)
+        shapes[critic_lib.HEAD], shardings[critic_lib.HEAD] = critic_lib.head(config, mesh, dtype)
 
     def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
@@ -258,7 +257,10 @@ def _moments(opt_state: PyTree, params: PyTree, everywhere: NamedSharding, offlo
     def placed(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         ends = (path[start:] for start in range(len(path)))
         param = next((known[end] for end in ends if end in known), None)
-        axes = None if param is None else _axes_kept(param.shape, leaf.shape)
+        # Axes of the parameter, ascending, whose sizes are those of the moment.
+        shape = () if param is None else param.shape
+        choices = itertools.combinations(range(len(shape)), len(leaf.shape))
+        axes = next((axes for axes in choices if tuple(shape[axis] for axis in axes) == leaf.shape), None)
         if param is None or not axes:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
         where = param.sharding
@@ -269,14 +271,6 @@ def _moments(opt_state: PyTree, params: PyTree, everywhere: NamedSharding, offlo
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     return jax.tree_util.tree_map_with_path(placed, opt_state)
-
-
-def _axes_kept(shape: Sequence[int], moment: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns axes of a parameter, ascending, whose sizes are those of the moment; None if there are none."""
-    for axes in itertools.combinations(range(len(shape)), len(moment)):
-        if tuple(shape[axis] for axis in axes) == tuple(moment):
-            return axes
-    return None
 
 
 def _frozen(params: PyTree, dtype: str) -> PyTree:

@@ -390,7 +390,10 @@ class TrainerActor:
         if running.warming is not None:
             # The weights are cast to the compute dtype once, so that engines sample from what training scores.
             self._end_warm_start()
-        count = running.weights.open(policy_version, self._synced_params(), destinations)
+        merges = self._model.adapter is not None and self._config.model.lora.sync == "merge"
+        learner = running.learner
+        sent = learner.merged(self._config.rollout.dtype) if merges else learner.policy
+        count = running.weights.open(policy_version, sent, destinations)
         self._synced = policy_version
         return count
 
@@ -624,13 +627,6 @@ class TrainerActor:
                 f"digest {found}; bring the former weights back, or start a new workdir."
             )
         return base
-
-    def _synced_params(self) -> Any:
-        """Returns what a weight sync sends: the policy, or with `model.lora.sync=merge` its merged weights."""
-        learner = self.running().learner
-        if self._model.adapter is not None and self._config.model.lora.sync == "merge":
-            return learner.merged(self._config.rollout.dtype)
-        return learner.policy
 
     def _finish(
         self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
