@@ -23,7 +23,7 @@ from typing import Any
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import fencing
 
-FOLDER, MANIFEST, COORDINATOR, TRAINER = "checkpoints", "manifest", "coordinator.json", "trainer"
+FOLDER, MANIFEST, COORDINATOR, TRAINER, ROUTING = "checkpoints", "manifest", "coordinator.json", "trainer", "routing"
 FORMAT = 6
 
 UNFINISHED = "unfinished"
@@ -34,6 +34,7 @@ _MANIFEST = re.compile(r"manifest(?:-(\d+))?\.json")
 _SUFFIX = r"(-\d+)?(-restart\d+)?(-again)?"
 _OURS = re.compile(
     rf"{UNFINISHED}|manifest(-\d+)?\.(json|partial)|coordinator{_SUFFIX}\.(json|partial)"
+    rf"|routing{_SUFFIX}\.(bin|partial)"
     rf"|trainer{_SUFFIX}(\.orbax-checkpoint-tmp.*)?"
 )
 

@@ -2,6 +2,7 @@
 
     <workdir>/checkpoints/step-00000020/trainer/          the trainer's own
                                         coordinator.json  data position, groups waiting and in flight, statistics
+                                        routing.bin       experts of the groups' tokens; only with routing replay
                                         manifest.json     names the parts and each file's checksum; without it the
                                                           directory is no checkpoint
 
@@ -19,10 +20,10 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
@@ -31,10 +32,26 @@ from libra_jax.elastic import hybrid
 EXPORT = "config.json"
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Experts of a trajectory's routed tokens, as they were when the checkpoint began (`Trajectory.routing`)."""
+
+    rows: tuple[bytes, ...]
+
+
+class RoutingPlace(TypedDict):
+    """Place of a trajectory's experts in the file of all of them, in bytes."""
+
+    first: int
+    nbytes: int
+    tokens: int
+
+
 class TrajectoryRecord(TypedDict):
     """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
 
-    `routing` is base64 of the experts of all routed tokens, `routed_tokens` their number.
+    `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`. Earlier versions wrote
+    base64 of all experts, and their number of tokens to `routed_tokens`.
     """
 
     token_ids: str
@@ -42,8 +59,7 @@ class TrajectoryRecord(TypedDict):
     loss_mask: str
     log_probs: str
     policy_versions: str
-    routing: NotRequired[str]
-    routed_tokens: NotRequired[int]
+    routing: NotRequired[Routing]
     trajectory_id: str
     prompt_id: str
     turns: list[dict[str, Any]]
@@ -103,6 +119,35 @@ class CoordinatorState(TypedDict):
     hybrid: NotRequired[hybrid.HybridState | None]
 
 
+class Encoded(NamedTuple):
+    """The coordinator's part of a checkpoint, ready to be written.
+
+    Attributes:
+      text: JSON of the part.
+      routing: experts of all trajectories, in the order of their places.
+    """
+
+    text: str
+    routing: Sequence[Routing]
+
+
+def encode(state: CoordinatorState) -> Encoded:
+    """Encodes the coordinator's part. Later changes of what `state` refers to have no effect on the result."""
+    found: list[Routing] = []
+    end = 0
+
+    def place(value: object) -> RoutingPlace:
+        nonlocal end
+        if not isinstance(value, Routing):
+            raise TypeError(f"a checkpoint cannot hold {value!r}")
+        made: RoutingPlace = {"first": end, "nbytes": sum(map(len, value.rows)), "tokens": len(value.rows)}
+        found.append(value)
+        end += made["nbytes"]
+        return made
+
+    return Encoded(json.dumps(state, default=place), found)
+
+
 def newest_step(workdir: Path) -> int:
     """Returns the step of the newest checkpoint that counts, -1 if there is none. Its files are not verified."""
     return max(store.counting(workdir), default=-1)
@@ -148,7 +193,7 @@ def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: {workdir} holds no checkpoint; name the workdir of a run that wrote one"
             )
-        learnt = Checkpoints(Path(workdir), keep=1).load(found.stored)["scheduler"]
+        learnt = Checkpoints(Path(workdir), keep=1).load(found.stored, routing=False)["scheduler"]
         if not learnt:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: the scheduler of {workdir} learns nothing; leave it out"
@@ -176,7 +221,7 @@ class Checkpoints:
         self._fencing = fencing
         # Part of the names of the files that this run writes; empty at a workdir's first start.
         self._suffix = f"-{fencing.number}" if fencing is not None and fencing.number > 1 else ""
-        # Names of the parts of the checkpoint that is being written, and the checksum of its coordinator's part.
+        # Names of the parts of the checkpoint that is being written, and the checksums of the coordinator's files.
         self._parts: dict[str, str] = {}
         self._sums: dict[str, checksums.Sum] = {}
         self.restarts = 0
@@ -204,9 +249,14 @@ class Checkpoints:
         return stored.manifest.parent / stored.record["trainer"]
 
     def begin(self, step: int, state: CoordinatorState) -> Path:
+        """Encodes and writes the coordinator's part of a new checkpoint. See `write`."""
+        return self.write(step, encode(state))
+
+    def write(self, step: int, encoded: Encoded) -> Path:
         """Writes the coordinator's part of a new checkpoint. The trainer saves to the returned path.
 
-        An earlier checkpoint of the same step counts until this one is committed.
+        An earlier checkpoint of the same step counts until this one is committed. May run on another thread than the
+        other methods, one call at a time.
 
         Raises:
           CheckpointFailed: the disk refused a write; the message names its directory.
@@ -227,12 +277,16 @@ class Checkpoints:
             suffix, path = self._suffix, directory / store.COORDINATOR
             suffix += f"-restart{self.restarts}" if self.restarts else ""
             suffix += "-again" if (directory / f"{path.stem}{suffix}{path.suffix}").exists() else ""
-            name, text = f"{path.stem}{suffix}{path.suffix}", json.dumps(state)
-            self._parts = {"coordinator": name, "trainer": f"{store.TRAINER}{suffix}"}
-            data = text.encode()
-            self._sums = {name: checksums.Sum(len(data), checksums.of_bytes(data))}
-            _write_durably(directory / name, text)
-        return directory / self._parts["trainer"]
+            name, data = f"{path.stem}{suffix}{path.suffix}", encoded.text.encode()
+            parts, sums = {"coordinator": name, "trainer": f"{store.TRAINER}{suffix}"}, {}
+            sums[name] = checksums.Sum(len(data), checksums.of_bytes(data))
+            _write_durably(directory / name, [data])
+            if encoded.routing:
+                parts["routing"] = f"{store.ROUTING}{suffix}.bin"
+                _write_durably(directory / parts["routing"], (b"".join(item.rows) for item in encoded.routing))
+                sums |= checksums.of_files(directory, [parts["routing"]])
+            self._parts, self._sums = parts, sums
+        return directory / parts["trainer"]
 
     def commit(self, step: int) -> None:
         """Makes the checkpoint count once all its parts are durable, and removes checkpoints that are too old.
@@ -261,8 +315,8 @@ class Checkpoints:
                 **fencing_token,
                 "files": sums,
             }
-            text = checksums.sealed(json.dumps(manifest).encode()).decode()
-            _write_durably(path, text, check=self._check_fencing)
+            text = checksums.sealed(json.dumps(manifest).encode())
+            _write_durably(path, [text], check=self._check_fencing)
             # Again before any removal: the write may have taken long.
             self._check_fencing()
             # The new manifest has replaced a skipped one of the same name.
@@ -291,23 +345,27 @@ class Checkpoints:
         if self._fencing is not None:
             self._fencing.check()
 
-    def load(self, chosen: int | store.Stored) -> CoordinatorState:
+    def load(self, chosen: int | store.Stored, *, routing: bool = True) -> CoordinatorState:
         """Verifies and returns the coordinator's part of a checkpoint.
 
         Args:
           chosen: a result of `find`, or the step of a checkpoint that counts.
+          routing: also read the experts of tokens, most of the bytes; if False, the groups cannot be decoded.
 
         Raises:
           DataError: it is damaged, or another version of this program wrote it.
         """
         stored = self._chosen(chosen)
         record, directory = stored.record, stored.manifest.parent
-        name = record["coordinator"]
+        name, apart = record["coordinator"], record.get("routing") if routing else None
         try:
-            text, kept = (directory / name).read_bytes(), checksums.from_json(record["files"])[name]
-            if (problem := checksums.problem(directory, {name: kept})) != "":
+            text, kept = (directory / name).read_bytes(), checksums.from_json(record["files"])
+            if (problem := checksums.problem(directory, {file: kept[file] for file in (name, apart) if file})) != "":
                 raise ValueError(problem)
-            return json.loads(text)
+            state = json.loads(text)
+            if apart:
+                _take_routing(state["groups"], (directory / apart).read_bytes())
+            return state
         except (OSError, ValueError, KeyError) as error:
             raise _unreadable(directory, error) from error
 
@@ -342,14 +400,25 @@ def _writing(directory: Path) -> Iterator[None]:
 def _remove_strangers(counting: store.Stored) -> None:
     """Removes files of this program that lie beside a manifest and are not named in it."""
     record = counting.record
-    store.remove_strangers(counting.manifest.parent, (counting.manifest.name, record["coordinator"], record["trainer"]))
+    named = [record[part] for part in ("coordinator", "trainer", "routing") if part in record]
+    store.remove_strangers(counting.manifest.parent, (counting.manifest.name, *named))
 
 
-def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
+def _take_routing(groups: GroupsState, data: bytes) -> None:
+    """Replaces each trajectory's place in the file of all experts by the experts there."""
+    for group in (*groups["finished"], *groups["running"]):
+        for record in group["trajectories"]:
+            if (place := cast("RoutingPlace | None", record.get("routing"))) is not None:
+                width = max(1, place["nbytes"] // place["tokens"])
+                starts = range(place["first"], place["first"] + place["nbytes"], width)
+                record["routing"] = Routing(tuple(data[start : start + width] for start in starts))
+
+
+def _write_durably(path: Path, pieces: Iterable[bytes], check: Callable[[], None] = lambda: None) -> None:
     """Writes a file durably under another name, then renames it into place. `check` may refuse before the rename."""
     partial = path.with_suffix(".partial")
-    with open(partial, "w") as file:
-        file.write(text)
+    with open(partial, "wb") as file:
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
     check()
@@ -367,8 +436,8 @@ def _write_durably(path: Path, text: str, check: Callable[[], None] = lambda: No
 
 
 def encode_group(group: protocols.Group) -> GroupRecord:
-    """Encodes a finished or running group as plain JSON values."""
-    return {
+    """Encodes a finished or running group as plain JSON values, save for its `Routing`."""
+    record: GroupRecord = {
         "group_id": group.group_id,
         "prompt_id": group.task.prompt_id,
         "payload": dict(group.task.payload),
@@ -380,8 +449,6 @@ def encode_group(group: protocols.Group) -> GroupRecord:
                 "loss_mask": _pack("b", trajectory.loss_mask),
                 "log_probs": _pack("d", trajectory.log_probs),
                 "policy_versions": _pack("q", trajectory.policy_versions),
-                "routing": base64.b64encode(b"".join(trajectory.routing)).decode(),
-                "routed_tokens": len(trajectory.routing),
                 "trajectory_id": trajectory.trajectory_id,
                 "prompt_id": trajectory.prompt_id,
                 "turns": [
@@ -398,6 +465,11 @@ def encode_group(group: protocols.Group) -> GroupRecord:
             for trajectory in group.trajectories
         ],
     }
+    for written, trajectory in zip(record["trajectories"], group.trajectories, strict=True):
+        if trajectory.routing:
+            # References only: the bytes are joined where the checkpoint is written, off the event loop.
+            written["routing"] = Routing(tuple(trajectory.routing))
+    return record
 
 
 def decode_group(record: GroupRecord) -> protocols.Group:
@@ -409,9 +481,12 @@ def decode_group(record: GroupRecord) -> protocols.Group:
         for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
             fields[name] = _unpack(code, fields[name])
         fields["loss_mask"] = [bool(value) for value in _unpack("b", written["loss_mask"])]
-        routing, count = base64.b64decode(fields.get("routing", "")), fields.pop("routed_tokens", 0)
-        width = len(routing) // max(count, 1)
-        fields["routing"] = [routing[first * width : (first + 1) * width] for first in range(count)]
+        count, routing = fields.pop("routed_tokens", 0), fields.get("routing", Routing(()))
+        if isinstance(routing, str):
+            data = base64.b64decode(routing)
+            width = len(data) // max(count, 1)
+            routing = Routing(tuple(data[first * width : (first + 1) * width] for first in range(count)))
+        fields["routing"] = list(routing.rows)
         fields["turns"] = []
         for turn in written["turns"]:
             moves = tuple(

@@ -104,7 +104,8 @@ class Workers:
         specs = self.specs
         if planner is None or specs.make_engine is None:
             return False
-        kept, before = checkpoints.Checkpoints(self._run.workdir, keep=1).load(stored).get("planner"), planner.plan
+        written = checkpoints.Checkpoints(self._run.workdir, keep=1).load(stored, routing=False)
+        kept, before = written.get("planner"), planner.plan
         if kept is None:
             return False
         planner.restore(kept)

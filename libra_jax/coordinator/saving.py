@@ -7,8 +7,10 @@ processes of a trainer write together and wait for each other: if one of them fa
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from libra_jax import deadlines, protocols
 from libra_jax.coordinator import checkpoint_store, checkpoints
@@ -44,6 +46,7 @@ class Saver:
         self._trainer = trainer
         self._state = state
         self._pending: int | None = None
+        self._writing: asyncio.Future[Path] | None = None
         # Progress in the newest checkpoint that was restored or begun, and in the newest one that counts. A failed
         # checkpoint falls back to the second, so that the next one is tried even without further progress.
         self._held: list[int] = []
@@ -62,7 +65,7 @@ class Saver:
         Raises:
           DataError: the checkpoint cannot be read, or its parts are of different steps.
         """
-        state = self._files.load(stored)
+        state = await deadlines.off_loop(self._files.load, stored)
         self._files.go_on_from(stored)
         await self._restore_trainer(stored.step)
         self._held = self._durable = _progress(state)
@@ -79,7 +82,7 @@ class Saver:
         """
         step = self.newest
         await self._restore_trainer(step)
-        return self._files.load(step)["warm_start_steps"]
+        return self._files.load(step, routing=False)["warm_start_steps"]
 
     async def verified(self) -> tuple[int, str]:
         """Returns the step of the newest checkpoint that verifies, and sentences about those that do not.
@@ -161,7 +164,7 @@ class Saver:
         if _progress(state) == self._held:
             return
         # The state and the trainer's save are of the same step: no step begins before `save` has returned.
-        path = self._files.begin(step, state)
+        path = await self._written(step, checkpoints.encode(state))
         async with self._trainer.lock:
             try:
                 with self._writing_together():
@@ -171,6 +174,18 @@ class Saver:
                 raise
         self._pending, self._held = step, _progress(state)
         self._count(begin, "save", step)
+
+    async def _written(self, step: int, encoded: checkpoints.Encoded) -> Path:
+        """Writes the coordinator's part off the event loop, which serves rollouts meanwhile."""
+        if self._writing is not None:
+            # A write goes on after its waiter was cancelled, and two at once would share names.
+            await asyncio.wait([self._writing])
+        self._writing = asyncio.ensure_future(deadlines.off_loop(self._files.write, step, encoded))
+        try:
+            return await asyncio.shield(self._writing)
+        except asyncio.CancelledError:
+            self._writing.add_done_callback(lambda write: write.cancelled() or write.exception())  # nobody else asks
+            raise
 
     async def _commit_held(self) -> None:
         if self._pending is None:

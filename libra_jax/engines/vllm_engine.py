@@ -359,6 +359,7 @@ class VllmEngine(protocols.RolloutEngine):
         engine = self._serving()
         self._update.finish(policy_version)
         await self._call("finish its weight update", engine.finish_weight_update(weight_version=str(policy_version)))
+        self._update.confirm()
         self._loading = False
         if self._update.scale is not None:
             self._lora_request = vllm_lora.REQUEST

@@ -19,7 +19,7 @@ PATH = "libra_jax:memory"
 """Path of the adapter in requests. No directory has this name."""
 
 REQUEST = request.LoRARequest("policy", 1, PATH)
-"""What a request to an engine with an adapter carries."""
+"""Field of a request that makes the engine compute with the adapter."""
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 

@@ -11,7 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from libra_jax import parent_death
 
@@ -55,9 +56,9 @@ def register() -> None:
         cpu_triton_utils._expand_kernel_impl = _expand
         from vllm import config
 
-        # It refuses all but the newer model runner, which does not run on CPU. The other cases that it refuses cannot
-        # come here: the run's config refuses them.
-        config.VllmConfig._verify_aux_output_compatibility = lambda self: None
+        verify = config.VllmConfig._verify_aux_output_compatibility
+        if verify.__module__ != __name__:
+            config.VllmConfig._verify_aux_output_compatibility = _unless_routing(verify)
         if os.environ.get(ROUTING_VARIABLE) == "1":
             from vllm.v1.worker import cpu_worker
 
@@ -82,6 +83,20 @@ def register() -> None:
         # guard that kills the parent's group (`cluster.guard`) no longer reaches it; it dies with its parent.
         with contextlib.suppress(PermissionError):  # it leads a session, and so a group, already
             os.setpgid(0, 0)
+
+
+def _unless_routing(verify: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns vLLM's check of a config that returns experts, without effect while `ROUTING_VARIABLE` is 1.
+
+    The check refuses all but the newer model runner, which does not run on CPU. The other cases that it refuses cannot
+    come here: the run's config refuses them. The front end starts engines with and without the variable.
+    """
+
+    def checked(self: Any) -> None:
+        if os.environ.get(ROUTING_VARIABLE) != "1":
+            verify(self)
+
+    return checked
 
 
 def _expand(

@@ -88,7 +88,7 @@ class Checker:
         return True
 
     def finish(self, version: int) -> None:
-        """Checks that the update is complete, before it takes effect.
+        """Checks that the update is complete, before it takes effect. `confirm` follows once the workers serve it.
 
         Raises:
           LibraError: a chunk or a tensor is missing.
@@ -99,7 +99,12 @@ class Checker:
             self._refuse(f"{len(self._indices)} of {self._count} weight chunks of version {version} came")
         if missing := sorted(set(self._expected) - self._names):
             self._refuse(f"version {version} lacks {missing[0]} ({len(missing)} tensors in all)")
-        self.version, self.frozen = None, self._arriving
+        # Until the workers confirm, nobody knows which weights they hold.
+        self.version, self.frozen = None, ""
+
+    def confirm(self) -> None:
+        """Notes that the workers hold the finished update."""
+        self.frozen = self._arriving
 
     def _refuse(self, problem: str) -> None:
         raise protocols.LibraError(f"engine {self._name} cannot take these weights: {problem}")

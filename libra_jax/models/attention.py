@@ -146,10 +146,21 @@ def chunked_part(
       chunk: most queries and keys of a block.
     """
     half = q_BxTxHxK.shape[1] // 2
-    # Blocks of equal size that divide the halves, so that a block has one place in the row.
-    size = max(size for size in range(1, min(chunk, half) + 1) if half % size == 0)
-    blocks_I = (firsts[:, None] // size + jnp.arange(half // size)).reshape(-1)
-    return _in_blocks(size, q_BxTxHxK, k_BxSxNxK, v_BxSxNxK, segments_BxS, blocks_I)
+    # Each run of T / 2 columns becomes whole blocks, so that a block has one place in the row. As few and as small
+    # blocks as possible: most lengths then need no padding, and others few columns.
+    blocks = -(-half // chunk)
+    size = -(-half // blocks)
+
+    def pad(x: jax.Array) -> jax.Array:
+        runs = x.reshape(x.shape[0], -1, half, *x.shape[2:])
+        padded = jnp.pad(runs, ((0, 0), (0, 0), (0, blocks * size - half), *(((0, 0),) * (x.ndim - 2))))
+        return padded.reshape(x.shape[0], -1, *x.shape[2:])
+
+    q_BxTxHxK, k_BxSxNxK, v_BxSxNxK, segments_BxS = map(pad, (q_BxTxHxK, k_BxSxNxK, v_BxSxNxK, segments_BxS))
+    blocks_I = (firsts[:, None] // half * blocks + jnp.arange(blocks)).reshape(-1)
+    out_BxTxHxK = _in_blocks(size, q_BxTxHxK, k_BxSxNxK, v_BxSxNxK, segments_BxS, blocks_I)
+    runs = out_BxTxHxK.reshape(out_BxTxHxK.shape[0], 2, blocks * size, *out_BxTxHxK.shape[2:])[:, :, :half]
+    return runs.reshape(runs.shape[0], 2 * half, *runs.shape[3:])
 
 
 def _in_blocks(

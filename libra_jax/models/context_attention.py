@@ -6,7 +6,8 @@ Outside of attention, each device holds its own tokens and all heads of its `ten
   arXiv 2309.14509). Every kernel works, and every device computes the same amount.
 - By queries (`over_queries`), where the devices do not divide the heads: keys and values are gathered, and each device
   keeps its queries. Causal attention gives late queries more work. So each device takes one early and one late part of
-  the row, and all devices compute the same amount.
+  the row. In a row of one sequence, all devices then compute the same amount. Of a packed row, a device computes more
+  if its parts hold longer sequences.
 
 All functions run on one device's shards inside `jax.shard_map`.
 

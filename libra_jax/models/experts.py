@@ -53,13 +53,13 @@ _WIDTH = tuple(axes.index("expert_embed") for axes in _WEIGHTS)
 
 @jax.custom_vjp
 def mix(x_BxTxD: jax.Array, share_BxTxK: jax.Array, chosen_BxTxK: jax.Array, weights: Weights) -> jax.Array:
-    """Returns the sum of what each token's experts make of it, times their shares: [B, T, D] in the dtype of `x`.
+    """Returns for each token the sum of its experts' outputs, times their shares: [B, T, D] in the dtype of `x`.
 
     Args:
       x_BxTxD: the layer's input, split like the residual stream.
       share_BxTxK: share of each of a token's experts.
-      chosen_BxTxK: int32, the experts of each token.
-      weights: of all experts.
+      chosen_BxTxK: int32, the experts of each token; -1 for none, as for padding, whose sum is 0.
+      weights: weights of all experts.
     """
     axes = (sharding.RESIDUAL, sharding.RESIDUAL, sharding.RESIDUAL, *_WEIGHTS)
     return collectives.per_device(_forward, axes, sharding.RESIDUAL)(x_BxTxD, share_BxTxK, chosen_BxTxK, *weights)
@@ -216,7 +216,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       tokens: N, number of this device's tokens.
-      rows: of a device, for experts that are taken equally often: tokens x experts of a token.
+      rows: expected rows of this device's experts (tokens x experts of a token), if all are taken equally often.
       slot_WxC: token that each place takes, for each of the W devices of the group; N for none. None: every device
         gathers all tokens.
     """
@@ -333,18 +333,18 @@ def tile_rows(rows: float, experts: int) -> int:
     """Returns the number of rows of a tile: about an eighth of an expert's rows, a power of two.
 
     Args:
-      rows: of a device, for experts that are taken equally often.
-      experts: of the device.
+      rows: expected rows of a device's experts, if all are taken equally often.
+      experts: number of the device's experts.
     """
     return 1 << max(3, min(MOST_ROWS, int(rows / experts / 8)).bit_length() - 1)
 
 
 def balanced_iterations(rows: float, experts: int) -> float:
-    """Returns the expected iterations of the loop over tiles, for experts that are taken equally often.
+    """Returns the expected iterations of the loop over tiles.
 
     Args:
-      rows: of a device.
-      experts: of the device. Each leaves half a tile empty.
+      rows: expected rows of a device's experts, if all are taken equally often.
+      experts: number of the device's experts. Each leaves half a tile empty.
     """
     return math.ceil((rows / tile_rows(rows, experts) + experts / 2) / TILES_AT_ONCE)
 
@@ -355,7 +355,7 @@ def _tiles(chosen_MxK: jax.Array, own: Weights, rows: float) -> Tiles:
     Args:
       chosen_MxK: the experts of each token.
       own: weights of this device's experts.
-      rows: of a device, for experts that are taken equally often.
+      rows: expected rows of this device's experts, if all are taken equally often.
     """
     experts = own.gate_ExFxD.shape[0]
     own_R = chosen_MxK.reshape(-1) - collectives.first_index("fsdp", experts)

@@ -46,11 +46,11 @@ class HfEntry:
 
 
 def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the Hugging Face tensors, by name, of an entry of this `hf_name`.
+    """Yields the Hugging Face tensors of an entry, with their names.
 
     Args:
-      name: of the entry.
-      tensor: of the entry: an array of numpy or JAX, or a tensor of torch.
+      name: `hf_name` of the entry.
+      tensor: the entry's values, as an array of numpy or JAX or a tensor of torch.
     """
     if "{}" in name:
         yield from ((name.format(expert), part) for expert, part in enumerate(tensor))

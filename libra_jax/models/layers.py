@@ -162,11 +162,10 @@ class MLP(nnx.Module):
         self.up_proj = Linear(width, ffn, bias, ("mlp", "embed"), rngs, on("up_proj"))
         self.down_proj = Linear(ffn, width, bias, ("embed", "mlp"), rngs, on("down_proj"))
 
-    def __call__(self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences) -> tuple[jax.Array, None]:
-        del given, sequences  # a dense layer has no router
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         x_BxTxD = sharding.gather_tokens(x_BxTxD)
         hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
-        return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp"))), None
+        return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
 
 
 class ExpertWeights(nnx.Module):
@@ -211,10 +210,11 @@ class SparseMLP(nnx.Module):
         of = self.experts
         weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
-        mixed_BxTxD = experts.mix(x_BxTxD, share_BxTxK, chosen_BxTxK, weights)
+        # Padding takes no expert: all of it would take the same ones, and find no place in the exchange.
+        taken_BxTxK = jnp.where(sequences.segments_BxT[..., None] > 0, chosen_BxTxK, -1)
+        mixed_BxTxD = experts.mix(x_BxTxD, share_BxTxK, taken_BxTxK, weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            shared_BxTxD, _ = self.shared_expert(x_BxTxD, given, sequences)
-            mixed_BxTxD += jax.nn.sigmoid(self.shared_expert_gate(x_BxTxD)) * shared_BxTxD
+            mixed_BxTxD += jax.nn.sigmoid(self.shared_expert_gate(x_BxTxD)) * self.shared_expert(x_BxTxD)
         return mixed_BxTxD, losses
 
 
@@ -237,5 +237,9 @@ class DecoderLayer(nnx.Module):
         sequences: Sequences,
     ) -> tuple[jax.Array, router.Losses | None]:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
-        mixed_BxTxD, losses = self.mlp(self.post_attention_layernorm(x_BxTxD), given, sequences)
+        inner_BxTxD, losses = self.post_attention_layernorm(x_BxTxD), None
+        if isinstance(self.mlp, SparseMLP):
+            mixed_BxTxD, losses = self.mlp(inner_BxTxD, given, sequences)
+        else:
+            mixed_BxTxD = self.mlp(inner_BxTxD)
         return sharding.constrain(x_BxTxD + mixed_BxTxD, sharding.RESIDUAL), losses

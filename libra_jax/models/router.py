@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 class Losses(NamedTuple):
-    """What keeps routers in order; means over the layers.
+    """Losses that keep a layer's router in order, or their means over the layers.
 
     Attributes:
       balance_BxT: how unevenly the token's sequence spreads over the experts; 1 if evenly, at most E / K.
@@ -27,11 +27,11 @@ class Given(NamedTuple):
     """Experts chosen elsewhere (routing replay, arXiv 2510.11370).
 
     Attributes:
-      experts_BxTxK: unsigned, the experts of each token.
-      known_BxT: bool, tokens that take them; other tokens take the router's own choice.
+      experts: unsigned, experts of each token: [B, T, K] for one layer, [B, T, L, K] for all L layers.
+      known_BxT: bool, tokens that take the given experts; other tokens take the router's own choice.
     """
 
-    experts_BxTxK: jax.Array
+    experts: jax.Array
     known_BxT: jax.Array
 
 
@@ -43,20 +43,21 @@ def choose(
     Gradients flow through the shares to the router, for given experts, too.
 
     Args:
-      logits_BxTxE: of the router.
-      count: experts of a token.
-      normalize: the shares of a token sum to 1; without, they are probabilities among all experts.
-      given: experts to take in place of the router's own.
+      logits_BxTxE: the router's logits.
+      count: K.
+      normalize: True if the shares of a token sum to 1. If False, they are probabilities among all experts.
+      given: experts of this layer to take in place of the router's own.
     """
-    probabilities = jax.nn.softmax(logits_BxTxE.astype(jnp.float32), axis=-1)
-    share_BxTxK, chosen_BxTxK = jax.lax.top_k(probabilities, count)
+    logits_BxTxE = logits_BxTxE.astype(jnp.float32)
+    _, chosen_BxTxK = jax.lax.top_k(logits_BxTxE, count)
     if given is not None:
-        theirs_BxTxK = given.experts_BxTxK.astype(chosen_BxTxK.dtype)
+        theirs_BxTxK = given.experts.astype(chosen_BxTxK.dtype)
         chosen_BxTxK = jnp.where(given.known_BxT[..., None], theirs_BxTxK, chosen_BxTxK)
-        share_BxTxK = jnp.take_along_axis(probabilities, chosen_BxTxK, axis=-1)
+    logits_BxTxK = jnp.take_along_axis(logits_BxTxE, chosen_BxTxK, axis=-1)
     if normalize:
-        share_BxTxK = share_BxTxK / share_BxTxK.sum(axis=-1, keepdims=True)
-    return chosen_BxTxK, share_BxTxK
+        # Not the probabilities over their sum: for improbable experts, both underflow to 0.
+        return chosen_BxTxK, jax.nn.softmax(logits_BxTxK, axis=-1)
+    return chosen_BxTxK, jnp.exp(logits_BxTxK - jax.nn.logsumexp(logits_BxTxE, axis=-1, keepdims=True))
 
 
 def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.Array, most: int) -> Losses:
@@ -66,7 +67,7 @@ def losses(logits_BxTxE: jax.Array, chosen_BxTxK: jax.Array, segments_BxT: jax.A
     batch into micro-batches gives the same. The z-loss is of ST-MoE (arXiv 2202.08906, equation 5).
 
     Args:
-      logits_BxTxE: of the router.
+      logits_BxTxE: the router's logits.
       chosen_BxTxK: the experts of each token.
       segments_BxT: sequence of the row that a token belongs to, from 1; 0 is padding, whose balance is 0.
       most: S, the most sequences of a row.

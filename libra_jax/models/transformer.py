@@ -61,24 +61,12 @@ class ComputeOptions:
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 
 
-class Routing(NamedTuple):
-    """Experts of each token in every layer, chosen elsewhere.
-
-    Attributes:
-      experts_BxTxLxK: unsigned; L layers, K experts of a token.
-      known_BxT: bool, tokens whose experts are given; other tokens take the routers' own choice.
-    """
-
-    experts_BxTxLxK: jax.Array
-    known_BxT: jax.Array
-
-
 class Scanned(NamedTuple):
-    """What differs among the layers.
+    """One layer's part of the arrays that the scan over the layers takes.
 
     Attributes:
-      state: parameters.
-      experts_BxTxK: experts given to the tokens, or None.
+      state: parameters of the layer.
+      experts_BxTxK: experts that the layer's tokens are given, or None.
     """
 
     state: nnx.State
@@ -114,7 +102,7 @@ class Transformer(nnx.Module):
         positions_BxT: jax.Array,
         segments_BxT: jax.Array,
         options: ComputeOptions,
-        routing: Routing | None,
+        given: router.Given | None,
     ) -> tuple[jax.Array, router.Losses | None]:
         config = self.config
         angles = rope.tables(config.rope, config.head_dim, positions_BxT)
@@ -138,8 +126,8 @@ class Transformer(nnx.Module):
             state, experts_BxTxK = own
             if options.remat == "offload":
                 x_BxTxD = checkpoint_name(x_BxTxD, LAYER_INPUT)
-            given = None if routing is None or experts_BxTxK is None else router.Given(experts_BxTxK, routing.known_BxT)
-            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, given, sequences)
+            own_given = None if given is None else given._replace(experts=experts_BxTxK)
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, own_given, sequences)
 
         scanned: Callable[[jax.Array, Scanned], tuple[jax.Array, router.Losses | None]] = layer
         if options.remat != "none":
@@ -158,7 +146,7 @@ class Transformer(nnx.Module):
             # A scan already prevents the merging of both passes that prevent_cse guards against.
             scanned = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_BxTxD = embedding.lookup(self.embed_tokens.weight[...], tokens_BxT, options.compute_dtype)
-        experts_LxBxTxK = None if routing is None else jnp.moveaxis(routing.experts_BxTxLxK, 2, 0)
+        experts_LxBxTxK = None if given is None else jnp.moveaxis(given.experts, 2, 0)
         x_BxTxD, losses = jax.lax.scan(scanned, x_BxTxD, Scanned(stacked, experts_LxBxTxK))
         return self.norm(x_BxTxD), jax.tree.map(lambda values_LxBxT: values_LxBxT.mean(axis=0), losses)
 
@@ -194,10 +182,10 @@ def forward(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
-    routing: Routing | None = None,
+    given: router.Given | None = None,
 ) -> jax.Array:
     """Returns the hidden states after the final norm, as `forward_and_losses`."""
-    return forward_and_losses(params, config, options, tokens_BxT, positions_BxT, segments_BxT, routing)[0]
+    return forward_and_losses(params, config, options, tokens_BxT, positions_BxT, segments_BxT, given)[0]
 
 
 def forward_and_losses(
@@ -207,7 +195,7 @@ def forward_and_losses(
     tokens_BxT: jax.Array,
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
-    routing: Routing | None = None,
+    given: router.Given | None = None,
 ) -> tuple[jax.Array, router.Losses | None]:
     """Returns the hidden states after the final norm, and the losses of the routers.
 
@@ -219,7 +207,7 @@ def forward_and_losses(
       positions_BxT: int, position of each token in its own segment.
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its segment.
-      routing: experts of a mixture's tokens, chosen elsewhere; None: the routers choose.
+      given: experts of a mixture's tokens in all layers, chosen elsewhere; None: the routers choose.
 
     Returns:
       [B, T, D] in the compute dtype; values at padding are finite and meaningless. The losses are None without experts.
@@ -227,7 +215,7 @@ def forward_and_losses(
     graph, state = _abstract(config)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, routing)
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given)
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:

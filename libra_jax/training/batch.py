@@ -23,8 +23,9 @@ from libra_jax.models import config as model_config
 from libra_jax.models import sharding
 from libra_jax.training import packing
 
-Score = Callable[[packing.Packed], "list[jax.Array]"]
-"""Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch."""
+Score = Callable[[packing.Packed, Sequence[dict[str, Any]]], "list[jax.Array]"]
+"""Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch. Takes the batch
+and each micro-batch's `routing` and `routed`, or empty dicts."""
 
 NO_ADVANTAGE = 1e-6
 """Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
@@ -89,6 +90,9 @@ def prepare(
     packed = packing.joined(parts)
     ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()
     minibatches = [range(end - len(part.micro_batches), end) for end, part in zip(ends, parts, strict=True)]
+    routing: Sequence[dict[str, Any]] = [{} for _ in packed.micro_batches]
+    if config.algorithm.routing_replay == "rollout":
+        routing = _replayed(packed, sequences, model)
     # Further arrays, one of each name for each micro-batch.
     further: dict[str, Sequence[Any]] = {}
     references: list[np.ndarray] | None = None
@@ -97,7 +101,7 @@ def prepare(
             raise protocols.LibraError(
                 "algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none."
             )
-        scores = score(packed)
+        scores = score(packed, routing)
         further["reference"] = scores
         # As a penalty in the reward, the KL enters the advantages, which are computed on the host.
         if config.algorithm.kl_in_reward:
@@ -106,7 +110,7 @@ def prepare(
     if config.critic.enabled:
         if value is None:
             raise protocols.LibraError("critic.enabled needs the critic's values, and only the trainer has a critic.")
-        values = _gathered(packed, value(packed), sequences)
+        values = _gathered(packed, value(packed, routing), sequences)
     advantage, returns = token_advantages(config.algorithm, batch.groups, sequences, references, masked, values)
     further["advantages"] = packed.scatter(advantage)
     targets: Sequence[dict[str, Any]] = ()
@@ -120,16 +124,10 @@ def prepare(
     if config.algorithm.proximal == "interpolate":
         ages = [batch.policy_version - np.array(item.policy_versions, np.float32) for item in trajectories]
         further["staleness"] = packed.scatter(ages)
-    extras = [dict(zip(further, arrays, strict=True)) for arrays in zip(*further.values(), strict=True)]
-    if config.algorithm.routing_replay == "rollout":
-        trained = [example for example in sequences if example.columns]
-        if trained and all(example.routing_RxW is None for example in trained):
-            raise protocols.DataError(
-                f"trajectory {trained[0].sequence_id} and all others of the batch came without experts, which "
-                "config.algorithm.routing_replay=rollout trains on: use engines that return them, or set it to off."
-            )
-        routing = packed.routing(sequences, model.routing_width, np.dtype(model.routing_dtype))
-        extras = [extra | arrays for extra, arrays in zip(extras, routing, strict=True)]
+    extras = [
+        dict(zip(further, arrays, strict=True)) | experts
+        for *arrays, experts in zip(*further.values(), routing, strict=True)
+    ]
     return Prepared(packed, extras, minibatches, targets, sequences, advantage)
 
 
@@ -140,6 +138,23 @@ def _gathered(
     with sharding.whole(arrays) as whole:
         on_host = [np.asarray(array) for array in whole]
     return packed.gather(on_host, [len(example.tokens_N) for example in sequences])
+
+
+def _replayed(
+    packed: packing.Packed, sequences: Sequence[packing.Example], model: model_config.TransformerConfig
+) -> list[dict[str, Any]]:
+    """Returns `routing` and `routed` of each micro-batch.
+
+    Raises:
+      DataError: no trained sequence has experts.
+    """
+    trained = [example for example in sequences if example.columns]
+    if trained and all(example.routing_RxW is None for example in trained):
+        raise protocols.DataError(
+            f"trajectory {trained[0].sequence_id} and all others of the batch came without experts, which "
+            "config.algorithm.routing_replay=rollout trains on: use engines that return them, or set it to off."
+        )
+    return packed.routing(sequences, model.routing_width, np.dtype(model.routing_dtype))
 
 
 def pack(
@@ -216,7 +231,7 @@ def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerCo
     """Returns the experts of a trajectory's first tokens, [R, W], or None if it has none.
 
     Raises:
-      DataError: they are not experts of this model, or more than the tokens.
+      DataError: they are not experts of this model, a layer has one twice, or they are more than the tokens.
     """
     if not trajectory.routing:
         return None
@@ -229,6 +244,15 @@ def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerCo
             f"the model's layers and experts take {width}."
         )
     found_RxW = np.frombuffer(b"".join(trajectory.routing), dtype).reshape(-1, model.routing_width)
+    # An engine that returns what it has not filled in gives zeros.
+    sorted_RxLxK = np.sort(found_RxW.reshape(len(found_RxW), model.num_layers, -1), axis=-1)
+    twice = np.argwhere(sorted_RxLxK[..., 1:] == sorted_RxLxK[..., :-1])
+    if len(twice):
+        token, layer, _ = twice[0]
+        raise protocols.DataError(
+            f"trajectory {name}: the engine returned an expert twice in layer {layer} of token {token}; each token "
+            f"takes {model.experts_per_token} different experts of a layer."
+        )
     if found_RxW.max() >= model.num_experts:
         raise protocols.DataError(
             f"trajectory {name}: the engine returned expert {found_RxW.max()}, and the model has {model.num_experts}."

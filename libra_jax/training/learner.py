@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,7 @@ class Learner:
 
     Attributes:
       config: the run's configuration, with this learner's mesh.
+      model: shape of the model, with the adapter that this learner trains.
       compares: True if the objective compares the policy with a reference model.
       scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
@@ -116,7 +117,7 @@ class Learner:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         self.config = config
-        self._model = model = critic_lib.shape(model) if critic else model
+        self.model = model = critic_lib.shape(model) if critic else model
         self._loss = VALUE if critic else POLICY
         self._transform = optimizer.transform(config.optimizer)
         self._statistics = None if critic else batch_statistics.find(config.algorithm)
@@ -169,6 +170,8 @@ class Learner:
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         # Set by the actor's event loop while another thread takes the step.
         self.abort = threading.Event()
+        # By dtype. A function that is jitted again is compiled again.
+        self._merges: dict[str, Callable[[Any, Any], Any]] = {}
         self._taking = 0  # the number of the present step's update, from 0
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None
@@ -192,8 +195,15 @@ class Learner:
         state = self.train_state()
         if state.base is None:
             return state.params
-        add = functools.partial(lora.merged, config=self._model, dtype=dtype)
-        return jax.jit(add, out_shardings=state_lib.shardings_of(self.layout.state.base))(state.base, state.params)
+        if dtype not in self._merges:
+            add = functools.partial(lora.merged, config=self.model, dtype=dtype)
+            self._merges[dtype] = jax.jit(add, out_shardings=state_lib.shardings_of(self.layout.state.base))
+        return self._merges[dtype](state.base, state.params)
+
+    def frozen(self, dtype: str) -> Any:
+        """Returns a copy of the frozen weights under the adapter, in a dtype."""
+        cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(dtype))
+        return jax.jit(cast, out_shardings=state_lib.shardings_of(self.layout.state.base))(self.train_state().base)
 
     def train_state(self) -> state_lib.TrainState:
         """Returns `state`. Raises LibraError if there is none yet."""
@@ -223,7 +233,7 @@ class Learner:
           ConfigError: too few devices, or the model is not divisible over the mesh.
         """
         config = dataclasses.replace(self.config, trainer=trainer)
-        return Learner(config, self._model, devices)
+        return Learner(config, self.model, devices)
 
     def release(self) -> tuple[list[jax.Array], Any]:
         """Gives up the state: returns its leaves and their structure, and frees the accumulator."""
@@ -280,17 +290,33 @@ class Learner:
             batch |= {name: np.zeros(shape, np.float32) for name in extras}
         if name == VALUE:
             batch |= {name: np.zeros(shape, np.float32) for name in ("returns", "values")}
+        # A critic's routers choose for themselves: the engine's experts are those of another model.
         replays = self.config.algorithm.routing_replay == "rollout" and self._loss == POLICY
-        if name in (POLICY, step.PROXIMAL) and replays:
-            width, dtype = self._model.routing_width, self._model.routing_dtype
+        if name != SUPERVISED and replays:
+            width, dtype = self.model.routing_width, self.model.routing_dtype
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
-    def reference_log_probs(self, packed: packing.Packed) -> list[jax.Array]:
-        """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch."""
+    def reference_log_probs(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
+        """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch.
+
+        Args:
+          packed: the global batch.
+          extras: further arrays of each micro-batch. With `routing` and `routed`, the reference takes the experts that
+            the policy takes: a mixture that takes others is another model.
+        """
         state = self.train_state()
         reference = state.reference if state.base is None else state.base
-        return [self.programs.score(reference, self.programs.put(vars(item))) for item in packed.micro_batches]
+        indices = range(len(packed.micro_batches))
+        return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
+
+    def _scored(
+        self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]
+    ) -> Iterator[dict[str, jax.Array]]:
+        """Yields the arrays on the mesh from which a program scores each micro-batch."""
+        for index in indices:
+            routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
+            yield self.programs.put(vars(packed.micro_batches[index]) | routing)
 
     def sums(
         self,
@@ -403,8 +429,9 @@ class Learner:
         self.state, self.accumulator, report = self.programs.apply_step(self.train_state(), accumulator, 0.0)
         return {name: float(value) for name, value in jax.device_get(report).items()} | {"learning_rate": 0.0}
 
-    def values(self, packed: packing.Packed) -> list[jax.Array]:
-        """Returns the critic's values on the mesh: one [B, T] array per micro-batch."""
+    def values(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]] = ()) -> list[jax.Array]:
+        """Returns the critic's values on the mesh: one [B, T] array per micro-batch. It takes none of the `extras`."""
+        del extras
         return self._scores(packed, [{} for _ in packed.micro_batches], range(len(packed.micro_batches)))
 
     def _with_proximal(
@@ -416,12 +443,10 @@ class Learner:
 
     def _scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
         """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""
-        state, found = self.train_state(), []
-        for index in indices:
-            routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
-            arrays = self.programs.put(vars(packed.micro_batches[index]) | routing)
-            found.append(self.programs.proximal(state.params, arrays, state.base))
-        return found
+        state = self.train_state()
+        return [
+            self.programs.proximal(state.params, arrays, state.base) for arrays in self._scored(packed, extras, indices)
+        ]
 
     def _with_statistics(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], part: range, number: int

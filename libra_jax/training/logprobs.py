@@ -34,7 +34,7 @@ STATE_AXES = ("fsdp", "context")
 
 
 Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-"""What the backward pass needs: hidden states, output projection, targets, entropies and normalizers.
+"""Arrays that the backward pass needs: hidden states, output projection, targets, entropies and normalizers.
 
 A token's normalizer is the logarithm of the sum of its exponentiated logits.
 """

@@ -45,12 +45,12 @@ class Scorer:
 
         With `routing` in the batch, the tokens that are `routed` take the given experts.
         """
-        routing = None
+        given = None
         if "routing" in batch:
             routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
-            routing = transformer.Routing(routing_BxTxLxK, batch["routed"])
+            given = router.Given(routing_BxTxLxK, batch["routed"])
         hidden_BxTxD, of_routers = transformer.forward_and_losses(
-            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"], routing
+            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"], given
         )
         head_DxV = transformer.unembedding(params, self.model)
         log_probs_BxT, entropy_BxT = logprobs.token_log_probs(

@@ -116,7 +116,7 @@ class Packed:
         Args:
           examples: the packed examples.
           width: W, number of layers times experts of a token.
-          dtype: of the experts' numbers.
+          dtype: dtype of `routing`.
         """
         made = [
             {"routing": np.zeros((*item.tokens.shape, width), dtype), "routed": np.zeros(item.tokens.shape, bool)}

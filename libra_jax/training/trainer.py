@@ -43,6 +43,9 @@ MIB = 2**20
 ADAPTER = "adapter"
 """Folder of the adapter in an exported policy. transformers looks for an adapter beside config.json only."""
 
+BASE = "base"
+"""Folder of the weights under the adapter in an exported policy."""
+
 
 def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> TrainerActor:
     """Creates the trainer of a run, or one of its processes. Its `start` is the first to touch devices.
@@ -230,7 +233,7 @@ class TrainerActor:
         self._synced = None
         rate = self._config.warm_start.learning_rate
         metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
-        return self._finish(metrics, packed)
+        return self._finish(learner, metrics, packed)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
         """Takes the updates of one step, from version v to v + 1, even if non-finite ones are skipped. Returns metrics.
@@ -290,7 +293,7 @@ class TrainerActor:
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)
-        return self._finish(metrics, prepared.packed, self._config.algorithm.epochs)
+        return self._finish(learner, metrics, prepared.packed, self._config.algorithm.epochs)
 
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
@@ -505,6 +508,7 @@ class TrainerActor:
         """Writes the policy as a Hugging Face directory, sealed with the checksums of its files.
 
         With an adapter, the directory holds the merged weights, and its folder `ADAPTER` the adapter in PEFT's format.
+        Its folder `BASE` holds the weights under the adapter, if `model.path` does not.
 
         Raises:
           LibraError: a parameter is not finite; nothing is written.
@@ -521,14 +525,25 @@ class TrainerActor:
             )
         hf.save(params, self._model, path)
         if self._model.adapter is not None:
-            base = self._config.model.path or self._config.model.preset
-            peft.save(learner.params, self._model, pathlib.Path(path) / ADAPTER, base)
+            del params  # before the next copy of the weights
+            peft.save(learner.params, self._model, pathlib.Path(path) / ADAPTER, self._exported_base(path))
         # Process 0 alone writes (`hf.save`), so it alone seals.
         if jax.process_index() == 0:
             try:
                 checksums.seal_folder(pathlib.Path(path))
             except OSError as error:
                 raise protocols.LibraError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+    def _exported_base(self, path: str) -> str:
+        """Returns the directory of the weights under an exported adapter; writes it if no other directory holds them.
+
+        No directory does after a warm start, or if the weights were drawn.
+        """
+        running, base = self.running(), pathlib.Path(path).absolute() / BASE
+        if running.sourced is not None and self._config.model.path:
+            return self._config.model.path
+        hf.save(running.learner.frozen(self._config.model.param_dtype), self._model, base)
+        return str(base)
 
     def shutdown(self) -> None:
         """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""
@@ -617,8 +632,10 @@ class TrainerActor:
             return learner.merged(self._config.rollout.dtype)
         return learner.policy
 
-    def _finish(self, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1) -> dict[str, float]:
-        """Adds the host's metrics of the step, and stops a run whose steps are not finite."""
+    def _finish(
+        self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
+    ) -> dict[str, float]:
+        """Adds the host's metrics of a step that `learner` took, and stops a run whose steps are not finite."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
         limit = self._config.trainer.max_skipped_steps
         if self._skipped_in_a_row > limit:
@@ -628,13 +645,12 @@ class TrainerActor:
                 "optimizer.learning_rate or look at the rewards."
             )
         lengths = [place.columns for place in packed.places if place is not None]
-        learner = self.running().learner
         # A learner that another trainer or mesh has handed over to may lack programs.
-        learner.ahead.begin()
+        self.running().learner.ahead.begin()
         waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
             "tokens/processed": float(sum(lengths)),
-            "train/flops": epochs * costs.train_flops(self._model, self._multiplied, lengths),
+            "train/flops": epochs * costs.train_flops(learner.model, self._multiplied, lengths),
             "padding_fraction": packed.padding_fraction,
             "micro_batches": float(len(packed.micro_batches)),
             "compiled_shapes": float(len(learner.programs.shapes)),

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_launch
+from libra_jax.engines import vllm_launch, vllm_plugin
 
 
 def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.Launch:
@@ -23,6 +23,16 @@ def test_named_cores_are_bound_and_one_that_is_not_there_is_refused():
     assert vllm_launch.core_binding("auto", 1) == vllm_launch.core_binding("nobind", 1) == "nobind"
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.cores: there is no core 4095"):
         vllm_launch.core_binding(f"{core}|4095", 2)
+
+
+def test_only_engines_that_return_experts_skip_vllms_check_of_them(monkeypatch):
+    seen = []
+    check = vllm_plugin._unless_routing(seen.append)
+    monkeypatch.delenv(vllm_plugin.ROUTING_VARIABLE, raising=False)
+    check("without experts")
+    monkeypatch.setenv(vllm_plugin.ROUTING_VARIABLE, "1")
+    check("with experts")
+    assert seen == ["without experts"]
 
 
 def test_the_environment_is_put_back_but_for_what_another_actor_changed_meanwhile(monkeypatch):

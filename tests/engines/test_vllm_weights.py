@@ -73,12 +73,14 @@ def test_frozen_weights_are_loaded_once_and_again_if_an_update_of_theirs_was_ref
         for entry in hf_names.adapter_map(adapters.adapted(SHAPE, LORA))
     )
 
-    def update(version, frozen, base=ENTRIES):
+    def update(version, frozen, base=ENTRIES, confirmed=True):
         """Returns which of both chunks are to be loaded."""
         checker.start(version)
         sent = [chunk(adapter, version, 0, 2), dataclasses.replace(chunk(base, version, 1, 2), frozen=frozen)]
         wanted = [checker.add(item) for item in sent]
         checker.finish(version)
+        if confirmed:
+            checker.confirm()
         return wanted
 
     assert update(1, "a") == [True, True]
@@ -86,6 +88,8 @@ def test_frozen_weights_are_loaded_once_and_again_if_an_update_of_theirs_was_ref
     with pytest.raises(protocols.LibraError, match=r"version 3 lacks lm_head.weight"):
         update(3, "b", ENTRIES[:-1])
     assert update(4, "a") == [True, True], "half of other weights has been loaded over them"
+    assert update(4, "a", confirmed=False) == [True, False]
+    assert update(4, "a") == [True, True], "the workers failed before they served it"
     checker.start(5)
     with pytest.raises(protocols.LibraError, match=r"has shape \(9,\), not the model's \(8, 128\)"):
         checker.add(chunk([dataclasses.replace(adapter[0], shape=(9,))], 5))

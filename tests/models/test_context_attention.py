@@ -62,9 +62,12 @@ def _program(mesh, heads, chunk):
         (6, 2, 2, 4, 64),
         (1, 1, 1, 8, 4),
         (3, 1, 1, 2, 5),
+        (1, 1, 1, 8, 2),  # parts of 3 columns become two blocks of 2
     ],
 )
-def test_split_rows_attend_as_whole_rows(heads, kv_heads, tensor, context, chunk):
+def test_split_rows_attend_as_whole_rows(monkeypatch, heads, kv_heads, tensor, context, chunk):
+    sizes, in_blocks = [], attention._in_blocks
+    monkeypatch.setattr(attention, "_in_blocks", lambda size, *rest: sizes.append(size) or in_blocks(size, *rest))
     arrays, mesh = _inputs(heads, kv_heads), _mesh(tensor, context)
     with jax.set_mesh(mesh):
         got = _program(mesh, heads, chunk)(SEGMENTS, *arrays)
@@ -73,6 +76,7 @@ def test_split_rows_attend_as_whole_rows(heads, kv_heads, tensor, context, chunk
     )
     for ours, reference in zip(got, wanted, strict=True):
         np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max(), rtol=0)
+    assert all(2 * size > min(chunk, TOKENS // context // 2) for size in sizes), "blocks are not much below the chunk"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from libra_jax.models import config as model_config
-from libra_jax.models import experts, hf, router, transformer
+from libra_jax.models import experts, hf, layers, router, transformer
 from libra_jax.planning import least
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -219,7 +220,7 @@ def _routing(config, seed):
     rng = np.random.default_rng(seed)
     shape = (*_batch()[0].shape, config.num_layers)
     chosen = np.argsort(rng.random((*shape, config.num_experts)))[..., : config.experts_per_token]
-    return transformer.Routing(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
+    return router.Given(chosen.astype(np.uint8), rng.random(shape[:2]) < 0.8)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2, 1), (2, 2, 2, 1)])
@@ -240,11 +241,15 @@ def test_replayed_routing_on_a_mesh_equals_that_of_one_device(sparse, shape):
 
 
 @pytest.mark.parametrize("normalized", [True, False])
-def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(normalized):
+@pytest.mark.parametrize("gap", [0.0, 110.0])
+def test_shares_of_given_experts_and_their_gradient_are_exact(normalized, gap):
     rng = np.random.default_rng(1)
     logits, weight = rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 5, 3))
     given = np.argsort(rng.random((2, 5, 8)))[..., :3]
     known = np.array([[True] * 5, [True, False] * 2 + [True]])
+    # In the last token, an expert that is not given is e^gap times as probable as any that is.
+    given[1, 4] = [1, 2, 3]
+    logits[1, 4, 0] += gap
 
     def total(logits):
         chosen, share = router.choose(logits, 3, normalized, router.Given(given.astype(np.uint8), known))
@@ -258,7 +263,7 @@ def test_shares_of_given_experts_and_their_gradient_equal_a_float64_reference(no
         wanted = wanted / wanted.sum(-1, keepdim=True)
     (wanted * torch.tensor(weight)).sum().backward()
     np.testing.assert_array_equal(chosen, expected)
-    np.testing.assert_allclose(share, wanted.detach(), rtol=1e-5)
+    np.testing.assert_allclose(share, wanted.detach(), rtol=1e-5, atol=1e-30)
     np.testing.assert_allclose(gradient, theirs.grad, atol=1e-6)
     assert np.abs(theirs.grad.numpy()).max() > 0.01
 
@@ -278,6 +283,19 @@ def test_losses_of_the_routers_are_those_of_transformers_sequence_by_sequence():
     np.testing.assert_allclose(found.z_BxT, np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2, rtol=1e-5)
 
 
+def test_padding_takes_no_expert(sparse):
+    config, segments = sparse[0], jnp.asarray(_batch()[2])
+    layer = layers.SparseMLP(config, nnx.Rngs(params=0))
+    x = jax.random.normal(jax.random.key(0), (*segments.shape, config.hidden_size))
+    mixed, losses = layer(x, None, layers.Sequences(segments, 4))
+    whole, _ = layer(x, None, layers.Sequences(jnp.ones_like(segments), 4))
+    assert (segments == 0).any()
+    np.testing.assert_array_equal(mixed[segments == 0], 0)
+    np.testing.assert_allclose(mixed[segments > 0], whole[segments > 0], atol=1e-5)
+    # Its logits are those of its embedding, which no loss sees.
+    np.testing.assert_array_equal(losses.balance_BxT[segments == 0], 0)
+
+
 def test_evenly_spread_tokens_have_a_balance_of_one_and_a_gradient_spreads_others():
     even = jnp.asarray(np.eye(8)[np.arange(16) % 8] * 1e-3)[None]
     segments = jnp.ones((1, 16), jnp.int32)
@@ -291,10 +309,53 @@ def test_evenly_spread_tokens_have_a_balance_of_one_and_a_gradient_spreads_other
     assert 1.0 < balance(lower) < balance(skewed)
 
 
-@pytest.mark.parametrize(("headroom", "shape"), [(3.0, (1, 8, 1, 1)), (1.5, (1, 4, 2, 1)), (0.01, (1, 8, 1, 1))])
-def test_exchanged_and_gathered_tokens_make_the_loss_and_gradient_of_one_device(sparse, monkeypatch, headroom, shape):
+@pytest.fixture
+def fresh_programs():
+    """No program is taken from JAX's caches, whose keys do not hold constants of modules."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("headroom", "shape", "exchanges"),
+    [(2.0, (1, 4, 1, 1), True), (2.0, (1, 4, 2, 1), True), (0.01, (1, 4, 1, 1), False)],
+)
+def test_exchanged_and_gathered_tokens_make_one_devices_gradient(
+    fresh_programs, monkeypatch, headroom, shape, exchanges
+):
     monkeypatch.setattr(least, "EXPERT_HEADROOM", headroom)
-    test_loss_and_gradient_on_a_mesh_equal_those_of_one_device(sparse, shape)
+    ran = _told_of_exchanges(monkeypatch)
+    keys, (tokens, count, width) = jax.random.split(jax.random.key(0), 5), (24, 8, 16)
+    x, grad = (jax.random.normal(key, (8, tokens, width)) for key in keys[:2])
+    weights = experts.Weights(*(jax.random.normal(key, (count, width, width)) / 4 for key in keys[2:]))
+    chosen = np.argsort(np.random.default_rng(0).random((8, tokens, count)))[..., :1].astype(np.int32)
+    share = jnp.full(chosen.shape, 0.5)
+
+    def run(x, share, weights):
+        out, transposed = jax.vjp(lambda *given: experts.mix(given[0], given[1], chosen, given[2]), x, share, weights)
+        return out, transposed(grad)
+
+    wanted = jax.jit(run)(x, share, weights)
+    ran.clear()
+    mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
+    with jax.set_mesh(mesh):
+        got = jax.block_until_ready(jax.jit(lambda *given: run(*given))(x, share, weights))
+    assert set(ran) == {exchanges}
+    for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
+
+
+def _told_of_exchanges(monkeypatch):
+    """Returns a list that gets True for each exchange that ran on a device, and False for each gathering."""
+    ran, bring = [], experts.Exchange.bring_experts
+
+    def told(exchange, chosen_NxK):
+        jax.debug.callback(lambda exchanged: ran.append(bool(exchanged)), exchange.slot_WxC is not None)
+        return bring(exchange, chosen_NxK)
+
+    monkeypatch.setattr(experts.Exchange, "bring_experts", told)
+    return ran
 
 
 def test_tokens_are_exchanged_if_all_find_a_place_and_else_gathered():
@@ -310,6 +371,8 @@ def test_tokens_are_exchanged_if_all_find_a_place_and_else_gathered():
         )
         spread = (everyone % 8)[:, None]
         assert np.asarray(split(spread)).tolist() == [True] * 8
+        padded = jnp.where(everyone[:, None] % tokens < tokens // 2, spread, -1)
+        assert np.asarray(split(padded)).tolist() == [True] * 8
         # One device's tokens all take one expert: every device gathers, or they would wait for each other.
         skewed = jnp.where((everyone < tokens)[:, None], 3, spread)
         assert np.asarray(split(skewed)).tolist() == [False] * 8

@@ -11,7 +11,7 @@ import transformers
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import adapters, hf, hf_names
+from libra_jax.models import adapters, hf, hf_names, lora
 from libra_jax.models import peft as peft_files
 from libra_jax.training import base as base_lib
 from libra_jax.training import learner as learner_lib
@@ -129,15 +129,31 @@ def test_fifty_steps_learn_and_change_no_bit_of_the_base(make, small):
     assert losses[-1] < losses[0] - 0.2
     _assert_equal(learner.state.base, before)
     assert base_lib.digest(learner.state.base) == digest
-    changed = jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].add(1), learner.state.base)
-    assert base_lib.digest(changed) != digest
+    leaves, structure = jax.tree.flatten(learner.state.base)
+    for number in (0, len(leaves) // 2, len(leaves) - 1):
+        # The lowest bit of the last element of one leaf.
+        (end,) = before[number].reshape(-1)[-1:].view({2: np.uint16, 4: np.uint32}[before[number].itemsize])
+        other = np.array(end ^ 1, end.dtype).view(before[number].dtype)
+        changed = [leaf.at[(-1,) * leaf.ndim].set(other) if leaf is leaves[number] else leaf for leaf in leaves]
+        assert base_lib.digest(jax.tree.unflatten(structure, changed)) != digest
+
+
+def test_weights_are_merged_by_one_program_for_each_dtype(make, monkeypatch):
+    traced, merged = [], lora.merged
+    monkeypatch.setattr(
+        lora, "merged", lambda *trees, config, dtype: traced.append(dtype) or merged(*trees, config=config, dtype=dtype)
+    )
+    learner = make(SOME)
+    for dtype in ("float32", "bfloat16", "float32", "bfloat16", "float32"):
+        assert str(learner.merged(dtype)["layers"]["mlp"]["down_proj"]["weight"].dtype) == dtype
+    assert traced == ["float32", "bfloat16"]
 
 
 def test_the_reference_model_is_the_base_without_the_adapter(make, small):
     with_kl = config_lib.AlgorithmConfig(kl_coefficient=0.1)
     learner, plain = make(algorithm=with_kl), small.learner(small.config(algorithm=with_kl))
     packed = _packed(small, learner)
-    (ours,), (wanted,) = learner.reference_log_probs(packed), plain.reference_log_probs(packed)
+    (ours,), (wanted,) = learner.reference_log_probs(packed, [{}]), plain.reference_log_probs(packed, [{}])
     np.testing.assert_array_equal(ours, wanted)
     extras = [{"advantages": np.ones_like(wanted), "reference": ours}]
     metrics = learner.update(learner_lib.POLICY, packed, RATE, extras)

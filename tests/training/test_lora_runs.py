@@ -19,7 +19,10 @@ import transformers
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import adapters, hf, lora, transformer
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs
 from libra_jax.training import base as base_lib
+from libra_jax.training import batch as batch_lib
 from libra_jax.training import checkpoints, training_side
 from libra_jax.weights import receiver
 
@@ -98,6 +101,12 @@ def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_pat
     _saved(actor, tmp_path / "warmed")
     actor.train_step(doubles.batch(small))
     _assert_equal(actor.running().learner.state.base, warmed)
+    # No directory but the export's own holds the weights under the adapter.
+    actor.export(str(tmp_path / "policy"))
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "policy" / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    tokens = torch.arange(small.vocabulary)[None]
+    np.testing.assert_allclose(adapted(tokens).logits.detach(), merged(tokens).logits.detach(), atol=1e-5)
 
     again = start(warm_start=warm, stand_by=True)
     again.restore(str(tmp_path / "warmed"))
@@ -106,7 +115,13 @@ def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_pat
     # The moments of a warm start are not saved, so only its weights are the same.
     again.restore(str(tmp_path / "halfway"))
     assert again.running().warming is not None
-    assert again.warm_start_step(sequences)["loss"] < losses[1]
+    metrics = again.warm_start_step(sequences)
+    assert metrics["loss"] < losses[1]
+    # The learner that took the step tells of it, and has gradients of all weights.
+    assert metrics["train/compile_seconds"] > 0
+    multiplied = model_config.multiplied_parameter_count(small.shape)
+    lengths = [item.columns for item in batch_lib.examples(sequences, 0, small.shape)]
+    assert metrics["train/flops"] == costs.train_flops(small.shape, multiplied, lengths)
 
 
 def test_an_export_is_read_by_others_starts_a_run_and_is_what_merge_sends(small, start, model_directory, tmp_path):

@@ -10,7 +10,7 @@ import small_model
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import learner
+from libra_jax.training import learner, step
 
 SPARSE = small_model.sparse()
 
@@ -28,8 +28,8 @@ def _trajectory(seed, routed=None, name="p/0"):
     return made
 
 
-def _config(small, replay="rollout"):
-    return small.config(algorithm=config_lib.AlgorithmConfig(routing_replay=replay))
+def _config(small, replay="rollout", **algorithm):
+    return small.config(algorithm=config_lib.AlgorithmConfig(routing_replay=replay, **algorithm))
 
 
 def _batch(trajectories):
@@ -60,6 +60,10 @@ def test_each_input_column_has_the_experts_of_its_own_token(small):
     [
         (lambda t: t.routing.__setitem__(2, b"\x01\x02\x03"), r"p/0: .* 5 of its .* \[3, 4\] bytes .* take 4"),
         (lambda t: t.routing.__setitem__(2, bytes([0, 1, 8, 2])), r"p/0: .* returned expert 8, and the model has 8"),
+        (
+            lambda t: t.routing.__setitem__(2, bytes([0, 1, 3, 3])),
+            r"p/0: .* expert twice in layer 1 of token 2;",
+        ),
         (lambda t: t.routing.extend([bytes(4)] * 40), r"p/0: the engine returned experts for 45 of its"),
     ],
 )
@@ -83,13 +87,17 @@ def test_more_than_256_experts_take_two_bytes_each():
     np.testing.assert_array_equal(example.routing_RxW, [[299, 1, 2, 257]] * 3)
 
 
-def test_the_step_trains_on_the_given_experts_with_the_program_compiled_ahead(sparse):
+def test_policy_and_reference_take_given_experts_in_ready_programs(sparse):
     trajectories = [_trajectory(seed, name=f"p/{seed}") for seed in range(4)]
     ratios = {}
     for replay in ("off", "rollout"):
-        config = _config(sparse, replay)
+        config = _config(sparse, replay, kl_coefficient=0.1)
         made = sparse.learner(config)
-        prepared = batch_lib.prepare(config, _batch(trajectories), SPARSE)
+        # Large enough that another choice of experts makes another policy.
+        made.begin(jax.tree.map(lambda leaf: 6 * leaf if leaf.ndim > 2 else leaf, made.params))
+        prepared = batch_lib.prepare(config, _batch(trajectories), SPARSE, made.reference_log_probs)
+        scored = [(name, set(shapes)) for name, shapes in made.programs.shapes]
+        assert scored == [(step.SCORE, set(made.micro_batch(step.SCORE)))]
         arrays = vars(prepared.packed.micro_batches[0]) | prepared.extras[0]
         ahead = made.micro_batch(learner.POLICY)
         assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
@@ -97,6 +105,8 @@ def test_the_step_trains_on_the_given_experts_with_the_program_compiled_ahead(sp
         }
         sums, report = made.sums(learner.POLICY, made.params, prepared.packed, prepared.extras, [0])
         ratios[replay] = report["maxima"]["mismatch/ratio_max"]
+        total, count = report["metrics"]["kl/reference"]
+        assert total / count < 1e-9, "the policy is still the reference model"
         if replay == "rollout":
             replayed, trained = report["metrics"]["router/replayed"]
             assert replayed == trained > 0

@@ -166,7 +166,7 @@ def test_a_reference_model_exists_only_above_coefficient_zero_and_pulls_the_poli
     learner = small.learner(config)
     packed, extras = _batch(small, config)
     divergences = []
-    for extra, array in zip(extras, learner.reference_log_probs(packed), strict=True):
+    for extra, array in zip(extras, learner.reference_log_probs(packed, extras), strict=True):
         extra["reference"] = array
     for _ in range(3):
         learner.update("policy", packed, 1e-2, extras)
@@ -186,8 +186,8 @@ def test_the_reference_model_is_kept_in_bfloat16_and_scores_to_the_same_bit(smal
     stored = jax.tree_util.tree_leaves_with_path(learner.state.reference)
     assert {leaf.dtype.name for path, leaf in stored if "norm" in str(path)} == {"float32"}
     assert {leaf.dtype.name for path, leaf in stored if "norm" not in str(path)} == {"bfloat16"}
-    packed, _ = _batch(small, config)
-    for got, item in zip(learner.reference_log_probs(packed), packed.micro_batches, strict=True):
+    packed, extras = _batch(small, config)
+    for got, item in zip(learner.reference_log_probs(packed, extras), packed.micro_batches, strict=True):
         wanted = without.programs.score(without.params, without.programs.put(vars(item)))
         np.testing.assert_array_equal(got, wanted)
     begins = resize.Resize(learner, protocols.MeshSizes(2, 1, 1), jax.devices())
