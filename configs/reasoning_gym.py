@@ -30,7 +30,7 @@ def get_config(name: str = "basic_arithmetic") -> libra_config.RunConfig:
 
     config.coordinator.groups_per_step = 16
     config.coordinator.max_staleness = 1
-    config.coordinator.filter_zero_variance = True  # a group that is all right or all wrong teaches nothing
+    config.algorithm.filter = "zero_variance"  # a group that is all right or all wrong teaches nothing
     config.coordinator.max_replacements = 10.0
     config.evaluation.every = 20
     return config

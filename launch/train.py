@@ -110,6 +110,9 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     if missing:
         known = wiring.known_shape(found.config) is not None
         checked = "All else" if known else "What does not depend on the model's shape"
+        own = not found.config.task.environment.startswith(rehearsal.OURS)
+        if example is None and (own or found.config.reward.functions):
+            checked += ", except what needs a task (a rollout in the environment, scores of reward functions),"
         problems = "; ".join(missing)
         stop = "" if problems.endswith(("?", ".")) else "."
         raise protocols.DataError(f"this run cannot start here: {problems}{stop} {checked} was checked")

@@ -101,6 +101,9 @@ def test_a_stored_config_is_read_under_present_names():
     found = config.renamed(stored)
     assert found == {"steps": 3, "rollout": {"slots": 2, "chunk_mib": 64}, "elastic": {"late_factor": 3.0}, "task": {}}
     assert stored["rollout"] == {"bucket_mib": 64, "slots": 2}
+    for former, present in ((False, "none"), (True, "zero_variance")):
+        found = config.renamed({"coordinator": {"filter_zero_variance": former}, "algorithm": {}})
+        assert found == {"coordinator": {}, "algorithm": {"filter": present}}
     with pytest.raises(
         ConfigError, match=r"config\.task\.reward: no such field; task\.reward is now reward\.functions, e"
     ):

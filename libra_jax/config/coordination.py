@@ -19,9 +19,6 @@ class CoordinatorConfig:
     # Training steps between a group's first dispatch and its training, at most; 0 is synchronous.
     max_staleness: int = 0
     stale: str = "wait"  # handling of a group about to exceed max_staleness: wait (training waits for it) or replace
-    # Replacement of groups whose rewards are all equal (counted, capped). The environment's own rewards are compared,
-    # without the reward functions; with reward.environment_weight=0 the functions' sums are compared.
-    filter_zero_variance: bool = False
     max_replacements: float = 1.0  # replaced groups allowed, as a multiple of the groups trained (plus one step)
     # Groups begun beyond those that a step needs, as a share of them, rounded up. The first to finish are trained on,
     # the last are aborted: training sees fewer long rollouts than the policy makes, which biases it. 0 is off.
@@ -37,11 +34,6 @@ class CoordinatorConfig:
         check(self.redundancy >= 0, "coordinator.redundancy", f"must not be negative, not {self.redundancy}")
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
-        check(
-            self.group_size > 1 or not self.filter_zero_variance,
-            "coordinator.filter_zero_variance",
-            "replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 or more",
-        )
         check(self.max_staleness >= 0, "coordinator.max_staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         allowed = self.max_replacements  # may be infinite

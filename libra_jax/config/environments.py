@@ -36,7 +36,7 @@ class TaskConfig:
     context_policy: str = "stop"
     answer_tokens: int = 64  # tokens that context_policy=cut leaves for the next output
     # Use of a rollout that a limit of the run ended: mask (it is left out of the loss, of its group's baseline and of
-    # coordinator.filter_zero_variance), zero (it trains with its reward: 0, or that of the reward functions).
+    # algorithm.filter), zero (it trains with its reward: 0, or that of the reward functions).
     cut_off: str = "mask"
     # Limits to which cut_off applies. The default ones depend on hardware, load and tool returns: task.max_seconds and
     # rollout.max_context. The policy can learn to keep the other limits, so such a rollout trains with its reward:
@@ -186,7 +186,7 @@ class ToolsConfig:
         check(not twice, "tools.use", f"names {twice[0] if twice else ''!r} twice")
 
 
-OF_REWARDS = ("mean", "std", "environment")
+OF_REWARDS = ("mean", "std", "environment", "overlong")
 """Metrics under `reward/`, whose names no reward function may have."""
 
 

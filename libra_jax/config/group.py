@@ -14,6 +14,7 @@ from libra_jax.protocols import ConfigError
 T = TypeVar("T")
 
 RENAMED = {
+    "coordinator.filter_zero_variance": "algorithm.filter",
     "coordinator.staleness": "coordinator.max_staleness",
     "deadlines.publish": "deadlines.weight_sync",
     "elastic.late": "elastic.late_factor",
@@ -25,10 +26,14 @@ RENAMED = {
 """Former name of a setting, and its present name."""
 
 _FORMS = {
+    "algorithm.filter": '"zero_variance"',
     "reward.functions": '{"mine": {"factory": "package.module:factory"}}',
     "tools.mcp": '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}',
 }
 """Example of each renamed setting whose value has another form than under its former name."""
+
+_CONVERTED = {"coordinator.filter_zero_variance": {False: "none", True: "zero_variance"}}
+"""Present values of each renamed setting whose former values all have one, by former value."""
 
 _FROZEN = "_frozen"
 """Entry of a group's `__dict__` that says that no field may be set any more."""
@@ -88,6 +93,8 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
         value = group_of.pop(old_name)
         if new not in _FORMS:
             found[new_group].setdefault(new_name, value)
+        elif value in (present := _CONVERTED.get(old, {})):
+            found[new_group].setdefault(new_name, present[value])
         else:  # an empty value says the same in every form
             check(not value, old, f"no such field; {now(old)}")
     return found

@@ -124,6 +124,11 @@ class RunConfig:
             f"the longest row ({longest}) must hold a whole context (rollout.max_context = {self.rollout.max_context})",
         )
 
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens that a rollout may generate, if its context does not end it before."""
+        return self.task.max_tokens or self.rollout.max_tokens * self.task.max_turns
+
     def _check_algorithm(self) -> None:
         """Refuses settings of the objective that have no effect, and quantised engines that it would not correct."""
         algorithm, defaults = self.algorithm, AlgorithmConfig()
@@ -138,6 +143,25 @@ class RunConfig:
                 f"{default} and bound the importance weight by algorithm.correction and correction_cap, or set "
                 "algorithm.objective=behaviour",
             )
+        check(
+            self.coordinator.group_size > 1 or algorithm.filter != "zero_variance",
+            "algorithm.filter",
+            "zero_variance replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 "
+            "or more",
+        )
+        check(
+            algorithm.overlong_buffer <= self.most_tokens,
+            "algorithm.overlong_buffer",
+            f"{algorithm.overlong_buffer} tokens exceed the {self.most_tokens} that a rollout may generate "
+            "(task.max_tokens, or rollout.max_tokens x task.max_turns)",
+        )
+        check(
+            not algorithm.overlong_buffer or self.most_tokens - algorithm.overlong_buffer < self.rollout.max_context,
+            "algorithm.overlong_buffer",
+            f"no rollout gets there: the penalty begins at {self.most_tokens - algorithm.overlong_buffer} generated "
+            f"tokens, and rollout.max_context is {self.rollout.max_context}; set task.max_tokens to what a rollout may "
+            "generate within its context",
+        )
         check(
             algorithm.loss not in BATCH_LOSSES or algorithm.proximal == "recompute",
             "algorithm.proximal",

@@ -108,6 +108,7 @@ LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_co
 BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
 """Losses that take statistics of all tokens of an update: the policy scores them before the update."""
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+FILTERS = ("none", "zero_variance")
 CORRECTIONS = ("none", "truncated", "masked")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 
@@ -165,10 +166,40 @@ class AlgorithmConfig:
     # Experts of a mixture's tokens in training: off (the trainer's own), rollout (those that the engine chose: routing
     # replay, which keeps the ratio of engine and trainer near 1).
     routing_replay: str = "off"
+    # Finished groups that are replaced by others (counted, capped by coordinator.max_replacements): none, zero_variance
+    # (all rollouts have the same reward of the environment; with reward.environment_weight=0, of the functions), or
+    # "package.module:function". Your function(group, **filter_arguments) returns a reason, or None to keep the group.
+    filter: str = "none"
+    # Keyword arguments of your filter; the built-in filters take none.
+    filter_arguments: Mapping[str, Any] = field(default_factory=dict)
+    # Tokens before a rollout's limit over which its reward falls by overlong_penalty (DAPO, arXiv 2503.14476). 0 is
+    # off. The limit is task.max_tokens, or without it rollout.max_tokens x task.max_turns. Only training rewards fall:
+    # algorithm.filter, reward/environment and evaluations see them without the penalty.
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0  # reward that a rollout at its token limit loses
 
     def __post_init__(self) -> None:
         check_function(self.advantage, ADVANTAGES, self.advantage_arguments, "algorithm.advantage")
         check_function(self.loss, LOSSES, self.loss_arguments, "algorithm.loss")
+        check_function(self.filter, FILTERS, self.filter_arguments, "algorithm.filter")
+        check(
+            ":" in self.filter or not self.filter_arguments,
+            "algorithm.filter_arguments",
+            f"algorithm.filter={self.filter} takes none; leave it empty, or name a function of your own there",
+        )
+        check(self.overlong_buffer >= 0, "algorithm.overlong_buffer", "must not be negative; 0 is off")
+        check_finite(self.overlong_penalty, "algorithm.overlong_penalty")
+        check(
+            self.overlong_penalty > 0,
+            "algorithm.overlong_penalty",
+            f"must be positive, not {self.overlong_penalty}; algorithm.overlong_buffer=0 turns the penalty off",
+        )
+        check(
+            self.overlong_buffer > 0 or self.overlong_penalty == 1,
+            "algorithm.overlong_penalty",
+            f"{self.overlong_penalty:g} has no effect with algorithm.overlong_buffer=0; leave it at 1, or set "
+            "algorithm.overlong_buffer",
+        )
         check_choice(self.aggregation, AGGREGATIONS, "algorithm.aggregation")
         check_choice(self.objective, ("behaviour", "decoupled"), "algorithm.objective")
         check_choice(self.proximal, ("recompute", "interpolate"), "algorithm.proximal")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import checkpoints, rollouts, saving
+from libra_jax.coordinator import checkpoints, filters, overlong, rollouts, saving
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -16,8 +16,8 @@ from libra_jax.weights import sync
 ENVIRONMENT, REWARD = "environment", "reward"
 """Reasons to replace a group that failed."""
 
-ZERO_VARIANCE, STALE, REDUNDANT = "zero_variance", "stale", "redundant"
-"""Reasons to replace a group that is intact."""
+STALE, REDUNDANT = "stale", "redundant"
+"""Reasons to replace a group that is intact, beside those of `filters`."""
 
 
 class Groups:
@@ -45,6 +45,7 @@ class Groups:
         self._events = run.events
         self._clock = run.clock
         self._runner = runner
+        self._filtered, self._filter = filters.make(run.config)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy_since = 0.0
         self._busy_seconds = 0.0
@@ -147,33 +148,14 @@ class Groups:
         if crash is not None:
             broken = REWARD if isinstance(crash, protocols.RewardFailed) else ENVIRONMENT
             self._count(group, broken, str(crash))
-        elif self._config.coordinator.filter_zero_variance and (why := self._same_rewards(group)):
-            self._count(group, ZERO_VARIANCE, why)
+        elif (why := self._filter(group)) is not None:
+            self._count(group, self._filtered, why)
         else:
+            # After the filter, which compares rewards without it. No await lies between here and the checkpoint's
+            # `finished`, so a restored group is never shaped twice.
+            overlong.shape(self._config, group)
             self.finished[group.group_id] = group
             self._events.announce(protocols.GroupSettled(group.group_id))
-
-    def _same_rewards(self, group: protocols.Group) -> str:
-        """Returns why all rollouts of a group that are not masked have equal rewards; empty if rewards differ."""
-        rewards, cut = set(), 0
-        for trajectory in group.trajectories:
-            if self._config.task.masks(trajectory.finish):
-                cut += 1
-                continue
-            # Reward functions shape the sum, and a brevity term alone makes nearly every sum differ. So the
-            # environment's own reward is compared, unless it has no weight or is missing.
-            own = trajectory.environment_reward if self._config.reward.environment_weight else None
-            rewards.add(trajectory.reward if own is None else own)
-        if len(rewards) > 1:
-            return ""
-        prompt = group.task.prompt_id
-        if cut >= len(group.trajectories) - 1 and cut:
-            return (
-                f"{cut} of {len(group.trajectories)} rollouts of {prompt} were cut off at a limit and masked "
-                "(task.cut_off); raise task.max_seconds or rollout.max_context, or set task.cut_off=zero"
-            )
-        whose = "the environment gave" if self._config.reward.environment_weight else "the reward functions gave"
-        return f"{whose} every rollout of {prompt} the same reward"
 
     def _leave(self, group: protocols.Group) -> None:
         self._tasks.pop(group.group_id, None)

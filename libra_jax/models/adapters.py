@@ -11,7 +11,7 @@ from typing import Any
 
 from libra_jax import config as run_config
 from libra_jax.models import config as model_config
-from libra_jax.models import hf_names
+from libra_jax.models import hf_names, weight_files
 from libra_jax.protocols import ConfigError, DataError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -84,13 +84,35 @@ def to_peft(config: model_config.TransformerConfig, base: str) -> dict[str, Any]
     }
 
 
-def check_peft(config: model_config.TransformerConfig, directory: pathlib.Path) -> None:
-    """Checks that a PEFT directory describes the adapter of `config`.
+def check_directory(config: model_config.TransformerConfig, directory: pathlib.Path) -> None:
+    """Checks that a PEFT directory, `model.lora.path`, holds the adapter of `config`: its description and its tensors.
+
+    Raises:
+      DataError: a file cannot be read, or holds another adapter; the message names the difference.
+    """
+    file = directory / WEIGHTS_FILE
+    try:
+        _check_description(config, directory / CONFIG_FILE)
+        if not file.is_file():
+            raise DataError(f"{file}: missing; give the directory of a PEFT adapter.")
+        found = weight_files.read_header(file)
+        for entry in hf_names.adapter_map(config):
+            shape = found.pop(f"{PREFIX}{entry.hf_name}", None)
+            if shape != entry.shape:
+                raise DataError(f"{file}: {PREFIX}{entry.hf_name} has shape {shape}, not {entry.shape}.")
+        if found:
+            raise DataError(f"{file}: {min(found)} has no place in the adapter that config.model.lora describes.")
+    except DataError as error:
+        raise DataError(f"config.model.lora.path: {error}") from None
+
+
+def _check_description(config: model_config.TransformerConfig, file: pathlib.Path) -> None:
+    """Checks that a PEFT file describes the adapter of `config`.
 
     Raises:
       DataError: the file is missing or not JSON, or describes another adapter; the message names the field.
     """
-    file, wanted = directory / CONFIG_FILE, to_peft(config, "")
+    wanted = to_peft(config, "")
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -182,6 +182,7 @@ def from_hf(values: Mapping[str, Any], source: str = "config.json") -> Transform
     """
     architecture = _supported_architecture(values, source)
     sizes = {name: _positive(values, name, source) for name in _REQUIRED}
+    _check_layer_types(values, sizes["num_hidden_layers"], source)
     heads = sizes["num_attention_heads"]
     kv_heads = heads if values.get("num_key_value_heads") is None else _positive(values, "num_key_value_heads", source)
     if heads % kv_heads:
@@ -317,8 +318,10 @@ def load_preset(name: str, field: str = "model.preset") -> TransformerConfig:
     """
     names = preset_names()
     if name not in names:
-        by_lower = {known.lower(): known for known in names}
-        near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+        by_lower, asked = {known.lower(): known for known in names}, name.lower().rpartition("/")[2]
+        # A shortened name is nearer in meaning to what it begins than to a name with other digits.
+        longer = [known for known in by_lower if known.startswith(asked)]
+        near = difflib.get_close_matches(asked, longer or by_lower, n=1, cutoff=0.5)
         hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
         raise ConfigError(f"config.{field}: {name!r} is not one of {', '.join(names)}{hint}")
     return from_hf(json.loads((_PRESETS / f"{name}.json").read_text()), f"preset {name}")
@@ -374,8 +377,29 @@ def _supported_architecture(values: Mapping[str, Any], source: str) -> str:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise DataError(f"{source}: hidden_act {activation!r} is not supported; supported is silu.")
+    if values.get("quantization_config"):
+        raise DataError(f"{source}: quantized weights cannot be trained; use the model's unquantized release.")
+    return str(name)
+
+
+def _check_layer_types(values: Mapping[str, Any], layers: int, source: str) -> None:
+    """Refuses layers that are not full attention, and a list of another length than the model."""
+    kinds = values.get("layer_types") or []
+    if not isinstance(kinds, list | tuple):
+        raise DataError(f"{source}: layer_types must be a list of one name a layer, not {kinds!r}.")
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if unknown:
+        raise DataError(
+            f"{source}: layer_types has layers of type {unknown[0]!r}, which is not supported; every layer must be "
+            "full_attention. Use another model."
+        )
+    if kinds and len(kinds) != layers:
+        raise DataError(
+            f"{source}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}; correct the one that "
+            "is wrong."
+        )
     edits = ["set use_sliding_window to false"] if values.get("use_sliding_window") else []
-    if any(kind != "full_attention" for kind in values.get("layer_types") or ()):
+    if "sliding_attention" in kinds:
         edits.append("remove layer_types")
     if edits:
         window = values.get("sliding_window") or 4096  # the default of transformers' Qwen2Config and Qwen3Config
@@ -383,9 +407,6 @@ def _supported_architecture(values: Mapping[str, Any], source: str) -> str:
             f"{source}: sliding-window attention is not supported. Contexts within the window are computed alike "
             f"without: in a copy of the file, {' and '.join(edits)}, and set rollout.max_context to at most {window}."
         )
-    if values.get("quantization_config"):
-        raise DataError(f"{source}: quantized weights cannot be trained; use the model's unquantized release.")
-    return str(name)
 
 
 def _experts_from_hf(values: Mapping[str, Any], source: str) -> dict[str, Any]:

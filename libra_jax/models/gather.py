@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one device holds of a block.
+    """One device's part of a block.
 
     Attributes:
       starts: place in the leaf of each part of `data`.

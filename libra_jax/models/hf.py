@@ -25,11 +25,9 @@ import safetensors
 import safetensors.numpy
 
 from libra_jax.models import config as model_config
-from libra_jax.models import gather, hf_names, transformer
+from libra_jax.models import gather, hf_names, transformer, weight_files
 from libra_jax.protocols import DataError
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 4096
 
@@ -139,24 +137,8 @@ _Tensors = Mapping[str, tuple[pathlib.Path, Any]]
 
 
 def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tensors:
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
-    files, index = [directory / _SINGLE], directory / _INDEX
-    # The single file wins, as in transformers: an index beside it is a leftover of an older save.
-    if not files[0].is_file():
-        if not index.is_file():
-            raise DataError(
-                f"{directory}: holds neither {_SINGLE} nor {_INDEX}; download the model's safetensors release."
-            )
-        try:
-            names = json.loads(index.read_text())["weight_map"].values()
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{index}: is not a whole index ({error!r}); download it again.") from None
-        files = [directory / name for name in sorted(set(names))]
     tensors: dict[str, tuple[pathlib.Path, Any]] = {}
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{file}: missing; download the model again.")
+    for file in weight_files.files(directory):
         try:
             handle = stack.enter_context(safetensors.safe_open(str(file), framework="numpy"))
         except (safetensors.SafetensorError, OSError) as error:
@@ -171,19 +153,8 @@ def _check_tensors(config: model_config.TransformerConfig, tensors: _Tensors, di
     Raises:
       DataError: a tensor is missing, misshapen or unknown; or a tied model's file holds a different output projection.
     """
-    for name, implied in _shapes(config).items():
-        if name not in tensors:
-            raise DataError(f"{directory}: no file holds the tensor {name}, which config.json implies.")
-        file, handle = tensors[name]
-        shape = tuple(handle.get_slice(name).get_shape())
-        if shape != implied:
-            raise DataError(f"{file}: tensor {name} has shape {shape}, but config.json implies {implied}.")
-    # The untied names, because a tied model's file may still hold a copy of the head.
-    known = _shapes(model_config.untied(config))
-    for name, (file, _) in tensors.items():
-        # Old checkpoints also store rotary frequencies, which follow from the config.
-        if name not in known and not name.endswith("rotary_emb.inv_freq"):
-            raise DataError(f"{file}: tensor {name} has no place in the model that config.json describes.")
+    shapes = {name: (file, tuple(handle.get_slice(name).get_shape())) for name, (file, handle) in tensors.items()}
+    weight_files.check(config, shapes, directory)
     if not config.tie_word_embeddings or _HEAD not in tensors:
         return
     # transformers would use the head that the file holds, not the tied table.
@@ -260,7 +231,7 @@ def _write(
         files.append(list(shard))
         total += sum(array.nbytes for array in shard.values())
     if len(files) == 1:
-        (directory / "1.safetensors").rename(directory / _SINGLE)
+        (directory / "1.safetensors").rename(directory / weight_files.SINGLE)
         return
     places: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
@@ -268,7 +239,7 @@ def _write(
         (directory / f"{number}.safetensors").rename(directory / name)
         places |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / weight_files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _tensors(
@@ -297,11 +268,6 @@ def _in_shards(tensors: Iterator[tuple[str, np.ndarray]], max_shard_bytes: int) 
         shard[name] = tensor
         size += tensor.nbytes
     yield shard
-
-
-def _shapes(config: model_config.TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor of the checkpoint by its name."""
-    return {name: shape for entry in hf_names.weight_map(config) for name, shape in entry.tensors().items()}
 
 
 def _by_leaf(config: model_config.TransformerConfig) -> Mapping[tuple[str, ...], Sequence[hf_names.HfEntry]]:

@@ -33,6 +33,9 @@ PLAIN = (scripts.Script(200, (protocols.Turn(1),)),)
 """Rollouts if nothing but lengths is given: one turn after a prompt of 200 tokens."""
 
 DEGREES = (1, 2, 4, 8)
+OF_MODEL = {"model.path", "model.preset"}
+"""Fields that name the model."""
+
 SLOTS = {"simulation.slots", "rollout.slots", "rollout.slots_by_instance"}
 """Fields that set the number of requests that an instance decodes at once."""
 
@@ -336,7 +339,7 @@ def _of_simulation(values: Mapping[str, Any], asked: Asked) -> Case:
     drawn = [workload.script(task, sample) for task in range(0, groups, every) for sample in range(min(size, SAMPLES))]
     drawn = scripts.reshaped(drawn, asked.wanted)
     source = Path(run.workload.trace).name if run.workload.trace else run.workload.shape
-    model, slots = run.simulation.cost_model(run.model.lora), run.simulation.slots
+    model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
     if asked.length_flags:
         run = _limited(run, max(script.context_tokens for script in drawn), asked)
     if (named or asked.length_flags) and not SLOTS & asked.given:
@@ -353,7 +356,10 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     if asked.hardware is not None:
         named["planner"] = {**values["planner"], "hardware": asked.hardware}
     run = libra_config.parse(libra_config.RunConfig, {**values, **named})
-    path = run.model.path
+    path, chosen = run.model.path, run.model.preset != libra_config.ModelConfig().preset
+    # A config may name a preset of its model's shape, for machines without the model.
+    if path and chosen and not Path(path).exists() and asked.given & OF_MODEL != {"model.path"}:
+        run, path = dataclasses.replace(run, model=dataclasses.replace(run.model, path="")), ""
     if path and "model.preset" in asked.given:
         raise protocols.ConfigError(
             f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"

@@ -14,9 +14,10 @@ from libra_jax.agents.rewards import actors
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import advice
+from libra_jax.coordinator import filters
 from libra_jax.engines import logprob_contract
+from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility
 from libra_jax.runs import wiring
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -61,6 +62,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
     for name, function in config.reward.parsed().items():
         actors.check(name, function)
+    filters.make(config)
     _check_optimizer(config)
     if shape is None:
         return
@@ -154,7 +156,8 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
 
 
 def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
-    """Lists what a run of this config lacks on this machine, one sentence each: weights, tokenizer files, tasks.
+    """Lists what a run of this config lacks on this machine, one sentence each: weights, an adapter to start from,
+    tokenizer files, tasks, files of tools.
 
     Args:
       config: configuration of the run.
@@ -167,6 +170,13 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
             found.append(f"config.model.path: {path}: no such model directory")
         elif not any(path.glob("*.safetensors")):
             found.append(f"config.model.path: {path}: holds no *.safetensors")
+        else:
+            try:
+                weight_files.check_directory(model_config.read_directory(path), path)
+            except protocols.DataError as error:
+                found.append(f"config.model.path: {error}".rstrip("."))
+    if config.model.lora.path:
+        found += _missing_adapter(config)
     folder = Path(tokenizer or path)
     if tokenizer != "character" and folder.is_dir():
         if not any((folder / name).is_file() for name in tokenizers.TOKENIZER_FILES):
@@ -178,7 +188,20 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
             factories.task_source(config.task, config.seed)
         except protocols.DataError as error:
             found.append(f"config.task.path: {error}")
-    return found
+    return found + toolkit.Toolkit(config.tools, config.sandbox).missing()
+
+
+def _missing_adapter(config: libra_config.RunConfig) -> list[str]:
+    """Says what keeps the run from starting with the adapter of `model.lora.path`. Empty if nothing does."""
+    folder, shape = Path(config.model.lora.path), wiring.known_shape(config)
+    if not folder.is_dir():
+        return [f"config.model.lora.path: {folder}: no such adapter directory"]
+    try:
+        if shape is not None:
+            adapters.check_directory(shape, folder)
+    except protocols.DataError as error:
+        return [str(error).rstrip(".")]
+    return []
 
 
 def _check_optimizer(config: libra_config.RunConfig) -> None:

@@ -81,7 +81,7 @@ def lower_bound(
     """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`."""
     limits, model, devices = config.coordinator, simulation.cost_model(config.model.lora), simulation.train_devices
     slots: dict[int, int] = {}  # the most of any instance of each degree
-    given = zip(config.rollout.tensor_parallel, simulation.slots or config.rollout.instance_slots, strict=True)
+    given = zip(config.rollout.tensor_parallel, simulation.instance_slots(config.rollout), strict=True)
     for degree, most in given:
         slots[degree] = max(most, slots.get(degree, 0))
     count = config.steps * limits.groups_per_step

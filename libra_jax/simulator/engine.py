@@ -300,7 +300,7 @@ class Fleet:
         self._warm_seconds = warm_seconds
         self._config = config
         self._model = model
-        self._slots = slots or config.rollout.instance_slots
+        self._slots = slots
         self._by_degree = configuration.slots_by_degree(config.rollout.tensor_parallel, self._slots)
         self.counters: list[batch.Counters] = []
         self.degrees: list[int] = []

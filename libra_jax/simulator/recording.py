@@ -201,7 +201,7 @@ def _numbers(path: Path, config: configuration.RunConfig) -> dict[int, Parts]:
     if replaced:
         raise protocols.DataError(
             f"{path}: {replaced:.0f} groups were replaced, and what they took of the machines is in no trace; record a "
-            "run without (coordinator.stale=wait, filter_zero_variance=False)"
+            "run without (coordinator.stale=wait, algorithm.filter=none)"
         )
     parts = {}
     for number in taken:

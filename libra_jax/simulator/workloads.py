@@ -336,7 +336,7 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
     given = (("simulation.slots", simulation.slots), ("rollout.slots_by_instance", config.rollout.slots_by_instance))
     name = next((field for field, slots in given if slots), "rollout.slots")
     model, degrees = simulation.cost_model(config.model.lora), config.rollout.tensor_parallel
-    for degree, slots in zip(degrees, simulation.slots or config.rollout.instance_slots, strict=False):
+    for degree, slots in zip(degrees, simulation.instance_slots(config.rollout), strict=True):
         room = max(0, model.kv_tokens(degree))
         if slots * first > room:
             raise protocols.ConfigError(

@@ -42,8 +42,8 @@ class SimulationConfig:
       train_devices: accelerators that train.
       train_mesh: (data, fsdp, tensor) of the accelerators that train, by which a step's time is computed; empty splits
         the work evenly.
-      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; empty takes the
-        slots of `rollout`.
+      slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; one entry is for
+        all instances, and empty takes the slots of `rollout`.
       coefficients: shares of the sheet's peaks, and fixed times.
       scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "config" are those of
         `scheduler.costs`, as in a real run.
@@ -71,6 +71,20 @@ class SimulationConfig:
             all(slots > 0 for slots in self.slots), "simulation.slots", f"must be positive, not {self.slots}"
         )
         configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
+
+    def instance_slots(self, rollout: configuration.RolloutConfig) -> tuple[int, ...]:
+        """Returns the slots of each instance.
+
+        Raises:
+          ConfigError: `slots` has neither one entry nor one for each instance.
+        """
+        instances, given = len(rollout.tensor_parallel), len(self.slots)
+        configuration.check(
+            given in (0, 1, instances),
+            "simulation.slots",
+            f"has {given} entries for {instances} instances; give one each, or one for all",
+        )
+        return self.slots * instances if given == 1 else self.slots or rollout.instance_slots
 
     def cost_model(self, lora: configuration.LoraConfig) -> costs.CostModel:
         """Returns the costs of this cluster, for a model with this adapter.
@@ -177,7 +191,7 @@ def run(
         recorder or results.StepRecorder(),
     )
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
-    fleet = engine.Fleet(config, simulation.slots, model, simulation.warm_seconds)
+    fleet = engine.Fleet(config, simulation.instance_slots(config.rollout), model, simulation.warm_seconds)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh_and_planner(config, simulation, model)
     channels, elastic = training_side.Channels(), config.elastic
@@ -250,10 +264,6 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
         "rollout.kv_transfer",
         "must be 'none' in a simulated run, whose engines prefill a moved context again",
     )
-    instances, slots = len(config.rollout.tensor_parallel), len(simulation.slots)
-    configuration.check(
-        slots in (0, instances), "simulation.slots", f"has {slots} entries for {instances} instances; give one each"
-    )
     configuration.check(
         simulation.train_devices > 0, "simulation.train_devices", f"must be positive, not {simulation.train_devices}"
     )
@@ -287,7 +297,7 @@ def _mesh_and_planner(
         return mesh, None
     # Hybrid workers stay out of plans: the elastic policy switches them, and a plan moves the core's devices only.
     devices = simulation.train_devices + sum(plans.core_degrees(config))
-    setting = forecast.Setting.of_run(config, model, devices, slots=simulation.slots)
+    setting = forecast.Setting.of_run(config, model, devices, slots=simulation.instance_slots(config.rollout))
     forecast.check_layout(config, setting)
     begin = plans.of_run(config, (data, fsdp, tensor))
     return mesh, planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks)

@@ -117,7 +117,7 @@ _STEP = _table(
     (
         "groups/replaced_<reason>",
         "groups",
-        "those of one reason: environment, reward, zero_variance, stale, redundant",
+        "those of one reason: environment, reward, zero_variance, filter (your own), stale, redundant",
     ),
     ("voids/rollouts", "rollouts", "rollouts that a crash of their environment voided"),
     ("voids/most_of_a_prompt", "rollouts", "most of them that one prompt had"),
@@ -235,6 +235,7 @@ _REWARDS = _table(
     ("reward/mean", "1", "reward, mean over the batch"),
     ("reward/std", "1", "standard deviation of the reward over the batch"),
     ("reward/environment", "1", "environment's own reward before its weight, mean"),
+    ("reward/overlong", "1", "penalty of rollouts near their token limit (`algorithm.overlong_buffer`), mean"),
     ("reward/<function>", "1", "value of a reward function before its weight, mean"),
     ("reward/<function>/<number>", "", "number that the reward function reported, mean"),
     ("reward_seconds/<function>", "seconds", "duration of a call of the reward function, mean"),

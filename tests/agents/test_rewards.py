@@ -372,7 +372,7 @@ def test_calls_share_a_value_where_function_arguments_payload_and_input_are_equa
         ({"functions": {"a b": of("constant")}}, r"reward\.functions: 'a b' cannot be a function's name"),
         (
             {"functions": {"mean": of("constant")}},
-            r"reward\.functions: 'mean' cannot .*mean, std, environment are taken",
+            r"reward\.functions: 'mean' cannot .*mean, std, environment, overlong are taken",
         ),
         ({"functions": {"a": "mine:a"}}, r"reward\.functions\.a: must be a mapping"),
         ({"functions": {"a": {}}}, r'reward\.functions\.a\.factory: must have the form "package.module:factory"'),

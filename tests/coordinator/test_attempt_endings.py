@@ -104,7 +104,7 @@ def test_a_run_counts_rollouts_that_its_limits_masked(tmp_path, task, masked):
 
 
 def test_the_variance_filter_replaces_groups_that_limits_left_nothing_of(tmp_path):
-    config = doubles.make_config(task={"max_seconds": 0.2}, coordinator={"filter_zero_variance": True})
+    config = doubles.make_config(task={"max_seconds": 0.2}, algorithm={"filter": "zero_variance"})
     specs = doubles.engine_specs(config, script="coordinator_doubles:rambling", tokens_per_second=100.0)
     with pytest.raises(
         protocols.LibraError, match=r"2 of 2 rollouts of task-\d were cut off .*cut_off=zero.*zero_variance 4"

@@ -162,7 +162,7 @@ class Alternating(doubles.TwoTurns):
 def test_groups_without_variance_are_replaced_and_counted(tmp_path):
     Alternating.easy = {4, 8}
     config = doubles.make_config(
-        coordinator={"filter_zero_variance": True}, rollout={"slots": 1}, scheduler={"ordering": "fcfs"}
+        algorithm={"filter": "zero_variance"}, rollout={"slots": 1}, scheduler={"ordering": "fcfs"}
     )
     bench = doubles.Bench(config, tmp_path, make_environment=Alternating, specs=doubles.engine_specs(config, 1))
     summary = bench.run()
@@ -177,7 +177,7 @@ def test_groups_without_variance_are_replaced_and_counted(tmp_path):
 def test_too_many_groups_without_variance_end_the_run_with_the_counts(tmp_path):
     Alternating.easy = set(range(1000))
     bench = doubles.Bench(
-        doubles.make_config(coordinator={"filter_zero_variance": True}), tmp_path, make_environment=Alternating
+        doubles.make_config(algorithm={"filter": "zero_variance"}), tmp_path, make_environment=Alternating
     )
     with pytest.raises(protocols.LibraError, match=r"4 groups were replaced \(zero_variance 4\) and 0 trained"):
         bench.run()

@@ -94,9 +94,9 @@ class Solved(doubles.TwoTurns):
 
 def test_the_filter_compares_rewards_without_their_shaping(tmp_path):
     functions = {"ever_more": of("rising", 0.001)}
-    with pytest.raises(protocols.ConfigError, match=r"coordinator\.filter_zero_variance: replaces every group of one"):
-        doubles.make_config(coordinator={"filter_zero_variance": True, "group_size": 1})
-    changes = {"coordinator": {"filter_zero_variance": True}, "make_environment": Solved}
+    with pytest.raises(protocols.ConfigError, match=r"algorithm\.filter: zero_variance replaces every group of one"):
+        doubles.make_config(algorithm={"filter": "zero_variance"}, coordinator={"group_size": 1})
+    changes = {"algorithm": {"filter": "zero_variance"}, "make_environment": Solved}
     with pytest.raises(protocols.LibraError, match=r"environment gave.*\(zero_variance 4\) and 0 trained"):
         run(tmp_path / "sum", functions, reward={"cache_entries": 0}, **changes)
     # Where the functions alone count, the environment's reward says nothing of what a group teaches.

@@ -4,7 +4,7 @@ from support import overrides
 
 import pytest
 
-from configs import simulate
+from configs import published, simulate
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.runs import planned
@@ -40,6 +40,28 @@ def test_a_model_may_be_named_by_its_hugging_face_id():
     other = planned.Asked(hardware="h100", model="Someone/Qwen3-8B", accelerators=16)
     with pytest.raises(protocols.ConfigError, match="did you mean 'Qwen3-8B'"):
         planned.case(values(), other)
+
+
+def test_a_preset_of_its_shape_stands_for_a_model_that_is_not_here():
+    config = libra_config.to_dict(published.get_config("search-30b-h100"))
+    case = planned.case(config, planned.Asked(workload="search"))
+    assert (case.name, case.model.sheet.name, case.devices) == ("Qwen3-30B-A3B", "h100", 64)
+    config["model"]["path"] = "nowhere/at/all"  # no id of the Hugging Face hub
+    for given in ({"model.path"}, set()):
+        asked = planned.Asked(workload="search", given=frozenset(given))
+        if given:  # the preset is the config's, of the model that the command line replaced
+            with pytest.raises(protocols.DataError, match="nowhere/at/all: no such model directory"):
+                planned.case(config, asked)
+        else:
+            assert planned.case(config, asked).name == "Qwen3-30B-A3B"
+
+
+def test_one_entry_gives_the_slots_of_all_instances():
+    config = values()
+    config["simulation"]["slots"] = (24,)
+    slots = planned.case(config, planned.Asked(given=frozenset({"simulation.slots"}))).slots
+    assert set(slots) == {24}
+    assert len(slots) == len(config["rollout"]["tensor_parallel"])
 
 
 def test_lengths_beyond_a_real_runs_rows_are_refused_by_their_flag():

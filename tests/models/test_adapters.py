@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors_headers
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
@@ -117,7 +118,24 @@ def test_another_adapter_of_peft_is_refused(tmp_path, changed, problem):
     shape = adapters.adapted(DENSE, config_lib.LoraConfig(rank=2))
     values = adapters.to_peft(shape, "base")
     (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(values))
-    adapters.check_peft(shape, tmp_path)
+    tensors = {f"{adapters.PREFIX}{entry.hf_name}": entry.shape for entry in hf_names.adapter_map(shape)}
+    safetensors_headers.write(tmp_path / adapters.WEIGHTS_FILE, tensors)
+    adapters.check_directory(shape, tmp_path)
     (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(values | changed))
-    with pytest.raises(protocols.DataError, match=problem):
-        adapters.check_peft(shape, tmp_path)
+    with pytest.raises(protocols.DataError, match=rf"^config\.model\.lora\.path: .*{problem}"):
+        adapters.check_directory(shape, tmp_path)
+
+
+def test_tensors_of_another_adapter_are_refused(tmp_path):
+    shape = adapters.adapted(DENSE, config_lib.LoraConfig(rank=2))
+    (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(adapters.to_peft(shape, "base")))
+    wanted = {f"{adapters.PREFIX}{entry.hf_name}": entry.shape for entry in hf_names.adapter_map(shape)}
+    first = next(iter(wanted))
+    for tensors, problem in (
+        ({name: size for name, size in wanted.items() if name != first}, f"{first} has shape None, not"),
+        (wanted | {first: (1, 1)}, r"has shape \(1, 1\), not"),
+        (wanted | {"more": (1,)}, "more has no place in the adapter"),
+    ):
+        safetensors_headers.write(tmp_path / adapters.WEIGHTS_FILE, tensors)
+        with pytest.raises(protocols.DataError, match=problem):
+            adapters.check_directory(shape, tmp_path)

@@ -165,6 +165,13 @@ def test_eos_may_be_one_token_or_several():
         ({"head_dim": 5}, "head_dim = 5 must be even"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"], "use_sliding_window": True},
+            "layer_types has layers of type 'linear_attention', which is not supported",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, and num_hidden_layers is 2"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types has 3 entries, and num_hidden_layers is 2"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list of one name a layer"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' depends on the batch"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
@@ -231,6 +238,9 @@ def test_unknown_preset_offers_the_nearest():
         model_config.load_preset("qwen3-1.7b")
     with pytest.raises(ConfigError, match="did you mean 'libra-tiny'"):
         model_config.load_preset("libra-tiney")
+    for shortened in ("Qwen3-30B", "Qwen/Qwen3-30B"):
+        with pytest.raises(ConfigError, match="did you mean 'Qwen3-30B-A3B'"):
+            model_config.load_preset(shortened)
 
 
 def test_untied_adds_one_table():

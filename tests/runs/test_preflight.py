@@ -5,16 +5,19 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
 from importlib import metadata
 
 import pytest
+import safetensors_headers
 import scripts
 
 from libra_jax import config, machine, protocols
 from libra_jax.agents import resolving
 from libra_jax.models import config as model_config
+from libra_jax.models import hf_names
 from libra_jax.planning import memory
 from libra_jax.runs import dry_run, preflight, wiring
 
@@ -217,6 +220,44 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
     ]
     assert preflight.missing(run, frozenset({"model.path"})) == preflight.missing(run)[1:]
     assert preflight.missing(config.RunConfig()) == []
+
+
+def test_a_dry_run_compares_the_weights_with_the_models_shape(tmp_path):
+    shape = model_config.load_preset("libra-tiny")
+    tensors = {name: size for entry in hf_names.weight_map(shape) for name, size in entry.tensors().items()}
+    (tmp_path / "config.json").write_text(json.dumps(model_config.to_hf(shape)))
+    run, file = config.RunConfig(model=config.ModelConfig(path=str(tmp_path))), tmp_path / "model.safetensors"
+    name, last = "model.layers.0.self_attn.q_proj.bias", "model.norm.weight"
+    for written, said in (
+        (tensors, None),
+        ({key: size for key, size in tensors.items() if key != last}, f"no file holds the tensor {last}, which"),
+        (tensors | {last: (1,)}, f"tensor {last} has shape (1,), but config.json implies ({shape.hidden_size},)"),
+        (tensors | {name: (1,)}, f"tensor {name} has no place in the model"),
+    ):
+        safetensors_headers.write(file, written)
+        found = preflight.missing(run)
+        assert len(found) == (said is not None)
+        assert all(sentence.startswith("config.model.path: ") and said in sentence for sentence in found)
+    safetensors_headers.write(file, tensors)
+    for kept in (4, 100, file.stat().st_size - 1):
+        os.truncate(file, kept)
+        assert "model.safetensors: is not a whole safetensors file (" in preflight.missing(run)[0]
+        safetensors_headers.write(file, tensors)
+
+
+def test_a_dry_run_misses_the_adapter_and_the_files_of_tools(tmp_path):
+    search = {"search": {"path": str(tmp_path / "wiki.jsonl"), "embed": "builtins:list", "vectors": "no.npy"}}
+    run = config.RunConfig(
+        model=config.ModelConfig(lora=config.LoraConfig(rank=2, path=str(tmp_path / "adapter"))),
+        tools=config.ToolsConfig(use=("search",), arguments=search),
+    )
+    assert preflight.missing(run) == [
+        f"config.model.lora.path: {tmp_path}/adapter: no such adapter directory",
+        f"config.tools.arguments.search.path: {tmp_path}/wiki.jsonl: no such file of passages",
+        "config.tools.arguments.search.vectors: no.npy: no such file of vectors",
+    ]
+    (tmp_path / "adapter").mkdir()
+    assert preflight.missing(run)[0].startswith(f"config.model.lora.path: {tmp_path}/adapter/adapter_config.json: ")
 
 
 def test_memory_is_told_in_numbers_that_are_never_zero():

@@ -127,7 +127,7 @@ def test_routing_is_reported_by_the_coordinator():
     [
         ({"checkpoint": {"every": 5}}, {}, r"config\.checkpoint\.every: must be 0"),
         ({"warm_start": {"steps": 5}}, {}, r"config\.warm_start\.steps: must be 0"),
-        ({}, {"slots": (4,)}, r"simulation\.slots: has 1 entries for 3 instances"),
+        ({}, {"slots": (4, 4)}, r"simulation\.slots: has 2 entries for 3 instances; give one each, or one for all"),
         ({}, {"train_devices": 0}, r"simulation\.train_devices: must be positive"),
         ({}, {"hardware": "a80"}, r"'a80' is not one of .*did you mean"),
         ({}, {"model": "Llama-3.1-8B", "hardware": "v5e"}, r"do not fit into the key-value cache of engine-0"),
@@ -146,6 +146,14 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(changes, simulation
     )
     with pytest.raises(protocols.ConfigError, match=sentence):
         doubles.simulate(changed)
+
+
+def test_one_entry_gives_the_slots_of_all_instances(monkeypatch):
+    steps = []
+    for slots in ((4,), (4, 4, 4)):
+        monkeypatch.setattr(doubles, "SIMULATION", dataclasses.replace(doubles.SIMULATION, slots=slots))
+        steps.append(doubles.simulate(doubles.run_config()).step_seconds)
+    assert steps[0] == steps[1]
 
 
 def test_a_run_that_syncs_an_adapter_is_shorter_than_one_that_merges_it():

@@ -1,8 +1,11 @@
 """Saved states come back bit for bit, on other meshes too, and what is not whole is refused with a sentence."""
 
 import dataclasses
+import json
 import os
+import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -10,9 +13,12 @@ import threading
 import jax
 import numpy as np
 import pytest
+import small_model
+import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.models import hf
 from libra_jax.training import checkpoints, packing
 
 MESHES = {"one": {}, "split": {"fsdp": 2, "tensor": 2, "context": 2}}
@@ -68,15 +74,47 @@ def test_a_state_comes_back_bit_for_bit_on_any_mesh_while_training_goes_on(
         _assert_equal(target.state, after)
 
 
-def test_experts_on_a_mesh_that_splits_rows_train_on_alike_after_a_restart(sparse, checkpointer, tmp_path):
-    killed, restarted = (sparse.learner(sparse.config(trainer=MESHES["split"])) for _ in range(2))
-    _step(sparse, killed, 1)
-    checkpointer.save(str(tmp_path / "a"), killed.state)
-    checkpointer.wait()
-    _step(sparse, killed, 2)
-    restarted.state = checkpointer.restore(str(tmp_path / "a"), restarted.layout.state)
-    _step(sparse, restarted, 2)
-    _assert_equal(restarted.state, jax.device_get(killed.state))
+RUN = """
+import sys, types
+sys.path[:0] = sys.argv[3:]
+import json, pathlib, numpy, trainer_doubles
+from libra_jax.training import trainer
+small = types.SimpleNamespace(vocabulary=16)
+folder, begins = pathlib.Path(sys.argv[1]), not pathlib.Path(sys.argv[1], "saved").exists()
+actor = trainer.create(json.loads(sys.argv[2]), "unused")
+actor.start() if begins else actor.stand_by()
+if begins:
+    actor.train_step(trainer_doubles.batch(small))
+    actor.save(str(folder / "saved"))
+    actor.wait_saved()
+    print("saved", flush=True)
+else:
+    actor.restore(str(folder / "saved"))
+for version in range(1, 3 if not begins else 1000):
+    actor.train_step(trainer_doubles.batch(small, version=version, seed=version))
+numpy.savez(folder / "ended.npz", *trainer_doubles.params(actor))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_experts_on_split_rows_train_on_alike_after_kill_9(sparse, start_any, tmp_path):
+    hf.save(sparse.params, sparse.shape, tmp_path / "model")
+    config = sparse.config(trainer=MESHES["split"], model={"path": str(tmp_path / "model")}, steps=1000)
+    whole = start_any(config)
+    for version in range(3):
+        whole.train_step(doubles.batch(sparse, version=version, seed=version))
+    folders = [str(pathlib.Path(module.__file__).parent) for module in (doubles, small_model)]
+    command = [sys.executable, "-c", RUN, str(tmp_path), json.dumps(config_lib.to_dict(config)), *folders]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "saved\n"
+        child.kill()  # somewhere in the steps after the checkpoint
+    assert child.returncode == -signal.SIGKILL
+    subprocess.run(command, check=True, timeout=120)
+    with np.load(tmp_path / "ended.npz") as ended:
+        for leaf, wanted in zip(ended.values(), doubles.params(whole), strict=True):
+            np.testing.assert_array_equal(leaf, wanted)
 
 
 @pytest.fixture(scope="module")

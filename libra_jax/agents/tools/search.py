@@ -172,6 +172,18 @@ class Search:
         self._turns = asyncio.Semaphore(self._at_once)  # a semaphore belongs to the event loop that first uses it
         await deadlines.off_loop(self._open)
 
+    def missing(self) -> list[str]:
+        """See `toolkit.ReadsFiles`."""
+        found = []
+        if self._path and not Path(self._path).exists():
+            try:
+                next(tables.rows(self._path, of="passages"), None)
+            except protocols.DataError as error:  # its message suggests the nearest file name
+                found.append(f"config.{FIELD}.path: {error}")
+        if self._vectors_path and not Path(self._vectors_path).exists():
+            found.append(f"config.{FIELD}.vectors: {self._vectors_path}: no such file of vectors")
+        return found
+
     def tools(self) -> Sequence[toolbox.Tool]:
         """Returns this object as the only tool."""
         return (self,)
@@ -227,11 +239,8 @@ class Search:
             f"{FIELD}.path",
             f"{file} is a folder; name a .jsonl, .parquet or .csv file, or a factory of the passages in {FIELD}.source",
         )
-        if not file.is_file():
-            try:
-                next(tables.rows(self._path, of="passages"), None)
-            except protocols.DataError as error:  # its message says what is wrong, and suggests the nearest file name
-                raise protocols.DataError(f"config.{FIELD}.path: {error}") from error
+        if missing := self.missing():
+            raise protocols.DataError(missing[0])
         # Other columns make another index of the same file, so they are part of its name.
         mapping = hashlib.sha256(json.dumps(self._columns).encode()).hexdigest()[:8]
         whole = file.resolve()

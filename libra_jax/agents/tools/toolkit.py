@@ -62,6 +62,15 @@ class Shared(Resource, Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsFiles(Protocol):
+    """A tool or a `Shared` that reads files when it opens."""
+
+    def missing(self) -> list[str]:
+        """Returns a sentence for each file that is not on this machine."""
+        ...
+
+
 class Toolkit:
     """The tools that a config names. Belongs to one event loop. `async with` opens and closes what the tools share.
 
@@ -160,6 +169,10 @@ class Toolkit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    def missing(self) -> list[str]:
+        """Returns a sentence for each file that the tools read and that is not on this machine."""
+        return [said for _, shared in self._shared if isinstance(shared, ReadsFiles) for said in shared.missing()]
 
     async def sandbox(self) -> pool.Sandbox:
         """Returns the run's sandbox pool. The first call starts it.
