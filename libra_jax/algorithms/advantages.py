@@ -35,6 +35,7 @@ class AdvantageInputs(NamedTuple):
       groups_N: number of each trajectory's group, int32, from 0. A trajectory left out of the loss has its own.
       mask_NxT: true on trained tokens.
       token_rewards_NxT: the reward on the last trained token, less the KL penalty of each trained token.
+      penalties_NxT: the KL penalty of each trained token; 0 without `kl_in_reward`.
       values_NxT: the critic's value before each token; None without a critic.
     """
 
@@ -42,6 +43,7 @@ class AdvantageInputs(NamedTuple):
     groups_N: jax.Array
     mask_NxT: jax.Array
     token_rewards_NxT: jax.Array
+    penalties_NxT: jax.Array
     values_NxT: jax.Array | None = None
 
 
@@ -474,6 +476,7 @@ def _inputs(
         groups_N=jnp.asarray(group_index_N),
         mask_NxT=jnp.asarray(mask_NxT),
         token_rewards_NxT=spread_rewards(rewards_N, mask_NxT, penalties_NxT),
+        penalties_NxT=jnp.asarray(penalties_NxT),
         values_NxT=None if values_NxT is None else jnp.asarray(values_NxT),
     )
 
@@ -484,6 +487,18 @@ def _reinforce_plus_plus(inputs: AdvantageInputs) -> jax.Array:
 
 def _reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> jax.Array:
     return reinforce_plus_plus_baseline(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT)
+
+
+def _distillation(inputs: AdvantageInputs, *, reward_weight: float = 0.0) -> jax.Array:
+    """Computes A_t = -penalty_t, and adds `reward_weight` times GRPO's advantage of the reward alone.
+
+    The penalty is the coefficient times log π - log π_teacher of the sampled token: the reverse KL to the teacher,
+    token by token and without a sum over later tokens (Lu and Thinking Machines, On-Policy Distillation, 2025).
+    """
+    if not reward_weight:
+        return -inputs.penalties_NxT
+    rewards_N = inputs.rewards_N + jnp.sum(inputs.penalties_NxT, axis=1)
+    return reward_weight * grpo(rewards_N, inputs.groups_N)[:, None] - inputs.penalties_NxT
 
 
 def _gae(
@@ -514,6 +529,7 @@ _BUILT_IN: dict[str, Callable[..., jax.Array]] = {
     "opo": lambda inputs: opo(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT),
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "distillation": _distillation,
     "gae": _gae,
 }
 

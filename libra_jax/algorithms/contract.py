@@ -133,6 +133,7 @@ def check_advantage(config: config_lib.AlgorithmConfig) -> None:
             jnp.asarray(groups_N[order], jnp.int32),
             jnp.asarray(mask),
             advantages.spread_rewards(rewards, mask),
+            jnp.zeros(mask.shape, jnp.float32),
         )
         return _called(lambda: np.asarray(advantages.find(config)(inputs)), config.advantage, field)
 

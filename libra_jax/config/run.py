@@ -117,6 +117,7 @@ class RunConfig:
         self._check_elastic()
         self._check_lora()
         self._check_critic()
+        self._check_teacher()
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
             longest >= self.rollout.max_context,
@@ -227,6 +228,27 @@ class RunConfig:
             "vLLM returns experts only with prefix caching; leave enable_prefix_caching out of "
             "rollout.engine_arguments, or set this to off",
         )
+
+    def _check_teacher(self) -> None:
+        """Refuses a teacher that nothing reads, and a distillation without one."""
+        algorithm = self.algorithm
+        check(
+            not algorithm.teacher or algorithm.kl_coefficient > 0,
+            "algorithm.teacher",
+            "has no effect with algorithm.kl_coefficient=0; set a coefficient above 0, or leave it out",
+        )
+        if algorithm.advantage != "distillation":
+            return
+        for name, right, value in (
+            ("teacher", bool(algorithm.teacher), "a Hugging Face directory"),
+            ("kl_in_reward", algorithm.kl_in_reward, "True"),
+            ("kl_estimator", algorithm.kl_estimator == "k1", "k1"),
+        ):
+            check(
+                right,
+                f"algorithm.{name}",
+                f"must be {value} with algorithm.advantage=distillation, whose advantage is minus the KL of each token",
+            )
 
     def _check_critic(self) -> None:
         """Refuses a critic that nothing reads, and what cannot move or share a critic."""

@@ -101,7 +101,16 @@ class ModelConfig:
         check(self.logits_chunk > 0, "model.logits_chunk", f"must be positive, not {self.logits_chunk}")
 
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "distillation",
+    "gae",
+)
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
@@ -119,10 +128,11 @@ class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
     # Advantage estimator: grpo, dr_grpo, rloo, opo, reinforce_plus_plus_baseline (all compare a group),
-    # reinforce_plus_plus, gae (needs critic.enabled), or "package.module:function" (see docs/guides/own_loss.md).
+    # reinforce_plus_plus, distillation (needs teacher), gae (needs critic.enabled), or "package.module:function" (see
+    # docs/guides/own_loss.md).
     advantage: str = "grpo"
-    # Keyword arguments of the advantage: discount, turn_discount, trace_decay and whitened of gae, or those of your
-    # function.
+    # Keyword arguments of the advantage: reward_weight of distillation; discount, turn_discount, trace_decay and
+    # whitened of gae; or those of your function.
     advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
     # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
@@ -157,6 +167,9 @@ class AlgorithmConfig:
     # relatives), linear (for sgd).
     ess_scaling: str = "off"
     kl_coefficient: float = 0.0  # weight of the KL term; above 0 a frozen reference model lives on the trainer's mesh
+    # Hugging Face directory of the frozen reference model of the KL term, such as a larger teacher with the policy's
+    # vocabulary; empty: the initial policy.
+    teacher: str = ""
     # Estimator of the KL: k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     kl_estimator: str = "k3"
     kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss

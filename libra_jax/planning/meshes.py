@@ -79,6 +79,7 @@ class Trainer:
       epochs: passes of a step over its batch.
       updates: updates of a step.
       reference_bytes: bytes of each parameter of the frozen reference model; 0 without one.
+      teacher_parameters: parameters of the reference model if it is read from a directory; 0: those of the policy.
       frozen_bytes: bytes of each frozen weight under an adapter; 0 if all weights are trained.
       rows: rows of a micro-batch, over all shards; at least one each.
       cores: cores of the CPU on which all devices take turns, so that nothing hides behind anything else; None if
@@ -98,6 +99,7 @@ class Trainer:
     epochs: int = 1
     updates: int = 1
     reference_bytes: int = 0
+    teacher_parameters: int = 0
     frozen_bytes: int = 0
     rows: int = 1
     cores: int | None = None
@@ -123,7 +125,12 @@ class Trainer:
             epochs=run.algorithm.epochs,
             updates=run.algorithm.updates,
             # Frozen weights under an adapter are the reference model, too.
-            reference_bytes=value if run.algorithm.kl_coefficient and not run.model.lora.rank else 0,
+            reference_bytes=value
+            if run.algorithm.kl_coefficient and (run.algorithm.teacher or not run.model.lora.rank)
+            else 0,
+            teacher_parameters=model_config.parameter_count(model_config.read_directory(run.algorithm.teacher))
+            if run.algorithm.teacher
+            else 0,
             frozen_bytes=value if run.model.lora.rank else 0,
             rows=run.trainer.rows_per_micro_batch,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
@@ -242,12 +249,11 @@ class Training:
         if (case := self._trainer.case(self._model, (data, fsdp, tensor))) is not None:
             return case.memory_bytes
         shape, trainer, row = self._model.shape, self._trainer, self._trainer.lengths[-1]
-        state = float((MASTER_BYTES + trainer.reference_bytes) * self._model.parameters)
+        state = float(MASTER_BYTES * self._model.parameters)
         if trainer.frozen_bytes:
             state = trainer.frozen_bytes * self._model.parameters + MASTER_BYTES * adapters.parameter_count(shape)
-        state += VALUE_BYTES * trainer.moment_numbers(self._model)
-        if trainer.critic:
-            state += MASTER_BYTES * self._model.parameters
+        state = (1 + trainer.critic) * (state + VALUE_BYTES * trainer.moment_numbers(self._model))
+        state += trainer.reference_bytes * (trainer.teacher_parameters or self._model.parameters)
         state /= fsdp * tensor * trainer.context
         columns = -(-trainer.rows // (data * fsdp)) * row / trainer.context  # of a micro-batch, on each shard
         activations = shape.num_layers * LAYER_ACTIVATIONS[trainer.remat] * columns * shape.hidden_size / tensor

@@ -8,6 +8,7 @@ Letters: N trajectories, T tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -244,15 +245,16 @@ def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerCo
             f"the model's layers and experts take {width}."
         )
     found_RxW = np.frombuffer(b"".join(trajectory.routing), dtype).reshape(-1, model.routing_width)
-    # An engine that returns what it has not filled in gives zeros.
-    sorted_RxLxK = np.sort(found_RxW.reshape(len(found_RxW), model.num_layers, -1), axis=-1)
-    twice = np.argwhere(sorted_RxLxK[..., 1:] == sorted_RxLxK[..., :-1])
-    if len(twice):
-        token, layer, _ = twice[0]
-        raise protocols.DataError(
-            f"trajectory {name}: the engine returned an expert twice in layer {layer} of token {token}; each token "
-            f"takes {model.experts_per_token} different experts of a layer."
-        )
+    # By pairs of experts: sorting each token's takes ten times as long, and a batch may hold gigabytes.
+    chosen_KxRxL = np.ascontiguousarray(np.moveaxis(found_RxW.reshape(len(found_RxW), model.num_layers, -1), -1, 0))
+    for first, second in itertools.combinations(chosen_KxRxL, 2):
+        if (same_RxL := first == second).any():
+            # Rows of zeros, for one, which an engine returns where it has filled in nothing.
+            token, layer = np.argwhere(same_RxL)[0]
+            raise protocols.DataError(
+                f"trajectory {name}: the engine returned an expert twice in layer {layer} of token {token}; each token "
+                f"takes {model.experts_per_token} different experts of a layer."
+            )
     if found_RxW.max() >= model.num_experts:
         raise protocols.DataError(
             f"trajectory {name}: the engine returned expert {found_RxW.max()}, and the model has {model.num_experts}."

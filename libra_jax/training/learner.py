@@ -19,7 +19,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import batch_statistics, objective
-from libra_jax.models import attention, lora, sharding, transformer
+from libra_jax.models import attention, hf, lora, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, world
 from libra_jax.training import critic as critic_lib
@@ -84,6 +84,7 @@ class Learner:
       config: the run's configuration, with this learner's mesh.
       model: shape of the model, with the adapter that this learner trains.
       compares: True if the objective compares the policy with a reference model.
+      teacher: shape of a reference model that is read from a directory; None: it is the initial policy.
       scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
@@ -123,6 +124,15 @@ class Learner:
         self._statistics = None if critic else batch_statistics.find(config.algorithm)
         self.compares = config.algorithm.kl_coefficient > 0 and not critic
         self.scores_proximal = config.algorithm.scores_proximal and not first_update_only and not critic
+        self.teacher = None
+        if self.compares and config.algorithm.teacher:
+            self.teacher = model_config.read_directory(config.algorithm.teacher)
+            config_lib.check(
+                self.teacher.vocab_size == model.vocab_size,
+                "algorithm.teacher",
+                f"{config.algorithm.teacher} has a vocabulary of {self.teacher.vocab_size} tokens, and the policy one "
+                f"of {model.vocab_size}; take a teacher with the policy's tokenizer",
+            )
         mesh = state_lib.make_mesh(config.trainer, devices)
         # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
@@ -132,17 +142,21 @@ class Learner:
             self._transform,
             dtype=config.model.param_dtype,
             # The frozen weights under an adapter are the reference model: it needs no copy.
-            reference=config.model.compute_dtype if self.compares and model.adapter is None else None,
+            reference=config.model.compute_dtype
+            if self.compares and (model.adapter is None or self.teacher is not None)
+            else None,
             base=None if model.adapter is None else config.model.compute_dtype,
             accumulation=config.trainer.accumulation_dtype,
             offload=config.optimizer.offload,
             critic=critic,
+            teacher=self.teacher,
         )
         options = transformer.ComputeOptions.from_config(
             config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
         )
         scorer = losses.Scorer(model, options, config.model.logits_chunk)
-        reference = losses.Scorer(dataclasses.replace(model, adapter=None), options, config.model.logits_chunk)
+        referred = self.teacher or dataclasses.replace(model, adapter=None)
+        reference = losses.Scorer(referred, options, config.model.logits_chunk)
         policy = functools.partial(
             losses.policy,
             scorer=scorer,
@@ -224,7 +238,14 @@ class Learner:
             params = self.params if base is None else state_lib.random_adapter(self.layout, seed)
         if base is None and self.layout.state.base is not None:
             base = self.train_state().base
-        self.state = state_lib.begin(params, self.layout, self._transform, seed, base)
+        reference = None
+        if self.teacher is not None:
+            places = self.layout.state.reference
+            reference = self.state and self.state.reference
+            if reference is None:
+                path = self.config.algorithm.teacher
+                reference = hf.load(path, self.teacher, places, state_lib.shardings_of(places))
+        self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)
 
     def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
         """Returns a learner like this one on another mesh, without programs or a state.
@@ -292,6 +313,8 @@ class Learner:
             batch |= {name: np.zeros(shape, np.float32) for name in ("returns", "values")}
         # A critic's routers choose for themselves: the engine's experts are those of another model.
         replays = self.config.algorithm.routing_replay == "rollout" and self._loss == POLICY
+        if name == step.SCORE and self.teacher is not None:
+            replays = False
         if name != SUPERVISED and replays:
             width, dtype = self.model.routing_width, self.model.routing_dtype
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
@@ -306,8 +329,10 @@ class Learner:
             the policy takes: a mixture that takes others is another model.
         """
         state = self.train_state()
-        reference = state.reference if state.base is None else state.base
+        reference = state.base if state.reference is None else state.reference
         indices = range(len(packed.micro_batches))
+        if self.teacher is not None:
+            extras = [{} for _ in indices]  # its routers choose for themselves
         return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
 
     def _scored(

@@ -175,6 +175,7 @@ def layout(
     accumulation: str = "float32",
     offload: bool = False,
     critic: bool = False,
+    teacher: model_config.TransformerConfig | None = None,
 ) -> Layout:
     """Returns the layout of the state: optimizer moments like their parameters (`_moments`), scalars on every device.
 
@@ -188,6 +189,7 @@ def layout(
       accumulation: dtype of the sums of gradients.
       offload: the moments live in the host's memory.
       critic: the model has a head of values (`critic`).
+      teacher: shape of the reference model; None: that of `config`.
 
     Raises:
       ConfigError: a size of the model is not divisible by an axis of the mesh.
@@ -209,6 +211,11 @@ def layout(
         (shapes, weights), (shardings, places) = lora.split(shapes), lora.split(shardings)
         frozen = _frozen(jax.tree.map(placed, weights, places), base)
     params = jax.tree.map(placed, shapes, shardings)
+    referred = params
+    if teacher is not None:
+        feasibility.check_mesh(teacher, mesh.shape)
+        places = transformer.shardings(teacher, mesh)
+        referred = jax.tree.map(placed, dict(transformer.abstract_params(teacher, dtype)), places)
     opt_state = _moments(jax.eval_shape(transform.init, shapes), params, everywhere, offload)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     return Layout(
@@ -218,7 +225,7 @@ def layout(
             params=params,
             opt_state=opt_state,
             rng=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere),
-            reference=None if reference is None else _frozen(params, reference),
+            reference=None if reference is None else _frozen(referred, reference),
             base=frozen,
         ),
         accumulator=Accumulator(
@@ -323,11 +330,16 @@ def cast_like(tree: PyTree, places: PyTree) -> PyTree:
 
 
 def begin(
-    params: PyTree, where: Layout, transform: optax.GradientTransformation, seed: int, base: PyTree = None
+    params: PyTree,
+    where: Layout,
+    transform: optax.GradientTransformation,
+    seed: int,
+    base: PyTree = None,
+    reference: PyTree = None,
 ) -> TrainState:
-    """Builds the state before the first step. It takes over `params` and `base`.
+    """Builds the state before the first step. It takes over `params`, `base` and `reference`.
 
-    The reference model, if the layout has one, is a copy of `params`.
+    If the layout has a reference model and none is given, it is a copy of `params`.
     """
     step, rng = jax.jit(
         lambda: (jnp.int32(0), jax.random.key_data(jax.random.key(seed))), out_shardings=where.everywhere
@@ -342,8 +354,8 @@ def begin(
         ),
         rng=rng,
         # A copy, because `apply_step` donates the state: a shared buffer would be consumed with the parameters.
-        reference=None
-        if where.state.reference is None
+        reference=reference
+        if where.state.reference is None or reference is not None
         else jax.tree.map(lambda leaf, place: jnp.array(leaf, place.dtype, copy=True), params, where.state.reference),
         base=base,
     )

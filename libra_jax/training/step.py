@@ -221,8 +221,9 @@ class Programs:
             shardings, results, donated = (sums, sums), sums, (0,)
         elif name == SCORE:
             # Of the reference model if there is one; else of the model's own weights.
-            function, inputs = self._score, (where.state.reference or where.weights, shapes)
-            shardings, results = (state_lib.shardings_of(where.weights), arrays), where.rows
+            reference = where.state.reference or where.weights
+            function, inputs = self._score, (reference, shapes)
+            shardings, results = (state_lib.shardings_of(reference), arrays), where.rows
         elif name == PROXIMAL:
             function = functools.partial(policy_scores, self._proximal)
             inputs, shardings, results = (

@@ -182,7 +182,11 @@ def test_whitening_fewer_than_two_tokens_gives_zero(ones):
 
 
 @settings(max_examples=20)
-@given(SEEDS, st.sampled_from([name for name in config_lib.ADVANTAGES if name not in ("opo", "gae")]), st.booleans())
+@given(
+    SEEDS,
+    st.sampled_from([name for name in config_lib.ADVANTAGES if name not in ("opo", "gae", "distillation")]),
+    st.booleans(),
+)
 def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name, kl_in_reward):
     rewards, groups, mask, kl, _ = draw(seed)
     config = config_lib.AlgorithmConfig(advantage=name, kl_coefficient=0.3, kl_in_reward=kl_in_reward)
@@ -219,7 +223,7 @@ def test_group_ids_beyond_32_bits_are_told_apart():
     np.testing.assert_allclose(result[:, 0], [0.5, -0.5, 0, 0])
 
 
-@pytest.mark.parametrize("name", [name for name in config_lib.ADVANTAGES if name != "gae"])
+@pytest.mark.parametrize("name", [name for name in config_lib.ADVANTAGES if name not in ("gae", "distillation")])
 def test_trajectories_without_trained_tokens_have_no_advantage_and_break_nothing(name):
     result = advantages.compute(
         config_lib.AlgorithmConfig(advantage=name),

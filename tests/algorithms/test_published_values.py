@@ -147,7 +147,7 @@ def test_generalised_advantages_are_the_published_ones(case):
 
 
 def test_what_the_built_in_functions_compute_keeps_the_contract_of_users_functions():
-    for name in config_lib.ADVANTAGES[:-1]:  # all but gae, which takes values
+    for name in config_lib.ADVANTAGES[:-1]:  # all but the last, gae, which takes values
         contract.check_advantage(config_lib.AlgorithmConfig(advantage=name))
     for name in config_lib.LOSSES:
         if name not in config_lib.BATCH_LOSSES:

@@ -74,4 +74,8 @@ def test_simulated_steps_have_no_gradient_to_speak_of():
 
 
 def test_group_estimators_are_those_that_compare_a_group():
-    assert set(configuration.ADVANTAGES) - set(configuration.GROUP_ADVANTAGES) == {"reinforce_plus_plus", "gae"}
+    assert set(configuration.ADVANTAGES) - set(configuration.GROUP_ADVANTAGES) == {
+        "reinforce_plus_plus",
+        "distillation",
+        "gae",
+    }
