@@ -75,7 +75,11 @@ def main() -> None:
         cli.check_output(output)
     jobs = _JOBS.value or os.cpu_count() or 1
     count = run.steps * run.coordinator.groups_per_step * run.coordinator.group_size
-    _progress(f"{run.name}: {run.steps} steps, {count:,} trajectories, {len(policies)} policies x {len(seeds)} seeds")
+    compared = "1 policy" if len(policies) == 1 else f"{len(policies)} policies"
+    _progress(
+        f"{run.name}: {run.steps} step{'s' * (run.steps != 1)}, {count:,} trajectories, {compared} x {len(seeds)} "
+        f"seed{'s' * (len(seeds) != 1)}"
+    )
     if run.steps != asked.steps:
         passes = run.workload.passes
         _progress(f"(the trace is replayed {passes} time(s): config.workload.passes sets the steps, not config.steps)")

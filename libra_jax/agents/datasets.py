@@ -83,8 +83,8 @@ class FileTasks:
 
     def _make(self, split: str, epoch: int, row: tuple[int, dict[str, Any]]) -> protocols.Task:
         number, payload = row
-        suffix = f"-epoch{epoch}" if epoch else ""
-        return protocols.Task(f"{self._name}{split}-{number}{suffix}", payload)
+        name = f"{self._name}{split}-{number}"
+        return protocols.Task(f"{name}-epoch{epoch}", payload, repeats=name) if epoch else protocols.Task(name, payload)
 
 
 _OTHER_COLUMNS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_jax.config.run import RunConfig
-from libra_jax.config.training import GROUP_ADVANTAGES, AlgorithmConfig
+from libra_jax.config.training import GROUP_ADVANTAGES, AlgorithmConfig, LoraConfig
 
 ADAPTIVE = ("adam", "adamw", "muon", "lion")
 """Optimizers whose update of a weight has about the size of the learning rate, for gradients of any size."""
@@ -21,17 +21,21 @@ WIDE_CLIP = 0.05
 REAL_PARAMETERS = 50_000_000
 """Parameters from which on float32 on an accelerator is a waste, rather than a test."""
 
+MOST_DEVICES_A_CORE = 4
+"""Virtual CPU devices a core above which a step takes minutes: devices take turns, and wait for each other."""
+
 LARGE_PARAMETERS = 500_000_000
 """Parameters from which on the activations of all layers outgrow weights and optimizer."""
 
 
-def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str]:
+def advice(config: RunConfig, *, parameters: int, accelerated: bool, cores: int = 0) -> list[str]:
     """Returns what a run should be warned of; empty if nothing is odd.
 
     Args:
       config: the run's.
       parameters: of the policy.
       accelerated: the trainer runs on GPUs or TPUs.
+      cores: CPU cores that all devices of the trainer share; 0 if they are not this machine's.
     """
     found, algorithm, defaults = [], config.algorithm, AlgorithmConfig()
     if config.rollout.engine == "fake":
@@ -55,6 +59,15 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool) -> list[str
             )
     found += _sequences(algorithm)
     found += _pretrained(config)
+    found += _no_adapter(config)
+    devices = config.trainer.devices
+    if cores and config.trainer.platform == "cpu" and devices > MOST_DEVICES_A_CORE * cores:
+        axes = {name: getattr(config.trainer, name) for name in ("data", "fsdp", "tensor", "context")}
+        field, size = max(axes.items(), key=lambda item: item[1])
+        found.append(
+            f"config.trainer.{field}: {size} makes {devices} virtual CPU devices on {cores} cores, so a step may take "
+            f"minutes; use at most {MOST_DEVICES_A_CORE * cores} devices here"
+        )
     if accelerated and parameters >= REAL_PARAMETERS and config.model.compute_dtype == "float32":
         found.append(
             "config.model.compute_dtype: float32 takes twice the memory of bfloat16 and several times its time on an "
@@ -90,6 +103,21 @@ def _sequences(algorithm: AlgorithmConfig) -> list[str]:
             f"{algorithm.clip_high:g} (clip_high) hardly ever bind; its paper takes 3e-4 and 4e-4"
         )
     return found
+
+
+def _no_adapter(config: RunConfig) -> list[str]:
+    """Settings of an adapter without its rank. Only a warning, as a rank of 0 is a usual point of a sweep."""
+    lora, defaults = config.model.lora, LoraConfig()
+    changed = [
+        name for name in ("alpha", "targets", "layers", "sync") if getattr(lora, name) != getattr(defaults, name)
+    ]
+    if lora.rank or not changed:
+        return []
+    unread = ", ".join(f"model.lora.{name}" for name in changed)
+    return [
+        f"config.model.lora.rank: 0 trains all weights, at optimizer.learning_rate={config.optimizer.learning_rate:g}, "
+        f"and {unread} will not be read; set a rank above 0 to train an adapter, or leave the other settings out"
+    ]
 
 
 def _pretrained(config: RunConfig) -> list[str]:

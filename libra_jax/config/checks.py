@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from libra_jax.protocols import ConfigError
@@ -15,6 +15,28 @@ def check(condition: bool, field_name: str, problem: str) -> None:
     """Raises ConfigError naming the field unless `condition` holds."""
     if not condition:
         raise ConfigError(f"config.{field_name}: {problem}")
+
+
+def either(values: Iterable[int]) -> str:
+    """Returns numbers as a choice: "1, 2 or 4"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+MOST_OFFERED = 6
+"""Largest number of divisors that a refusal offers."""
+
+
+def divisors(number: int, near: int) -> str:
+    """Returns the divisors of a positive number as a choice; of many, the ones nearest to `near`."""
+    every = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return either(sorted(sorted(every, key=lambda divisor: abs(divisor - near))[:MOST_OFFERED]))
+
+
+def multiples(step: int, near: int) -> str:
+    """Returns the positive multiples of `step` below and above a number as a choice."""
+    below = near // step * step
+    return either(number for number in (below, below + step) if number)
 
 
 def check_finite(value: float, field_name: str) -> None:

@@ -27,6 +27,11 @@ class TaskConfig:
     path: str = ""  # JSONL, Parquet or CSV file, folder of such files, or Hugging Face id, for sources that read tasks
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
+    # Order of training tasks: sequential (the source's), or success (tasks whose success rate in past rollouts is near
+    # target_success are the likeliest). The latter needs a source that knows its number of tasks, such as a table.
+    order: str = "sequential"
+    target_success: float = 0.5  # success rate, from 0 to 1, of the likeliest tasks of order=success
+    exploration: float = 0.2  # share of tasks, from 0 to 1, that order=success takes in the source's order
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
     max_turns: int = 4  # most model outputs of a rollout
     max_tokens: int = 0  # most generated tokens of a rollout, over all its outputs; 0: limited by its context
@@ -67,6 +72,15 @@ class TaskConfig:
         check(self.environment_retries >= 0, "task.environment_retries", "must not be negative")
         check_finite(self.retry_seconds, "task.retry_seconds")
         check(self.retry_seconds >= 0, "task.retry_seconds", f"must not be negative, not {self.retry_seconds}")
+        check_choice(self.order, ("sequential", "success"), "task.order")
+        for name in ("target_success", "exploration"):
+            value, default = getattr(self, name), getattr(TaskConfig, name)
+            check(0 <= value <= 1, f"task.{name}", f"must lie in [0, 1], not {value}")
+            check(
+                self.order == "success" or value == default,
+                f"task.{name}",
+                f"has no effect with task.order={self.order}; leave it at {default:g}, or set task.order=success",
+            )
         for name in ("source", "environment"):
             check(":" in getattr(self, name), f"task.{name}", 'must have the form "package.module:factory"')
 

@@ -126,6 +126,17 @@ class RunConfig:
         )
 
     @property
+    def uses_success(self) -> bool:
+        """True if the run looks at the success rates of prompts."""
+        return self.algorithm.budget != "uniform" or self.task.order == "success"
+
+    @property
+    def most_rollouts(self) -> int:
+        """Most rollouts of a prompt."""
+        size = self.coordinator.group_size
+        return size if self.algorithm.budget == "uniform" else self.algorithm.budget_most or 4 * size
+
+    @property
     def most_tokens(self) -> int:
         """Largest number of tokens that a rollout may generate, if its context does not end it before."""
         return self.task.max_tokens or self.rollout.max_tokens * self.task.max_turns
@@ -150,6 +161,20 @@ class RunConfig:
             "zero_variance replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 "
             "or more",
         )
+        check(
+            algorithm.budget == "uniform"
+            or algorithm.budget_least <= self.coordinator.group_size <= self.most_rollouts,
+            "coordinator.group_size",
+            f"{self.coordinator.group_size} is the mean number of rollouts of a prompt, and algorithm.budget gives "
+            f"{algorithm.budget_least} to {self.most_rollouts} (algorithm.budget_least, budget_most); change either",
+        )
+        for name in ("success_reward", "success_window"):
+            check(
+                self.uses_success or getattr(algorithm, name) == getattr(defaults, name),
+                f"algorithm.{name}",
+                f"has no effect: nothing looks at success rates; leave it at {getattr(defaults, name):g}, or set "
+                "algorithm.budget=knapsack or task.order=success",
+            )
         check(
             algorithm.overlong_buffer <= self.most_tokens,
             "algorithm.overlong_buffer",

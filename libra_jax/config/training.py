@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax.config.checks import check, check_choice, check_finite, check_function
+from libra_jax.config.checks import check, check_choice, check_finite, check_function, divisors, multiples
 from libra_jax.config.group import group
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -118,6 +119,7 @@ BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
 """Losses that take statistics of all tokens of an update: the policy scores them before the update."""
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 FILTERS = ("none", "zero_variance")
+BUDGETS = ("uniform", "knapsack")
 CORRECTIONS = ("none", "truncated", "masked")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 
@@ -190,6 +192,18 @@ class AlgorithmConfig:
     # algorithm.filter, reward/environment and evaluations see them without the penalty.
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0  # reward that a rollout at its token limit loses
+    # Rollouts of each prompt, coordinator.group_size on average over groups_per_step prompts: uniform (all equal),
+    # knapsack (most where past success rates promise most: arXiv 2509.25849; group_size for prompts without past
+    # rollouts), or "package.module:function" (see docs/guides/prompts.md).
+    budget: str = "uniform"
+    budget_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of your budget
+    budget_least: int = 2  # fewest rollouts of a prompt, unless the budget is uniform
+    budget_most: int = 0  # most rollouts of a prompt, unless the budget is uniform; 0: 4 x coordinator.group_size
+    # Reward, without shaping, from which on a rollout is a success. Read by algorithm.budget and task.order.
+    success_reward: float = 1.0
+    # Rollouts of a prompt that its success rate remembers: each further one takes 1/success_window off the weight of
+    # those before.
+    success_window: int = 32
 
     def __post_init__(self) -> None:
         check_function(self.advantage, ADVANTAGES, self.advantage_arguments, "algorithm.advantage")
@@ -200,6 +214,27 @@ class AlgorithmConfig:
             "algorithm.filter_arguments",
             f"algorithm.filter={self.filter} takes none; leave it empty, or name a function of your own there",
         )
+        check_function(self.budget, BUDGETS, self.budget_arguments, "algorithm.budget")
+        check(
+            ":" in self.budget or not self.budget_arguments,
+            "algorithm.budget_arguments",
+            f"algorithm.budget={self.budget} takes none; leave it empty, or name a function of your own there",
+        )
+        check(self.budget_least > 0, "algorithm.budget_least", f"must be positive, not {self.budget_least}")
+        check(
+            self.budget_most == 0 or self.budget_most >= self.budget_least,
+            "algorithm.budget_most",
+            f"must be 0 (4 x coordinator.group_size) or at least budget_least = {self.budget_least}, not "
+            f"{self.budget_most}",
+        )
+        for name, default in (("budget_least", 2), ("budget_most", 0)):
+            check(
+                self.budget != "uniform" or getattr(self, name) == default,
+                f"algorithm.{name}",
+                f"has no effect with algorithm.budget=uniform; leave it at {default}, or set algorithm.budget=knapsack",
+            )
+        check_finite(self.success_reward, "algorithm.success_reward")
+        check(self.success_window > 0, "algorithm.success_window", f"must be positive, not {self.success_window}")
         check(self.overlong_buffer >= 0, "algorithm.overlong_buffer", "must not be negative; 0 is off")
         check_finite(self.overlong_penalty, "algorithm.overlong_penalty")
         check(
@@ -463,7 +498,8 @@ class TrainerConfig:
         check(
             self.devices % self.processes == 0,
             "trainer.processes",
-            f"the mesh's {self.devices} devices do not divide over {self.processes} processes",
+            f"the mesh's {self.devices} devices do not divide over {self.processes} processes; use "
+            f"{divisors(self.devices, self.processes)}",
         )
         check(self.restarts >= 0, "trainer.restarts", f"must not be negative, not {self.restarts}")
         fraction = self.memory_fraction
@@ -476,18 +512,22 @@ class TrainerConfig:
         parts, named = self.context * self.tensor, f"tensor = {self.tensor}"
         if self.context > 1:
             named = f"context x tensor = {self.context} x {self.tensor}"
+        # Of twice context, too: if context does not divide the model's heads, a device takes two parts of a row.
+        fitting = math.lcm(parts, 2 * self.context) if self.context > 1 else parts
         for length in lengths:
             name = "row_tokens" if length == self.row_tokens else "row_buckets"
             check(
                 length % parts == 0,
                 f"trainer.{name}",
-                f"{length} does not divide over {named}; take a multiple of {parts}",
+                f"{length} does not divide over {named}; use {-(-length // fitting) * fitting}, the next multiple of "
+                f"{fitting}",
             )
         shards = self.data * self.fsdp
         check(
             self.rows_per_micro_batch % shards == 0,
             "trainer.rows_per_micro_batch",
-            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards",
+            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards; use "
+            f"{multiples(shards, self.rows_per_micro_batch)}",
         )
 
     @property

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
+from libra_jax.coordinator import prompts
 from libra_jax.elastic import hybrid
 
 EXPORT = "config.json"
@@ -73,10 +74,11 @@ class TrajectoryRecord(TypedDict):
 
 
 class GroupRecord(TypedDict):
-    """A group that is finished or in flight."""
+    """A group that is finished or in flight. It has one trajectory for each rollout, begun or not, and so its size."""
 
     group_id: int
     prompt_id: str
+    repeats: NotRequired[str]
     payload: dict[str, Any]
     dispatch_version: int
     trajectories: list[TrajectoryRecord]
@@ -90,6 +92,7 @@ class GroupsState(TypedDict):
     """Missing in checkpoints of earlier versions."""
     replaced: dict[str, int]
     replaced_tokens: int
+    replaced_rollouts: NotRequired[int]
     first_replacement: str
     finished: list[GroupRecord]
     running: list[GroupRecord]
@@ -111,6 +114,7 @@ class CoordinatorState(TypedDict):
     evaluated: int
     """Version of the last evaluation."""
     data_position: int
+    prompts: NotRequired[prompts.PromptsState]
     warm_start_steps: int
     scheduler: Mapping[str, Any]
     allocation: list[Allocation]
@@ -440,6 +444,7 @@ def encode_group(group: protocols.Group) -> GroupRecord:
     record: GroupRecord = {
         "group_id": group.group_id,
         "prompt_id": group.task.prompt_id,
+        "repeats": group.task.repeats,
         "payload": dict(group.task.payload),
         "dispatch_version": group.dispatch_version,
         "trajectories": [
@@ -500,7 +505,7 @@ def decode_group(record: GroupRecord) -> protocols.Group:
         trajectories.append(protocols.Trajectory(**fields))
     return protocols.Group(
         group_id=record["group_id"],
-        task=protocols.Task(record["prompt_id"], record["payload"]),
+        task=protocols.Task(record["prompt_id"], record["payload"], record.get("repeats", "")),
         dispatch_version=record["dispatch_version"],
         trajectories=trajectories,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import checkpoints, filters, overlong, rollouts, saving
+from libra_jax.coordinator import checkpoints, filters, overlong, prompts, rollouts, saving, success
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -28,23 +28,26 @@ class Groups:
         replacement after a failure, and events get a GroupSettled for each group that has finished or was replaced.
         The run ends if too many groups have to be replaced.
       runner: runs one rollout.
+      rates: counts the successes of groups whose rollouts are all scored.
 
     Attributes:
       running: groups in flight, by number.
       finished: finished groups that no batch has taken, by number.
       replaced: number of replaced groups, by reason.
       replaced_tokens: tokens generated in replaced groups.
+      replaced_rollouts: number of rollouts of replaced groups.
       trained: number of groups trained.
       scored: number of groups with a rollout that the environment ended, not a limit.
     """
 
-    def __init__(self, run: protocols.RunContext, runner: rollouts.Rollouts) -> None:
+    def __init__(self, run: protocols.RunContext, runner: rollouts.Rollouts, rates: success.Rates) -> None:
         self._config = run.config
         self._recorder = run.recorder
         self._scope = run.scope
         self._events = run.events
         self._clock = run.clock
         self._runner = runner
+        self._rates = rates
         self._filtered, self._filter = filters.make(run.config)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy_since = 0.0
@@ -54,6 +57,7 @@ class Groups:
         self.finished: dict[int, protocols.Group] = {}
         self.replaced: collections.Counter[str] = collections.Counter()
         self.replaced_tokens = 0
+        self.replaced_rollouts = 0
         self.trained = 0
         self.scored = 0
 
@@ -87,6 +91,7 @@ class Groups:
             "scored": self.scored,
             "replaced": dict(self.replaced),
             "replaced_tokens": self.replaced_tokens,
+            "replaced_rollouts": self.replaced_rollouts,
             "first_replacement": self._first_replacement,
             "finished": [checkpoints.encode_group(group) for group in self.finished.values()],
             "running": [checkpoints.encode_group(group) for group in self.running.values()],
@@ -98,6 +103,7 @@ class Groups:
         self.trained, self.scored = state["trained"], state.get("scored", state["trained"])
         self.replaced.update(state["replaced"])
         self.replaced_tokens = state["replaced_tokens"]
+        self.replaced_rollouts = state.get("replaced_rollouts", 0)
         self._first_replacement = state["first_replacement"]
         finished = map(checkpoints.decode_group, state["finished"])
         self.finished.update((group.group_id, group) for group in finished)
@@ -145,6 +151,8 @@ class Groups:
                 await asyncio.gather(*tasks, return_exceptions=True)
         self._leave(group)
         self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
+        if crash is None:
+            self._rates.add(group)
         if crash is not None:
             broken = REWARD if isinstance(crash, protocols.RewardFailed) else ENVIRONMENT
             self._count(group, broken, str(crash))
@@ -166,6 +174,7 @@ class Groups:
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         """Counts a replaced group. Raises LibraError, which ends the run, if too many groups were replaced."""
         self.replaced[reason] += 1
+        self.replaced_rollouts += len(group.trajectories)
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
         # The config asks for the other reasons, which may occur by the thousand.
         if reason in (ENVIRONMENT, REWARD):
@@ -221,7 +230,7 @@ class Batches:
 
     Args:
       run: what the parts of the run share (`coordinator`, `steps`). Each GroupSettled may complete a batch.
-      tasks: source of the tasks, by position.
+      prompts: chooses the task and the number of rollouts of each group.
       groups: runs the groups.
       runner: begins the rollouts of new groups.
       weight_sync: knows the served version, which becomes a group's dispatch version.
@@ -229,7 +238,7 @@ class Batches:
       recovery: restarts the trainer if it dies during that commit.
 
     Attributes:
-      data_position: position of the next task.
+      data_position: number of tasks taken, which is also the next group's number.
       next_step: policy version at which the next selected batch trains.
     """
 
@@ -237,7 +246,7 @@ class Batches:
         self,
         run: protocols.RunContext,
         *,
-        tasks: protocols.TaskSource,
+        prompts: prompts.Prompts,
         groups: Groups,
         runner: rollouts.Rollouts,
         weight_sync: sync.WeightSync,
@@ -245,14 +254,12 @@ class Batches:
         recovery: recovery_lib.Recovery,
     ) -> None:
         limits = run.config.coordinator
-        self._source = run.config.task.source
         spare = limits.spare_groups
         self._bound = admission.Bound(limits.groups_per_step, limits.max_staleness, run.config.steps, spare)
         self._replaces = limits.stale == "replace"
-        self._tasks = tasks
+        self._prompts = prompts
         self._groups = groups
         self._runner = runner
-        self._group_size = limits.group_size
         self._weight_sync = weight_sync
         self._saver = saver
         self._recovery = recovery
@@ -277,9 +284,8 @@ class Batches:
             return
         count = admission.admissible(self._bound, version=version, next_step=self.next_step, outstanding=outstanding)
         for _ in range(count):
-            with resolving.named(self._source, "task.source", f"task({self.data_position})"):
-                task = self._tasks.task(self.data_position)
-            names = [f"{task.prompt_id}/{sample}" for sample in range(self._group_size)]
+            task, size = self._prompts.next(self.data_position)
+            names = [f"{task.prompt_id}/{sample}" for sample in range(size)]
             trajectories = [self._runner.begin(name, task) for name in names]
             self._groups.start(protocols.Group(self.data_position, task, version, trajectories))
             self.data_position += 1

@@ -20,8 +20,10 @@ from libra_jax.coordinator import (
     rollouts,
     saving,
     stopping,
+    success,
 )
 from libra_jax.coordinator import groups as groups_lib
+from libra_jax.coordinator import prompts as prompts_lib
 from libra_jax.elastic import training_sides
 from libra_jax.trainer_control import client, handover, resize
 from libra_jax.trainer_control import recovery as recovery_lib
@@ -152,7 +154,7 @@ class Workers:
 
     async def _start_trainer(self) -> None:
         run, spec, make_trainer = self._run, self.specs.trainer, self.specs.make_trainer
-        run.recorder.status(spec.name, "starting its process")
+        run.recorder.status(spec.name, "starting")
         make = make_trainer(None) if make_trainer is not None else lambda *_: spec
         processes = client.TrainerProcesses(run.cluster, make, count=run.config.trainer.processes, name=spec.name)
         self.trainer = client.TrainerClient(processes, run.config.deadlines)
@@ -189,6 +191,7 @@ class Parts:
       dispatcher: places requests on instances.
       runner: runs rollouts.
       groups: groups in flight and finished groups.
+      prompts: chooses tasks and the sizes of their groups.
       batches: selects the batches of coming steps.
       weight_sync: syncs the weights of each version to the engines.
       saver: writes and reads checkpoints.
@@ -201,6 +204,7 @@ class Parts:
     dispatcher: dispatch.Dispatcher
     runner: rollouts.Rollouts
     groups: groups_lib.Groups
+    prompts: prompts_lib.Prompts
     batches: groups_lib.Batches
     weight_sync: sync.WeightSync
     saver: saving.Saver
@@ -245,9 +249,11 @@ def wire(
     recovery = recovery_lib.Recovery(run, trainer=trainer, checkpoints=saver, weights=weight_sync, resizing=resizing)
     dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
     runner = rollouts.Rollouts(run, agent, dispatcher)
-    groups = groups_lib.Groups(run, runner)
+    rates = success.Rates(run.config)
+    groups = groups_lib.Groups(run, runner, rates)
+    prompts = prompts_lib.Prompts(run.config, agent.tasks, rates)
     batches = groups_lib.Batches(
-        run, tasks=agent.tasks, groups=groups, runner=runner, weight_sync=weight_sync, saver=saver, recovery=recovery
+        run, prompts=prompts, groups=groups, runner=runner, weight_sync=weight_sync, saver=saver, recovery=recovery
     )
     elastic = elasticity.Elasticity(
         run, workers, dispatcher=dispatcher, resizing=resizing, weight_sync=weight_sync, planner=planner
@@ -258,4 +264,4 @@ def wire(
         protocols.EngineLoaded,
         lambda event: recovery.through(functools.partial(weight_sync.catch_up, engines.engines[event.name])),
     )
-    return Parts(trainer, dispatcher, runner, groups, batches, weight_sync, saver, elastic, resizing, recovery)
+    return Parts(trainer, dispatcher, runner, groups, prompts, batches, weight_sync, saver, elastic, resizing, recovery)

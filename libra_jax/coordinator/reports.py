@@ -79,6 +79,7 @@ class StepReport:
         """Returns the step's scalars. `policy_version` is the version that the step produced."""
         trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
         rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+        sizes = [len(group.trajectories) for group in self.groups]
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.generated_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
@@ -110,6 +111,8 @@ class StepReport:
             "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
             "rollout/resumed": counts.resumed,
             **self.routing.metrics(),
+            "groups/rollouts_least": min(sizes),
+            "groups/rollouts_most": max(sizes),
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,

@@ -39,6 +39,7 @@ class RunSummary:
       policy_version: version trained last.
       trained: number of groups trained.
       replaced: number of groups replaced, by reason.
+      replaced_rollouts: number of rollouts of replaced groups.
       rewards: mean reward of each step of this session, by step.
       accuracies: held-out accuracy of each evaluation of this session, by version.
       stopped: True if a person or a scheduler stopped the run before its last step.
@@ -50,6 +51,7 @@ class RunSummary:
     policy_version: int = 0
     trained: int = 0
     replaced: dict[str, int] = field(default_factory=dict)
+    replaced_rollouts: int = 0
     rewards: dict[int, float] = field(default_factory=dict)
     accuracies: dict[int, float] = field(default_factory=dict)
     stopped: bool = False
@@ -205,6 +207,8 @@ class Coordinator:
         self._step = self._parts.batches.next_step = step
         self._evaluated = state["evaluated"]
         self._parts.batches.data_position = state["data_position"]
+        if (held_prompts := state.get("prompts")) is not None:  # checkpoints of earlier versions lack it
+            self._parts.prompts.restore(held_prompts)
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
         if (workers := self._parts.elastic.hybrid) is not None and (held := state.get("hybrid")) is not None:
@@ -221,6 +225,7 @@ class Coordinator:
             "planned_steps": self._config.steps,
             "evaluated": self._evaluated,
             "data_position": self._parts.batches.data_position,
+            "prompts": self._parts.prompts.state(),
             "warm_start_steps": self._warm_start.taken,
             "scheduler": dict(self._scheduler.snapshot()),
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
@@ -430,6 +435,7 @@ class Coordinator:
         summary.sentence = sentence
         if self._ready:
             summary.trained, summary.replaced = self._parts.groups.trained, dict(self._parts.groups.replaced)
+            summary.replaced_rollouts = self._parts.groups.replaced_rollouts
         self._recorder.note(sentence)
 
     async def _close(self) -> None:

@@ -377,6 +377,9 @@ class VllmEngine(protocols.RolloutEngine):
                 self._launch.cancel()
                 await asyncio.wait((self._starting,), timeout=0.5)
             self._die("it was shut down")
+        if self._engine is not None and self._engine.output_handler is not None:
+            # Else it would log the end of the processes that are to end as an error.
+            self._engine.output_handler.cancel()
         await loop.run_in_executor(None, self._launch.stop)
         self._engine = self._starting = None
         # AsyncLLM is in reference cycles. Its finaliser fails if it first runs at the interpreter's exit.

@@ -8,6 +8,7 @@ a file. Nothing imported here reaches JAX.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import sys
@@ -34,6 +35,9 @@ ROUTING_VARIABLE = "LIBRA_JAX_RETURN_ROUTING"
 TRANSPORT = "libra_jax_memfd"
 """vLLM's name for our weight transfer."""
 
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+"""vLLM's logger of weight updates."""
+
 NCCL_TRANSPORT = "libra_jax_nccl"
 """vLLM's name for its weight transfer by NCCL, in groups that change."""
 
@@ -47,6 +51,7 @@ def register() -> None:
     for name, engine in ((TRANSPORT, "MemfdWeightTransferEngine"), (NCCL_TRANSPORT, "NcclWeightTransferEngine")):
         if name not in factory.WeightTransferEngineFactory._registry:
             factory.WeightTransferEngineFactory.register_engine(name, "libra_jax.engines.vllm_weights", engine)
+    logging.getLogger(RELOAD_LOGGER).addFilter(_is_news)
     if platforms.current_platform.is_cpu():
         from vllm.utils import cpu_triton_utils
 
@@ -97,6 +102,11 @@ def _unless_routing(verify: Callable[[Any], None]) -> Callable[[Any], None]:
             verify(self)
 
     return checked
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns False for the warning, at every weight update, that rotary embeddings got no weights: they have none."""
+    return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
 def _expand(

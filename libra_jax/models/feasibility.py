@@ -5,9 +5,11 @@ Standard library only, like the shape itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from libra_jax.config import checks
 from libra_jax.models.config import TransformerConfig, feed_forward_columns
 from libra_jax.protocols import ConfigError
 
@@ -26,12 +28,25 @@ def check_tensor_parallel(config: TransformerConfig, degree: int) -> None:
     columns = feed_forward_columns(config)
     for name, size in (("attention heads", config.num_heads), ("feed-forward columns", columns)):
         if size % degree:
-            raise ConfigError(f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}.")
+            raise ConfigError(
+                f"config.rollout.tensor_parallel: {degree} does not divide the model's {size} {name}; use "
+                f"{checks.either(_served_degrees(config))}."
+            )
     if config.num_kv_heads % degree and degree % config.num_kv_heads:
         raise ConfigError(
             f"config.rollout.tensor_parallel: {degree} neither divides the model's {config.num_kv_heads} key and value "
-            "heads nor is a multiple of them."
+            f"heads nor is a multiple of them; use {checks.either(_served_degrees(config))}."
         )
+
+
+def _served_degrees(config: TransformerConfig) -> list[int]:
+    """Lists the degrees that `check_tensor_parallel` accepts."""
+    even = math.gcd(config.num_heads, feed_forward_columns(config))
+    return [
+        degree
+        for degree in (1, 2, 4, 8)
+        if even % degree == 0 and (config.num_kv_heads % degree == 0 or degree % config.num_kv_heads == 0)
+    ]
 
 
 def check_served(config: TransformerConfig) -> None:
@@ -75,37 +90,47 @@ def check_mesh(config: TransformerConfig, mesh_shape: Mapping[str, int]) -> None
         splits["tensor"]["moe_intermediate_size"] = config.expert_intermediate_size
         splits["tensor"]["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
         splits["fsdp"]["num_experts"] = config.num_experts
+    fsdp, context = mesh_shape.get("fsdp", 1), mesh_shape.get("context", 1)
     for axis, sizes in splits.items():
         ways = mesh_shape.get(axis, 1)
         for name, size in sizes.items():
             if size % ways:
-                raise ConfigError(f"config.trainer.{axis}: {ways} does not divide the model's {name} = {size}.")
-    fsdp, context = mesh_shape.get("fsdp", 1), mesh_shape.get("context", 1)
+                common = math.gcd(*sizes.values())
+                if axis == "fsdp" and config.hidden_size % context == 0:
+                    # What is offered divides with `context`, too.
+                    common = math.gcd(common, config.hidden_size // context)
+                raise ConfigError(
+                    f"config.trainer.{axis}: {ways} does not divide the model's {name} = {size}; use "
+                    f"{checks.divisors(common, ways)}."
+                )
     # The state is split over both (`models.sharding`).
     if config.hidden_size % (fsdp * context):
         raise ConfigError(
             f"config.trainer.context: fsdp x context = {fsdp} x {context} does not divide the model's hidden_size = "
-            f"{config.hidden_size}; lower trainer.context or trainer.fsdp."
+            f"{config.hidden_size}; use a trainer.context of {checks.divisors(config.hidden_size // fsdp, context)}."
         )
 
 
-def check_context(heads: int, context: int, row_tokens: int) -> None:
+def check_context(heads: int, context: int, row_tokens: int, tensor: int = 1) -> None:
     """Checks that attention can be computed if `context` devices split rows of this length.
 
     Args:
       heads: query heads of a tensor shard.
       context: devices that a row is split over.
       row_tokens: tokens of a row.
+      tensor: tensor shards, among which a row divides, too.
 
     Raises:
       ConfigError: `context` does not divide the heads, so it splits the queries, and the row does not divide into an
         early and a late part for each device.
     """
     if not splits_heads(heads, context) and row_tokens % (2 * context):
+        step = math.lcm(2 * context, context * tensor)
         raise ConfigError(
             f"config.trainer.row_tokens: context = {context} does not divide the {heads} query heads of a tensor "
             f"shard, so each device takes two parts of a row, and {row_tokens} does not divide into "
-            f"2 x {context}; choose another row length, or a trainer.context that divides the heads."
+            f"2 x {context}; use {-(-row_tokens // step) * step} tokens, or a trainer.context that divides the heads: "
+            f"{checks.divisors(heads, context)}."
         )
 
 

@@ -14,14 +14,26 @@ class Task:
     Attributes:
       prompt_id: id, unique in the run and stable across restarts.
       payload: data that the environment needs to pose and score the task; JSON-able.
+      repeats: id of the first task with this prompt, if a later pass over the tasks poses it again; else empty. What
+        is known of a prompt (`algorithm.budget`, `task.order`) goes by it.
     """
 
     prompt_id: str
     payload: Mapping[str, Any]
+    repeats: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """Id that the task shares with others of the same prompt."""
+        return self.repeats or self.prompt_id
 
 
 class TaskSource(Protocol):
-    """Tasks by position: the data position is one integer, and a resume reads nothing twice."""
+    """Tasks by position: the data position is one integer, and a resume reads nothing twice.
+
+    A finite source may have `__len__`, the number of its training tasks, which `task.order=success` needs. Its tasks at
+    the indices below that number are all different.
+    """
 
     def task(self, index: int) -> Task:
         """Returns the index-th training task. Any index >= 0 is valid (finite sources reshuffle in each pass)."""

@@ -14,7 +14,7 @@ from libra_jax.agents.rewards import actors
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import advice
-from libra_jax.coordinator import filters
+from libra_jax.coordinator import budgets, filters, prompts
 from libra_jax.engines import logprob_contract
 from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
@@ -55,6 +55,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     else:
         with resolving.named(config.task.source, "task.source", "task(0)"):
             source.task(0)
+        prompts.check(config, source)
         factories.demonstrated_tasks(config, source)
     wiring.scheduler(config)
     if shape is not None:
@@ -63,6 +64,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     for name, function in config.reward.parsed().items():
         actors.check(name, function)
     filters.make(config)
+    budgets.make(config)
     _check_optimizer(config)
     if shape is None:
         return
@@ -90,7 +92,10 @@ def warn(config: libra_config.RunConfig) -> None:
     accelerated = platform in ("cuda", "tpu") or (platform == "auto" and gpus_found() > 0)
     shape = wiring.known_shape(config)
     parameters = model_config.parameter_count(shape) if shape is not None else 0  # 0: no warning about the size
-    found, model = advice.advice(config, parameters=parameters, accelerated=accelerated), config.model
+    alone = not config.cluster.address and not config.cluster.accelerators_per_host
+    cores = len(os.sched_getaffinity(0)) if alone else 0
+    found = advice.advice(config, parameters=parameters, accelerated=accelerated, cores=cores)
+    model = config.model
     if shape is not None and Path(model.path or "-").is_dir() and model.preset != libra_config.ModelConfig().preset:
         preset = model_config.parameter_count(model_config.load_preset(model.preset))
         # A preset of the same shape serves dry runs elsewhere. Variants of a model may differ in their longest context.
@@ -109,7 +114,7 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
     mesh = {"fsdp": trainer.fsdp, "tensor": trainer.tensor, "context": trainer.context}
     feasibility.check_mesh(shape, mesh)
     for tokens in (trainer.row_tokens, *trainer.row_buckets):
-        feasibility.check_context(shape.num_heads // trainer.tensor, trainer.context, tokens)
+        feasibility.check_context(shape.num_heads // trainer.tensor, trainer.context, tokens, trainer.tensor)
     for degree in config.rollout.tensor_parallel:
         feasibility.check_tensor_parallel(shape, degree)
     for name, off in (("routing_replay", "off"), ("balance_coefficient", 0.0), ("router_z_coefficient", 0.0)):

@@ -78,7 +78,18 @@ class Groups:
 def lower_bound(
     config: configuration.RunConfig, simulation: world.SimulationConfig, workload: scripts.Workload
 ) -> Bound:
-    """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`."""
+    """Returns the bound of a simulated run in which no group is replaced; the arguments are those of `world.run`.
+
+    Simulated prompts are all new, so each has `coordinator.group_size` rollouts.
+
+    Raises:
+      ConfigError: a user's function divides the rollouts.
+    """
+    configuration.check(
+        ":" not in config.algorithm.budget,
+        "algorithm.budget",
+        "the bound knows no sizes of groups that a function of yours gives; simulate with uniform",
+    )
     limits, model, devices = config.coordinator, simulation.cost_model(config.model.lora), simulation.train_devices
     slots: dict[int, int] = {}  # the most of any instance of each degree
     given = zip(config.rollout.tensor_parallel, simulation.instance_slots(config.rollout), strict=True)

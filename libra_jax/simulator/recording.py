@@ -126,6 +126,15 @@ def read(workdir: Path) -> Recording:
         do.
     """
     config = _config(workdir / CONFIG_FILE)
+    for name, chosen, usual in (
+        ("algorithm.budget", config.algorithm.budget, "uniform"),
+        ("task.order", config.task.order, "sequential"),
+    ):
+        if chosen != usual:
+            raise protocols.DataError(
+                f"{workdir / CONFIG_FILE}: a twin has groups of one size, in the order of the tasks, and the run has "
+                f"{name}={chosen}; record one with {name}={usual}"
+            )
     if any(decision.get("moved") for decision in files.whole_json_lines(workdir / files.PLANS_FILE)):
         raise protocols.DataError(
             f"{workdir / files.PLANS_FILE}: the run moved to another plan, and a twin has one layout; record a run "

@@ -125,8 +125,7 @@ def of_run(
     right = sum(step.get("routing/judged", 0.0) * step.get("routing/one_shot_accuracy", 0.0) for step in steps)
     counters = fleet.counters
     prefilled = sum(count.prefilled for count in counters)
-    # The summary counts groups, not rollouts.
-    replaced = sum(summary.replaced.values()) * config.coordinator.group_size
+    replaced = summary.replaced_rollouts
     return Result(
         seconds=seconds,
         tokens_per_second=generated / seconds,

@@ -182,7 +182,7 @@ class PlainConsole(sinks.Sink):
         self._lost = False
         self._held: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self.note(f"libra-jax · {name} · {steps} training steps")
+        self.note(f"libra-jax · {name} · {steps} training step{'s' * (steps != 1)}")
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         self._pace.step_ended(step, self._clock())

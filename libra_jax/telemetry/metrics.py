@@ -113,6 +113,8 @@ _STEP = _table(
     ("staleness/max", "versions", "the same of the oldest group"),
     ("rollout/masked", "share", "rollouts of the batch that the trainer masks because a limit cut them off"),
     ("rollout/resumed", "count", "generations that failed and went on from their retained tokens"),
+    ("groups/rollouts_least", "rollouts", "rollouts of the smallest group of the batch (`algorithm.budget`)"),
+    ("groups/rollouts_most", "rollouts", "rollouts of the largest group of the batch"),
     ("groups/replaced", "groups", "groups that were replaced instead of trained"),
     (
         "groups/replaced_<reason>",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -106,19 +107,20 @@ def _text(content: str, **looks: Any) -> Text:
 
 
 def numbers(view: Mapping[str, Any]) -> list[RenderableType]:
-    """Returns the last step's numbers as a row, with the mean speed of the last steps. Empty before the first step."""
+    """Returns the last step's numbers, with the mean speed of the last steps, in as many rows as the width takes.
+
+    Empty before the first step.
+    """
     scalars = dict(view["scalars"])
     # The speed of a single step says little; see `console.Speed`.
     if "tokens_per_second" in scalars:
         scalars["tokens_per_second"] = view.get("tokens_per_second") or None
     cells = [
-        f"[dim]{called}[/] [bold]{value:{form}}[/]"
+        Text.assemble((called, "dim"), " ", (f"{value:{form}}", "bold"))
         for name, (called, form) in NUMBERS.items()
         if (value := scalars.get(name)) is not None
     ]
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(*cells)
-    return [grid] if cells else []
+    return [Columns(cells, padding=(0, 3))] if cells else []
 
 
 def workers(doing: Mapping[str, Mapping[str, Any]], *, ended: bool = False, fold: bool = True) -> RenderableType:

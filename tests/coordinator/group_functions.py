@@ -13,3 +13,19 @@ def broken(group):
 
 def talkative(group):
     return True
+
+
+def all_to_the_first(prompts, total, least, most, *, first=None):
+    """Gives the first prompt as many rollouts as it may have."""
+    sizes = [least] * len(prompts)
+    for place in range(len(sizes)):
+        sizes[place] += min((first or most) - least, total - sum(sizes))
+    return sizes
+
+
+def one_too_few(prompts, total, least, most):
+    return [total // len(prompts)] * (len(prompts) - 1)
+
+
+def dividing_by_zero(prompts, total, least, most):
+    return [total // 0]

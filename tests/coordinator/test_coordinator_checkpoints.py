@@ -61,7 +61,7 @@ def trajectories(draw) -> protocols.Trajectory:
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.lists(trajectories(), max_size=2))
 def test_groups_survive_the_round_trip_bit_for_bit(members):
-    group = protocols.Group(7, protocols.Task("task-1", {"question": "1 + 1", "n": [1, 2]}), 3, members)
+    group = protocols.Group(7, protocols.Task("task-1", {"question": "1 + 1", "n": [1, 2]}, "task-0"), 3, members)
     record = checkpoints.encode_group(group)
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoints.Checkpoints(Path(folder), keep=1)

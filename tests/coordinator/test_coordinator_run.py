@@ -245,7 +245,7 @@ def test_long_waits_say_what_is_done(tmp_path):
     bench.run()
     trainer = [text for name, text in bench.recorder.statuses if name == "trainer"]
     assert trainer[:4] == [
-        "starting its process",
+        "starting",
         "loading the model and making the optimizer's state",
         "idle",
         "warm start 0/3, compiling its programs first",

@@ -1,5 +1,6 @@
 """What the start of an engine does to the environment, and to other starts; no engine is started."""
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -10,7 +11,8 @@ import psutil
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.engines import vllm_launch, vllm_plugin
+from libra_jax.engines import vllm_engine, vllm_launch, vllm_plugin
+from libra_jax.models import config as model_config
 
 
 def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.Launch:
@@ -33,6 +35,33 @@ def test_only_engines_that_return_experts_skip_vllms_check_of_them(monkeypatch):
     monkeypatch.setenv(vllm_plugin.ROUTING_VARIABLE, "1")
     check("with experts")
     assert seen == ["without experts"]
+
+
+def test_only_rotary_embeddings_without_weights_are_left_out_of_the_log():
+    def is_news(layer):
+        record = logging.LogRecord("vllm", logging.WARNING, "", 0, "%s: Failed to load weights", (layer,), None)
+        return vllm_plugin._is_news(record)
+
+    assert [is_news(layer) for layer in ("RotaryEmbedding", "Llama3RotaryEmbedding", "QKVParallelLinear")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_an_engine_stops_listening_before_its_processes_end(monkeypatch):
+    async def body():
+        shape = model_config.to_hf(model_config.load_preset("libra-tiny"))
+        engine = vllm_engine.create("e", shape, config.to_dict(config.RolloutConfig()), 1, seed=0)
+        listening = asyncio.ensure_future(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        engine._engine = types.SimpleNamespace(output_handler=listening)
+        stopped = []
+        monkeypatch.setattr(engine._launch, "stop", lambda: stopped.append(listening.cancelling()))
+        await engine.shutdown()
+        return stopped
+
+    assert asyncio.run(body()) == [1]
 
 
 def test_the_environment_is_put_back_but_for_what_another_actor_changed_meanwhile(monkeypatch):

@@ -154,6 +154,27 @@ def test_gspo_is_warned_of_settings_for_ratios_of_tokens():
     assert warned(parameters=1, algorithm=decoupled) == []
 
 
+def test_settings_of_an_adapter_without_a_rank_are_warned_of():
+    lora = config.LoraConfig(alpha=16.0, layers=(0,))
+    run = config.RunConfig(model=config.ModelConfig(lora=lora), optimizer=config.OptimizerConfig(learning_rate=4e-3))
+    (said,) = advice.advice(run, parameters=1, accelerated=False)
+    assert said.startswith("config.model.lora.rank: 0 trains all weights, at optimizer.learning_rate=0.004, and model")
+    assert "model.lora.alpha, model.lora.layers will not be read" in said
+    assert warned(parameters=1, model=config.ModelConfig(lora=dataclasses.replace(lora, rank=8))) == []
+
+
+def test_more_virtual_devices_than_cores_can_serve_are_warned_of():
+    def fields(cores, **axes):
+        run = config.RunConfig(trainer=config.TrainerConfig(**{"platform": "cpu", **axes}))
+        found = advice.advice(run, parameters=1, accelerated=False, cores=cores)
+        return [sentence.split(":")[0] for sentence in found]
+
+    assert fields(2, context=16) == ["config.trainer.context"]
+    assert fields(2, fsdp=2, tensor=8) == ["config.trainer.tensor"]
+    assert fields(2, context=8) == fields(4, context=16) == fields(0, context=16) == []
+    assert fields(2, context=16, platform="tpu") == []
+
+
 def test_the_fake_engine_is_warned_of():
     assert warned(parameters=1, rollout=config.RolloutConfig(engine="fake")) == ["rollout.engine"]
     result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run")

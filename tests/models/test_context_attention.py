@@ -129,11 +129,17 @@ def test_kernels_that_need_whole_rows_are_refused_where_queries_are_split(platfo
 def test_sizes_that_do_not_divide_are_named():
     config = model_config.load_preset("Qwen2.5-0.5B")  # 14 heads, width 896
     feasibility.check_mesh(config, {"fsdp": 4, "context": 4})
-    with pytest.raises(ConfigError, match=r"config.trainer.context: fsdp x context = 64 x 4 does not divide .* 896"):
+    with pytest.raises(
+        ConfigError,
+        match=r"config.trainer.context: fsdp x context = 64 x 4 does not divide .* 896; .* of 1, 2, 7 or 14\.",
+    ):
         feasibility.check_mesh(config, {"fsdp": 64, "context": 4})
     feasibility.check_context(config.num_heads // 2, 7, 7)
     feasibility.check_context(config.num_heads, 4, 64)
-    with pytest.raises(ConfigError, match=r"row_tokens: context = 4 does not divide the 14 .* 68 .* 2 x 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"row_tokens: context = 4 does not divide the 14 .* 68 .* 2 x 4; use 72 .*: 1, 2, 7 or 14\.",
+    ):
         feasibility.check_context(config.num_heads, 4, 68)
 
 

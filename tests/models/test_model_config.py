@@ -255,7 +255,7 @@ def test_tensor_parallel_degree_is_checked_by_name():
     config = model_config.load_preset("Qwen2.5-0.5B")  # 14 heads, 2 key and value heads
     for degree in (1, 2):
         feasibility.check_tensor_parallel(config, degree)
-    with pytest.raises(ConfigError, match="4 does not divide the model's 14 attention heads"):
+    with pytest.raises(ConfigError, match="4 does not divide the model's 14 attention heads; use 1 or 2"):
         feasibility.check_tensor_parallel(config, 4)
     feasibility.check_tensor_parallel(model_config.load_preset("Qwen2.5-7B"), 4)
     feasibility.check_tensor_parallel(dataclasses.replace(config, num_heads=16), 8)  # heads copied, 8 = 4 x 2

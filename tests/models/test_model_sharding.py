@@ -121,10 +121,16 @@ def test_every_matrix_is_split_over_fsdp_and_tensor():
         (
             "Qwen2.5-0.5B",
             {"tensor": 4},
-            "config.trainer.tensor: 4 does not divide the model's num_attention_heads = 14",
+            "config.trainer.tensor: 4 does not divide the model's num_attention_heads = 14; use 1 or 2",
         ),
-        ("Qwen3-0.6B", {"tensor": 16}, "config.trainer.tensor: 16 does not divide the model's num_key_value_heads = 8"),
-        ("libra-tiny", {"fsdp": 5}, "config.trainer.fsdp: 5 does not divide the model's hidden_size = 128"),
+        (
+            "Qwen3-0.6B",
+            {"tensor": 16},
+            "config.trainer.tensor: 16 does not divide the model's num_key_value_heads = 8; use 1, 2, 4 or 8",
+        ),
+        ("libra-tiny", {"fsdp": 5}, "hidden_size = 128; use 1, 2, 4, 8, 16 or 32"),
+        ("libra-tiny-moe", {"fsdp": 16}, "16 does not divide the model's num_experts = 8; use 1, 2, 4 or 8"),
+        ("libra-tiny-moe", {"fsdp": 16, "context": 32}, "num_experts = 8; use 1, 2 or 4"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(preset, shape, sentence):

@@ -285,6 +285,11 @@ def test_a_timeline_of_something_else_is_refused(copy, old, new, sentence):
         (lambda values: [1, 2], r"config\.json: is not the config of a run of this version"),
         (lambda values: {**values, "stepz": 3}, r"config\.stepz: no such field; did you mean steps"),
         (lambda values: {**values, "steps": 4}, r"8 of the run's 4 steps are recorded"),
+        (
+            lambda values: {**values, "algorithm": {**values["algorithm"], "budget": "knapsack"}},
+            r"the run has algorithm\.budget=knapsack; record one with algorithm\.budget=uniform",
+        ),
+        (lambda values: {**values, "task": {**values["task"], "order": "success"}}, r"the run has task\.order=success"),
     ],
 )
 def test_another_config_is_refused(copy, change, sentence):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from libra_jax import protocols
 from libra_jax.telemetry import files, memory, screen, status
@@ -63,6 +65,16 @@ def test_the_view_says_what_every_worker_does_and_for_how_long():
     text = screen.text(view)
     for part in ("step 4/12", "training step 4", "7.0 s", "workers lost: rollout-0 1", "groups replaced: stale 3"):
         assert part in text
+
+
+def test_no_number_is_cut_on_a_terminal_of_80_columns():
+    run = run_status(Clock())
+    run.metrics(4, dict.fromkeys(screen.NUMBERS, 12345.678) | {"tokens/generated": 50.0})
+    stream = io.StringIO()
+    Console(file=stream, width=80, color_system=None).print(screen.picture(run.view()))
+    assert "…" not in stream.getvalue()
+    for called, _ in screen.NUMBERS.values():
+        assert f"{called} " in stream.getvalue()
 
 
 def test_a_silent_event_loop_and_a_wait_past_its_deadline_are_problems_and_a_queue_is_none():

@@ -117,7 +117,9 @@ def test_a_trainer_goes_from_mesh_to_mesh_and_nothing_it_holds_or_publishes_chan
         now, held = everything()
         assert now == wire
         assert all(np.array_equal(a, b) for a, b in zip(held, leaves, strict=True))
-    with pytest.raises(protocols.ConfigError, match=r"rows_per_micro_batch: 8 does not divide over data x fsdp = 6"):
+    with pytest.raises(
+        protocols.ConfigError, match=r"rows_per_micro_batch: 8 does not divide over data x fsdp = 6 shards; use 6 or 12"
+    ):
         made.begin_resize(protocols.MeshSizes(6, 1, 1))
     with pytest.raises(protocols.ConfigError, match=r"data 0 x fsdp 1 x tensor 1 cannot be.*must be positive"):
         made.begin_resize(protocols.MeshSizes(0, 1, 1))

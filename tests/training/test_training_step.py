@@ -142,7 +142,8 @@ def test_rows_that_do_not_divide_over_their_parts_are_refused_by_name():
     sizes = config_lib.TrainerConfig(data=2, tensor=2, context=4, row_tokens=64, row_buckets=(96,))
     assert (sizes.devices, sizes.replica_devices) == (16, 8)
     with pytest.raises(
-        protocols.ConfigError, match=r"trainer.row_tokens: 66 does not divide over context x tensor = 4 x 1"
+        protocols.ConfigError,
+        match=r"trainer.row_tokens: 66 does not divide over context x tensor = 4 x 1; use 72, the",
     ):
         config_lib.TrainerConfig(context=4, row_tokens=66)
     with pytest.raises(

@@ -1,0 +1,59 @@
+"""Tasks that come again, rewards that depend on nothing but the task's id, and a trainer that counts rollouts."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import coordinator_doubles as doubles
+
+from libra_jax import protocols
+
+TASKS = 7
+
+
+class Passes(doubles.Tasks):
+    """Seven tasks, posed again in each pass."""
+
+    def __len__(self) -> int:
+        return TASKS
+
+    def task(self, index: int) -> protocols.Task:
+        name = f"task-{index % TASKS}"
+        payload = {"index": index % TASKS}
+        return protocols.Task(
+            f"{name}-pass{index // TASKS}", payload, repeats=f"{name}-pass0" if index >= TASKS else ""
+        )
+
+
+class Named(doubles.TwoTurns):
+    """A tool that takes long for some tasks; the reward is drawn from the task's id, so each pass has another one."""
+
+    tool_seconds = staticmethod(lambda index: 1.0 if index in (2, 5) else 0.05 * index)
+
+    async def reset(self, task: protocols.Task):
+        self._name = task.prompt_id
+        return await super().reset(task)
+
+    async def step(self, output: str) -> protocols.StepResult:
+        result = await super().step(output)
+        reward = float(hashlib.sha256(self._name.encode()).digest()[0] % 2)
+        return protocols.StepResult(done=True, reward=reward) if result.done else result
+
+
+class SizedTrainer(doubles.RecordingTrainer):
+    """Remembers the size of each group that it trained on."""
+
+    async def train_step(self, batch: protocols.TrainBatch, shares: Any = ()) -> Any:
+        sizes = self.state.setdefault("sizes", {})
+        result = await super().train_step(batch, shares)
+        for group in batch.groups:
+            names = [trajectory.trajectory_id for trajectory in group.trajectories]
+            assert names == [f"{group.task.prompt_id}/{sample}" for sample in range(len(names))]
+            assert group.task.prompt_id not in sizes, "trained twice"
+            sizes[group.task.prompt_id] = [group.group_id, len(names)]
+        return result
+
+
+def make_trainer(log: str) -> SizedTrainer:
+    return SizedTrainer(0.5, 3, log)
