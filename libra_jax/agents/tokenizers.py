@@ -262,7 +262,22 @@ def demonstration_trajectory(
         raise protocols.EnvironmentCrashed(
             f"task {task.prompt_id}: its demonstration must begin with a prompt and end with the assistant's answer"
         )
-    trajectory = protocols.Trajectory(f"{task.prompt_id}/demonstration", task.prompt_id)
+    return dialogue_trajectory(f"{task.prompt_id}/demonstration", messages, tokenizer)
+
+
+def dialogue_trajectory(
+    name: str, messages: Sequence[protocols.Message], tokenizer: protocols.Tokenizer
+) -> protocols.Trajectory:
+    """Returns the tokens of a dialogue. The loss covers the assistant's tokens, including stop tokens.
+
+    Messages after the last one of the assistant are left out.
+
+    Raises:
+      DataError: The dialogue begins with the assistant or has no message of it, or the template refuses a message.
+    """
+    if not messages or messages[0].role == "assistant" or all(item.role != "assistant" for item in messages):
+        raise protocols.DataError("a dialogue must begin with a prompt, and have an answer of the assistant")
+    trajectory = protocols.Trajectory(name, name.partition("/")[0])
     pending: list[protocols.Message] = []
     for message in messages:
         if message.role != "assistant":

@@ -328,7 +328,7 @@ async def _train(
     async with _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged) as (around, agent):
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
         summary = await run.run(at_signal)
-        _add_files(config, workdir / "model")
+        add_files(config, workdir / "model")
     return summary
 
 
@@ -399,7 +399,7 @@ GENERATION_FILES = ("generation_config.json",)
 """Stop tokens and sampling settings. Without them, other programs may generate past the end of a turn."""
 
 
-def _add_files(config: libra_config.RunConfig, model: Path) -> None:
+def add_files(config: libra_config.RunConfig, model: Path) -> None:
     """Copies the tokenizer's files and the original model's generation config into the exported model.
 
     Raises:

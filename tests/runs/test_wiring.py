@@ -137,7 +137,7 @@ def test_a_tokenizer_that_cannot_be_copied_beside_the_trained_weights_is_named(t
     with pytest.raises(
         protocols.LibraError, match=r"weights are in .*model, but .*tokenizer\.json could not be copied"
     ):
-        wiring._add_files(run, model)
+        wiring.add_files(run, model)
 
 
 def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_path):
@@ -148,7 +148,7 @@ def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_pat
     (source / "model.safetensors").write_text("weights")
     for tokenizer in ("", "character"):
         run = config.RunConfig(model=config.ModelConfig(path=str(source)), task=config.TaskConfig(tokenizer=tokenizer))
-        wiring._add_files(run, model)
+        wiring.add_files(run, model)
         assert [file.name for file in model.iterdir()] == ["generation_config.json"]
         (model / "generation_config.json").unlink()
 
