@@ -516,18 +516,22 @@ class TrainerConfig:
         fitting = math.lcm(parts, 2 * self.context) if self.context > 1 else parts
         for length in lengths:
             name = "row_tokens" if length == self.row_tokens else "row_buckets"
+            other = ""
+            if self.context > 1 and length % (2 * self.tensor) == 0:
+                other = f", or a trainer.context of {divisors(length // (2 * self.tensor), self.context)}"
             check(
                 length % parts == 0,
                 f"trainer.{name}",
                 f"{length} does not divide over {named}; use {-(-length // fitting) * fitting}, the next multiple of "
-                f"{fitting}",
+                f"{fitting}{other}",
             )
         shards = self.data * self.fsdp
         check(
             self.rows_per_micro_batch % shards == 0,
             "trainer.rows_per_micro_batch",
             f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards; use "
-            f"{multiples(shards, self.rows_per_micro_batch)}",
+            f"{multiples(shards, self.rows_per_micro_batch)}, or a data x fsdp of "
+            f"{divisors(self.rows_per_micro_batch, shards)}",
         )
 
     @property
