@@ -27,19 +27,22 @@ class PromptsState(TypedDict):
 
 
 def check(config: configuration.RunConfig, tasks: protocols.TaskSource) -> None:
-    """Refuses an order that the source of the tasks cannot have.
+    """Refuses settings that look at success rates if the prompts of the source never come again.
 
     Raises:
-      ConfigError: `task.order=success` over a source that does not know how many tasks it has.
+      ConfigError: `task.order=success` or `algorithm.budget=knapsack`, over a source that does not know its number of
+        tasks.
     """
-    if config.task.order == "sequential":
-        return
-    # Generated tasks never come back, so nothing would be known of a task when it is chosen.
-    if not callable(getattr(type(tasks), "__len__", None)) or not len(tasks):  # type: ignore[arg-type]
+    for name, chosen, refused, usual in (
+        ("task.order", config.task.order, "success", "sequential"),
+        ("algorithm.budget", config.algorithm.budget, "knapsack", "uniform"),
+    ):
+        if chosen != refused or (callable(getattr(type(tasks), "__len__", None)) and len(tasks)):  # type: ignore[arg-type]
+            continue
         raise protocols.ConfigError(
-            f"config.task.order: {config.task.order} chooses among known tasks, and the source "
-            f"{resolving.shown(config.task.source)} has no end, or no method __len__; take sequential, or a source of "
-            "a table, such as libra_jax.agents.datasets:task_source"
+            f"config.{name}: {chosen} goes by past rollouts of prompts that come again, and the source "
+            f"{resolving.shown(config.task.source)} has no end, or no method __len__; take {usual}, or a source of a "
+            "table, such as libra_jax.agents.datasets:task_source"
         )
 
 

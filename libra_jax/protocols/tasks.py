@@ -31,8 +31,8 @@ class Task:
 class TaskSource(Protocol):
     """Tasks by position: the data position is one integer, and a resume reads nothing twice.
 
-    A finite source may have `__len__`, the number of its training tasks, which `task.order=success` needs. Its tasks at
-    the indices below that number are all different.
+    A finite source may have `__len__`, the number of its training tasks. `task.order=success` and
+    `algorithm.budget=knapsack` need it. The tasks at the indices below that number are all different.
     """
 
     def task(self, index: int) -> Task:

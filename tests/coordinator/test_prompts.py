@@ -173,11 +173,19 @@ def test_steps_larger_than_the_source_pose_tasks_twice():
         assert set(step) == set(SOLVED)
 
 
-def test_a_source_without_an_end_is_refused_by_its_name():
-    config = with_order()
-    with pytest.raises(
-        protocols.ConfigError, match=r"task\.order: success .* libra_jax\.agents\.calculator:task_source has"
-    ):
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"task": {"order": "success"}},
+            r"task\.order: success .* libra_jax\.agents\.calculator:task_source has no end",
+        ),
+        ({"algorithm": {"budget": "knapsack"}}, r"algorithm\.budget: knapsack .* has no end, .*; take uniform, or"),
+    ],
+)
+def test_a_source_without_an_end_is_refused_by_its_name(changes, sentence):
+    config = doubles.make_config(**changes)
+    with pytest.raises(protocols.ConfigError, match=sentence):
         prompts.Prompts(config, doubles.Tasks(), success.Rates(config))
 
 

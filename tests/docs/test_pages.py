@@ -41,7 +41,7 @@ STATUS = "docs/results/status.md"
 """The one page that may say what was not run yet."""
 
 SECTIONS = (
-    "model|task|tools|sandbox|reward|rollout|algorithm|optimizer|trainer|warm_start|coordinator|scheduler|planner|elastic|"
+    "model|task|tools|sandbox|reward|rollout|algorithm|critic|optimizer|trainer|warm_start|coordinator|scheduler|planner|elastic|"
     "evaluation|checkpoint|cluster|telemetry|deadlines"
 )
 VERL = ("algorithm.adv_estimator", "trainer.save_freq", "trainer.test_freq", "trainer.total_training_steps")
