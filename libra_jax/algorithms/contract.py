@@ -17,7 +17,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.algorithms import advantages, losses
+from libra_jax.algorithms import advantages, estimators, losses
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ def check(config: config_lib.AlgorithmConfig) -> None:
         message names the function and the fault.
     """
     losses.find(config)
-    advantages.find(config)
+    estimators.find(config)
     if ":" in config.loss:
         check_loss(config)
     if ":" in config.advantage:
@@ -128,14 +128,14 @@ def check_advantage(config: config_lib.AlgorithmConfig) -> None:
     def estimate(order: np.ndarray, columns: int = 0) -> np.ndarray:
         mask = np.pad(mask_NxT[order], ((0, 0), (0, columns)))
         rewards = rewards_N[order]
-        inputs = advantages.AdvantageInputs(
+        inputs = estimators.AdvantageInputs(
             jnp.asarray(rewards),
             jnp.asarray(groups_N[order], jnp.int32),
             jnp.asarray(mask),
             advantages.spread_rewards(rewards, mask),
             jnp.zeros(mask.shape, jnp.float32),
         )
-        return _called(lambda: np.asarray(advantages.find(config)(inputs)), config.advantage, field)
+        return _called(lambda: np.asarray(estimators.find(config)(inputs)), config.advantage, field)
 
     order = np.arange(12)
     found_NxT = estimate(order)

@@ -5,6 +5,17 @@ sees a typo. Scripts apply the command line's flags to it, and `checked` returns
 value checked and frozen. Standard library only, so that reading a config imports no accelerator library.
 """
 
+from libra_jax.config.algorithm import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    BATCH_LOSSES,
+    CORRECTIONS,
+    GROUP_ADVANTAGES,
+    KL_ESTIMATORS,
+    LOSSES,
+    AlgorithmConfig,
+    CriticConfig,
+)
 from libra_jax.config.checks import (
     ALIASES,
     LEAST_TEMPERATURE,
@@ -33,26 +44,11 @@ from libra_jax.config.environments import (
 )
 from libra_jax.config.group import RENAMED, freeze, group, now, renamed
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import checked, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
 from libra_jax.config.run import MAY_CHANGE, RunConfig, digest, identity
-from libra_jax.config.training import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    BATCH_LOSSES,
-    CORRECTIONS,
-    GROUP_ADVANTAGES,
-    KL_ESTIMATORS,
-    LOSSES,
-    PROJECTIONS,
-    AlgorithmConfig,
-    CriticConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-    WarmStartConfig,
-)
+from libra_jax.config.training import PROJECTIONS, LoraConfig, ModelConfig, TrainerConfig, WarmStartConfig
 
 __all__ = [
     "ADVANTAGES",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from libra_jax.config.algorithm import GROUP_ADVANTAGES, AlgorithmConfig
 from libra_jax.config.run import RunConfig
-from libra_jax.config.training import GROUP_ADVANTAGES, AlgorithmConfig, LoraConfig
+from libra_jax.config.training import LoraConfig
 
 ADAPTIVE = ("adam", "adamw", "muon", "lion")
 """Optimizers whose update of a weight has about the size of the learning rate, for gradients of any size."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.config import engine_arguments
+from libra_jax.config.algorithm import BATCH_LOSSES, AlgorithmConfig, CriticConfig
 from libra_jax.config.checks import check
 from libra_jax.config.coordination import (
     CheckpointConfig,
@@ -19,17 +20,10 @@ from libra_jax.config.coordination import (
 from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
 from libra_jax.config.group import group
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
-from libra_jax.config.training import (
-    BATCH_LOSSES,
-    AlgorithmConfig,
-    CriticConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainerConfig,
-    WarmStartConfig,
-)
+from libra_jax.config.training import ModelConfig, TrainerConfig, WarmStartConfig
 
 MAX_SEED = 2**31 - 1
 """Largest seed. Instances add their number to the seed, and NumPy's generators take 32 bits."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import advantages, kl
+from libra_jax.algorithms import estimators, kl
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding
 from libra_jax.training import packing
@@ -328,12 +328,12 @@ def token_advantages(
         estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
         kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
     values_NxT = None if values is None else _stack(values)
-    advantages_NxT = advantages.compute(
+    advantages_NxT = estimators.compute(
         config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT, values_NxT=values_NxT
     )
     returns_NxT = None
     if values_NxT is not None:
-        returns_NxT = advantages.value_targets(
+        returns_NxT = estimators.value_targets(
             config, rewards_N=rewards_N, mask_NxT=mask_NxT, values_NxT=values_NxT, kl_NxT=kl_NxT
         )
     for example, row_T in zip(sequences, advantages_NxT, strict=True):

@@ -21,7 +21,7 @@ from libra_jax import protocols
 from libra_jax.algorithms import batch_statistics, objective
 from libra_jax.models import attention, hf, lora, sharding, transformer
 from libra_jax.models import config as model_config
-from libra_jax.training import background, losses, optimizer, packing, step, world
+from libra_jax.training import background, losses, optimizer, packing, step, updates, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import state as state_lib
 
@@ -36,45 +36,6 @@ devices busy; few enough that a step can be aborted quickly."""
 Rest = Callable[[float], Iterable["range | step.Received"]]
 """Takes the seconds that this learner needed for its own micro-batches. Yields the rest of the first update: either
 micro-batches to compute here after all, or their sums."""
-
-OF_THE_BATCH = ("mismatch/", "offpolicy/", "router/replayed")
-"""Metrics that compare the engine with the policy that the batch came to: after an update, it is another policy."""
-
-OF_AN_UPDATE = (
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "ess",
-    "skipped",
-    "clip/low_fraction",
-    "clip/high_fraction",
-    "ratio/max",
-    "kl/behaviour",
-)
-"""Metrics that a step of several updates also reports for each."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """Reports of one update on the host.
-
-    Attributes:
-      applied: `loss`, `grad_norm` and `skipped`.
-      sums: metric sums and maxima over the update's micro-batches.
-    """
-
-    applied: Mapping[str, float]
-    sums: step.Report
-
-    def metrics(self) -> dict[str, float]:
-        """Returns its metrics. A mean or a maximum over nothing is left out."""
-        found, sums = dict(self.applied), dict(self.sums["metrics"])
-        if (share := objective.effective_share(sums)) is not None:
-            found["ess"] = share
-        sums = {name: pair for name, pair in sums.items() if name not in (objective.WEIGHT, objective.WEIGHT_SQUARED)}
-        found |= {name: total / count for name, (total, count) in sums.items() if count > 0}
-        # All maxima are of positive numbers, so 0 means that there was nothing to compare.
-        return found | {name: value for name, value in self.sums["maxima"].items() if value != 0}
 
 
 class Learner:
@@ -367,7 +328,7 @@ class Learner:
         trained, base = (params, None) if self.layout.state.base is None else lora.split(params)
         try:
             accumulator = self._accumulate(loss, trained, packed, extras, indices, self.programs.zeros(), parts, base)
-            return accumulator, _combined(jax.device_get(parts))
+            return accumulator, updates.combined(jax.device_get(parts))
         except jax.errors.JaxRuntimeError as error:
             raise _explained(error) from error
 
@@ -422,31 +383,31 @@ class Learner:
 
         Returns:
           The step's metrics. Means and maxima are over all updates, and `loss`, `grad_norm` and `skipped` are their
-          means over updates. With several updates, `update/<number>/<metric>` has `OF_AN_UPDATE` of each, from 1.
+          means over updates. With several updates, `update/<number>/<metric>` has `updates.OF_AN_UPDATE` of each
 
         Raises:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
           StepAborted: `abort` was set before the first update; the state is unchanged.
         """
-        updates = [part for _ in range(self.config.algorithm.epochs) for part in minibatches]
-        taken: list[Update] = []
+        parts = [part for _ in range(self.config.algorithm.epochs) for part in minibatches]
+        taken: list[updates.Update] = []
         try:
             if self.scores_proximal:
                 # The log-probabilities of the policy as it is now, on the mesh.
                 scores = self._scores(packed, extras, range(len(packed.micro_batches)))
                 extras = [{**extra, "proximal": score} for extra, score in zip(extras, scores, strict=True)]
-            for number, part in enumerate(updates):
+            for number, part in enumerate(parts):
                 self._taking = number
                 indices, others = (part, None) if number or own is None else (own, rest)
-                last = number == len(updates) - 1
+                last = number == len(parts) - 1
                 if self._statistics is not None:
                     extras = self._with_statistics(packed, extras, part, number)
                 taken.append(self._update(self._loss, packed, learning_rate, extras, indices, others, steps=int(last)))
         finally:
             self._taking = 0
             self.abort.clear()
-        return _step_metrics(taken, keeps_first=self.scores_proximal)
+        return updates.step_metrics(taken, keeps_first=self.scores_proximal)
 
     def stay(self) -> dict[str, float]:
         """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics."""
@@ -512,7 +473,7 @@ class Learner:
         rest: Rest | None = None,
         *,
         steps: int = 1,
-    ) -> Update:
+    ) -> updates.Update:
         """Takes one update on the given micro-batches and `rest`. The step number advances by `steps`."""
         state = self.train_state()
         accumulator = self.accumulator or self.programs.zeros()
@@ -540,14 +501,14 @@ class Learner:
             raise _explained(error) from error
         self.accumulator = accumulator
         applied = {name: float(value) for name, value in report.items()}
-        return Update(applied | {"learning_rate": learning_rate}, _combined(parts))
+        return updates.Update(applied | {"learning_rate": learning_rate}, updates.combined(parts))
 
     def _rate_scale(self, loss: str, parts: Sequence[step.Report]) -> float:
         """Returns the factor of the learning rate that `algorithm.ess_scaling` sets for an update (VCPO, eq. 6)."""
         rule = self.config.algorithm.ess_scaling
         if loss != POLICY or rule == "off":
             return 1.0
-        share = objective.effective_share(_combined(jax.device_get(list(parts)))["metrics"])
+        share = objective.effective_share(updates.combined(jax.device_get(list(parts)))["metrics"])
         # Nothing trained, or weights that are not finite: the update changes nothing, or is skipped.
         if share is None or not np.isfinite(share):
             return 1.0
@@ -576,41 +537,6 @@ class Learner:
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays, base)
             parts.append(part)
         return accumulator
-
-
-def _combined(parts: Sequence[step.Report]) -> step.Report:
-    """Combines the reports of several micro-batches into one: (sum, count) and maximum of each metric."""
-    metrics: dict[str, tuple[float, float]] = {}
-    maxima: dict[str, float] = {}
-    for part in parts:
-        for name, (total, count) in part["metrics"].items():
-            before = metrics.get(name, (0.0, 0.0))
-            metrics[name] = before[0] + float(total), before[1] + float(count)
-        for name, value in part["maxima"].items():
-            # np.max, not max: a NaN must win, and Python's max may drop it.
-            maxima[name] = float(np.max([value, maxima.get(name, value)]))
-    return {"metrics": metrics, "maxima": maxima}
-
-
-def _step_metrics(taken: Sequence[Update], *, keeps_first: bool) -> dict[str, float]:
-    """Returns the metrics of a step's updates together, and with several updates also some of each.
-
-    Args:
-      taken: the updates in order.
-      keeps_first: all updates compare the engine with the policy of before the first; else only the first does.
-    """
-    sums = [update.sums for update in taken]
-    if not keeps_first:
-        for later in sums[1:]:
-            for part in later.values():
-                for name in [name for name in part if name.startswith(OF_THE_BATCH)]:
-                    del part[name]
-    applied = {name: float(np.mean([update.applied[name] for update in taken])) for name in taken[0].applied}
-    metrics = Update(applied, _combined(sums)).metrics()
-    for number, update in enumerate(taken if len(taken) > 1 else (), 1):
-        found = update.metrics()
-        metrics |= {f"update/{number}/{name}": found[name] for name in OF_AN_UPDATE if name in found}
-    return metrics
 
 
 def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import advantages
+from libra_jax.algorithms import advantages, estimators
 
 SEEDS = st.integers(0, 10**6)
 GROUP_ESTIMATORS = {name: jax.jit(getattr(advantages, name)) for name in ("grpo", "dr_grpo", "rloo")}
@@ -191,7 +191,7 @@ def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name
     rewards, groups, mask, kl, _ = draw(seed)
     config = config_lib.AlgorithmConfig(advantage=name, kl_coefficient=0.3, kl_in_reward=kl_in_reward)
     kl = np.where(mask, kl, np.nan)  # what stands at untrained tokens must not matter
-    result = advantages.compute(
+    result = estimators.compute(
         config, rewards_N=rewards, groups_N=groups, mask_NxT=mask, kl_NxT=kl if kl_in_reward else None
     )
     penalties = 0.3 * np.where(mask, kl, 0) * kl_in_reward
@@ -214,7 +214,7 @@ def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name
 
 def test_group_ids_beyond_32_bits_are_told_apart():
     ids = np.array([2**40, 2**40, 2**40 + 2**32, 2**40 + 2**32])
-    result = advantages.compute(
+    result = estimators.compute(
         config_lib.AlgorithmConfig(advantage="dr_grpo"),
         rewards_N=np.array([1.0, 0.0, 10.0, 10.0]),
         groups_N=ids,
@@ -225,7 +225,7 @@ def test_group_ids_beyond_32_bits_are_told_apart():
 
 @pytest.mark.parametrize("name", [name for name in config_lib.ADVANTAGES if name not in ("gae", "distillation")])
 def test_trajectories_without_trained_tokens_have_no_advantage_and_break_nothing(name):
-    result = advantages.compute(
+    result = estimators.compute(
         config_lib.AlgorithmConfig(advantage=name),
         rewards_N=np.array([1.0, 0.0, 3.0]),
         groups_N=np.array([0, 0, 1]),
@@ -237,7 +237,7 @@ def test_trajectories_without_trained_tokens_have_no_advantage_and_break_nothing
 
 def test_a_reward_that_is_not_finite_is_refused_by_position():
     with pytest.raises(protocols.LibraError, match=r"rewards_N\[1\] is nan"):
-        advantages.compute(
+        estimators.compute(
             config_lib.AlgorithmConfig(),
             rewards_N=np.array([0.0, np.nan]),
             groups_N=np.array([0, 0]),
@@ -247,7 +247,7 @@ def test_a_reward_that_is_not_finite_is_refused_by_position():
 
 def test_kl_in_the_reward_without_estimates_is_refused_by_field():
     with pytest.raises(protocols.ConfigError, match="kl_in_reward"):
-        advantages.compute(
+        estimators.compute(
             config_lib.AlgorithmConfig(kl_in_reward=True, kl_coefficient=0.1),
             rewards_N=np.zeros(1),
             groups_N=np.zeros(1, int),

@@ -9,7 +9,7 @@ import published_values
 import pytest
 
 from libra_jax import config as config_lib
-from libra_jax.algorithms import advantages, batch_statistics, contract, corrections, losses, objective
+from libra_jax.algorithms import advantages, batch_statistics, contract, corrections, estimators, losses, objective
 from libra_jax.training import critic
 
 CASES = json.loads(published_values.FILE.read_text())
@@ -127,7 +127,7 @@ def test_a_split_of_the_batch_adds_up_to_the_same_sums(name):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus"])
 def test_advantages_are_the_published_ones(case, name):
     fields = case["batch"]
-    found = advantages.compute(
+    found = estimators.compute(
         config_lib.AlgorithmConfig(advantage=name),
         rewards_N=np.array(fields["rewards"]),
         groups_N=np.array(fields["groups"]),

@@ -12,7 +12,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.config import training as config_training
+from libra_jax.config import optimizers as config_optimizers
 from libra_jax.models import adapters, transformer
 from libra_jax.runs import preflight
 from libra_jax.training import checkpoints, optimizer, resize, state
@@ -277,4 +277,4 @@ def test_settings_without_an_effect_are_refused_with_the_fix(fields, sentence):
 
 def test_config_knows_the_arguments_of_the_named_optimizers():
     takes = {name: tuple(inspect.signature(made).parameters)[1:] for name, made in optimizer.NAMED.items()}
-    assert {name: names for name, names in takes.items() if names} == config_training.OPTIMIZER_ARGUMENTS
+    assert {name: names for name, names in takes.items() if names} == config_optimizers.OPTIMIZER_ARGUMENTS
