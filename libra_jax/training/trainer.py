@@ -10,41 +10,31 @@ counts. Only process 0 receives `reserve`, `listen`, `stage_weights` and `is_sav
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from libra_jax import checksums, machine, protocols, turns
 from libra_jax import config as config_lib
+from libra_jax import machine, protocols, turns
 from libra_jax.algorithms import contract
-from libra_jax.models import adapters, hf, peft
+from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
-from libra_jax.training import base as base_lib
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
+from libra_jax.training import running as running_lib
 from libra_jax.training import shares as shares_lib
-from libra_jax.training import state as state_lib
 from libra_jax.weights import adapter_snapshot
 from libra_jax.weights import create as weights_create
 from libra_jax.weights import snapshot as weight_snapshot
 
 MIB = 2**20
-
-ADAPTER = "adapter"
-"""Folder of the adapter in an exported policy. transformers looks for an adapter beside config.json only."""
-
-BASE = "base"
-"""Folder of the weights under the adapter in an exported policy."""
 
 
 def create(config: Mapping[str, Any], workdir: str, process: int = 0) -> TrainerActor:
@@ -68,29 +58,6 @@ def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfi
     return adapters.adapted(shape, config.lora)
 
 
-@dataclass
-class Running:
-    """The parts of a started trainer.
-
-    Attributes:
-      learner: the train state and its programs. A finished resize replaces it.
-      critic: learner of the critic; None without one.
-      warming: learner of the warm start, which trains all weights before an adapter; None after it, or without one.
-      sourced: digest of the frozen weights under an adapter, if `base.load` gives them again; else None.
-      weights: the snapshot that weight syncs read.
-      checkpointer: saves and restores the run's checkpoints.
-      handover: saves the state for another trainer.
-    """
-
-    learner: learner_lib.Learner
-    weights: weights_create.Snapshot
-    checkpointer: checkpoints.Checkpointer
-    handover: checkpoints.Checkpointer
-    critic: learner_lib.Learner | None = None
-    warming: learner_lib.Learner | None = None
-    sourced: str | None = None
-
-
 class TrainerActor:
     """Implements `protocols.Trainer`, synchronously. Every method raises LibraError with one sentence."""
 
@@ -105,14 +72,13 @@ class TrainerActor:
         self._multiplied = model_config.multiplied_parameter_count(self._model)
         self._replica_devices = config.trainer.replica_devices  # of a hybrid worker
         self._schedule = optimizer.schedule(config.optimizer, config.steps)
-        self._running: Running | None = None
+        self._running: running_lib.Running | None = None
         self._resize: resize.Resize | None = None
         self._version = 0
         self._synced: int | None = None  # the version last synced, while the parameters equal its snapshot
-        self._warm = False  # the warm start has filled the optimizer's moments
         self._skipped_in_a_row = 0
 
-    def running(self) -> Running:
+    def running(self) -> running_lib.Running:
         """Returns the trainer's parts.
 
         Raises:
@@ -142,18 +108,11 @@ class TrainerActor:
         config, info = self._config, self.stand_by()
         running = self.running()
         learner = running.learner
-        if self._model.adapter is None:
-            learner.begin(base_lib.load(config, self._model, learner.layout))
-        elif config.warm_start.steps:
-            running.warming = self._warming_learner()
-            running.warming.begin(base_lib.load(config, self._model, running.warming.layout))
-        else:
-            self._begin_adapter(base_lib.load(config, self._model, learner.layout), sourced=True)
+        running.begin()
         learner.compile(learner_lib.POLICY)
         if config.warm_start.steps:
             (running.warming or learner).compile(learner_lib.SUPERVISED)
         if running.critic is not None:
-            self._begin_critic()
             running.critic.compile(learner_lib.VALUE)
             running.critic.ahead.begin()
         # From now on, because the trainer is idle until the first groups are finished, and may need any row then.
@@ -191,7 +150,9 @@ class TrainerActor:
         # The next trainer reads a snapshot once, so speed matters more than size: no compression.
         handover = checkpoints.Checkpointer(compress=False)
         critic = learner_lib.Learner(config, self._model, jax.devices(), critic=True) if config.critic.enabled else None
-        self._running = Running(learner, weights, checkpoints.Checkpointer(), handover, critic)
+        self._running = running_lib.Running(
+            config, self._model, learner, weights, checkpoints.Checkpointer(), handover, critic
+        )
         mesh = learner.layout.mesh
         return protocols.TrainerInfo(
             policy_version=self._version,
@@ -228,7 +189,7 @@ class TrainerActor:
             raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
         examples = batch_lib.examples(sequences, self._version, self._model)
         packed = batch_lib.pack(self._config, examples)
-        self._warm = True
+        running.warmed = True
         # The parameters change without a new version, so the synced snapshot no longer matches.
         self._synced = None
         rate = self._config.warm_start.learning_rate
@@ -255,7 +216,7 @@ class TrainerActor:
             raise protocols.LibraError(
                 f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
             )
-        self._end_warm_start()
+        self.running().end_warm_start()
         critic = self.running().critic
         values = None if critic is None else critic.values
         prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs, values)
@@ -389,7 +350,7 @@ class TrainerActor:
             raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
         if running.warming is not None:
             # The weights are cast to the compute dtype once, so that engines sample from what training scores.
-            self._end_warm_start()
+            self.running().end_warm_start()
         merges = self._model.adapter is not None and self._config.model.lora.sync == "merge"
         learner = running.learner
         sent = learner.merged(self._config.rollout.dtype) if merges else learner.policy
@@ -416,7 +377,7 @@ class TrainerActor:
           LibraError: the directory holds a whole checkpoint.
           CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
         """
-        self._save(self.running().checkpointer, path)
+        self.running().save(self.running().checkpointer, path, {"skipped_in_a_row": self._skipped_in_a_row})
 
     def wait_saved(self) -> None:
         """Waits until the last `save` is durable.
@@ -433,24 +394,8 @@ class TrainerActor:
         Raises:
           DataError: the directory is missing, incomplete, damaged, of another model or optimizer, or not finite.
         """
-        running, host = self.running(), checkpoints.host_state(path)
-        self._warm, self._synced, warming = False, None, host.get("warming", False)
-        # A save in the middle of a warm start holds all weights as trained, and no adapter yet.
-        running.warming = (running.warming or self._warming_learner()) if warming else None
-        learner = running.warming or running.learner
-        structure, digest = learner.layout.state, host.get("base")
-        if digest is not None:
-            structure = dataclasses.replace(structure, base=None)
-        if running.critic is not None:
-            structure = dataclasses.replace(structure, critic=running.critic.layout.state)
-        state = running.checkpointer.restore(path, structure)
-        if running.critic is not None:
-            running.critic.state, state = state.critic, dataclasses.replace(state, critic=None)
-        if digest is not None:
-            state = dataclasses.replace(state, base=self._sourced_base(path, digest))
-        running.sourced = digest
-        learner.state = state
-        self._version = int(state.step)
+        host = self.running().restore(path)
+        self._synced, self._version = None, int(self.running().present.train_state().step)
         self._skipped_in_a_row = host.get("skipped_in_a_row", 0)
         return self._version
 
@@ -468,7 +413,8 @@ class TrainerActor:
         Raises:
           CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
         """
-        state = self._save(self.running().handover, path)
+        host = {"skipped_in_a_row": self._skipped_in_a_row}
+        state = self.running().save(self.running().handover, path, host)
         return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
 
     def snapshot_saved(self) -> bool:
@@ -487,66 +433,16 @@ class TrainerActor:
         """Returns True if any trainer has durably saved a state at `path`."""
         return (pathlib.Path(path) / checkpoints.SEAL).exists()  # the seal is written last
 
-    def _save(self, checkpointer: checkpoints.Checkpointer, path: str) -> state_lib.TrainState:
-        """Ends the warm start, starts to save the state, and returns it."""
-        # A restored trainer knows of no warm start, so the moments that it left must be gone before the save.
-        running = self.running()
-        host: dict[str, Any] = {"skipped_in_a_row": self._skipped_in_a_row}
-        if running.warming is not None:
-            running.warming.begin()
-            state, host["warming"] = running.warming.train_state(), True
-        else:
-            self._end_warm_start()
-            state = running.learner.train_state()
-        if running.critic is not None:
-            state = dataclasses.replace(state, critic=running.critic.train_state())
-        if running.sourced is not None:
-            # The bytes of the frozen weights are many times the adapter's, and can be had again where they came from.
-            state, host["base"] = dataclasses.replace(state, base=None), running.sourced
-        # The host's part is what a step depends on beside the train state.
-        checkpointer.save(path, state, host)
-        return state
-
     def export(self, path: str) -> None:
         """Writes the policy as a Hugging Face directory, sealed with the checksums of its files.
 
-        With an adapter, the directory holds the merged weights, and its folder `ADAPTER` the adapter in PEFT's format.
-        Its folder `BASE` holds the weights under the adapter, if `model.path` does not.
+        With an adapter, the directory holds the merged weights, and its folder `running.ADAPTER` the adapter in PEFT's
+        format. Its folder `running.BASE` holds the weights under the adapter, if `model.path` does not.
 
         Raises:
           LibraError: a parameter is not finite; nothing is written.
         """
-        if self.running().warming is not None:
-            self._end_warm_start()
-        learner = self.running().learner
-        # float32, because the sum of weights and adapter in bfloat16 would lose most of what was learnt.
-        params = learner.merged(self._config.model.param_dtype)
-        if not checkpoints.is_finite(params):
-            raise protocols.LibraError(
-                f"{path}: not written, because version {self._version} of the policy {checkpoints.NOT_FINITE}: go back "
-                "to an earlier checkpoint, and lower optimizer.learning_rate or look at the rewards."
-            )
-        hf.save(params, self._model, path)
-        if self._model.adapter is not None:
-            del params  # before the next copy of the weights
-            peft.save(learner.params, self._model, pathlib.Path(path) / ADAPTER, self._exported_base(path))
-        # Process 0 alone writes (`hf.save`), so it alone seals.
-        if jax.process_index() == 0:
-            try:
-                checksums.seal_folder(pathlib.Path(path))
-            except OSError as error:
-                raise protocols.LibraError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-    def _exported_base(self, path: str) -> str:
-        """Returns the directory of the weights under an exported adapter; writes it if no other directory holds them.
-
-        No directory does after a warm start, or if the weights were drawn.
-        """
-        running, base = self.running(), pathlib.Path(path).absolute() / BASE
-        if running.sourced is not None and self._config.model.path:
-            return self._config.model.path
-        hf.save(running.learner.frozen(self._config.model.param_dtype), self._model, base)
-        return str(base)
+        self.running().export(path, self._version)
 
     def shutdown(self) -> None:
         """Finishes the last save, frees shared memory, closes all channels and drops the state. Idempotent."""
@@ -570,63 +466,15 @@ class TrainerActor:
         if self._resize is not None:
             self._resize.compilation.cancel(seconds)
         if self._running is not None:
-            self._running.learner.ahead.cancel(max(0.0, ends - time.monotonic()))
+            for learner in (self._running.learner, self._running.critic):
+                if learner is not None:
+                    learner.ahead.cancel(max(0.0, ends - time.monotonic()))
 
     def _resizing(self) -> resize.Resize:
         self.running()
         if self._resize is None:
             raise protocols.ConfigError("the trainer's mesh is not being changed: call begin_resize first")
         return self._resize
-
-    def _end_warm_start(self) -> None:
-        """Starts training with a fresh optimizer, and with the warm-started policy as reference model."""
-        running = self.running()
-        if running.warming is not None:
-            weights = running.warming.params
-            places = running.learner.layout.weights
-            running.warming = None
-            # Not sourced: nothing but this trainer holds the warm-started weights.
-            self._begin_adapter(_frozen(weights, places), sourced=False)
-        elif self._warm:
-            running.learner.begin()
-            self._begin_critic()
-        self._warm = False
-
-    def _begin_critic(self) -> None:
-        """Starts a fresh critic, if there is one, from the policy's weights."""
-        running = self.running()
-        if running.critic is not None:
-            places = running.critic.layout.state.params
-            running.critic.begin(critic_lib.from_policy(running.learner.policy, places))
-
-    def _warming_learner(self) -> learner_lib.Learner:
-        """Returns a learner that trains all weights, for the warm start before an adapter."""
-        return learner_lib.Learner(self._config, dataclasses.replace(self._model, adapter=None), jax.devices())
-
-    def _begin_adapter(self, base: Any, *, sourced: bool) -> None:
-        """Starts to train an adapter, from `model.lora.path` or afresh, on frozen weights."""
-        running, path = self.running(), self._config.model.lora.path
-        where = running.learner.layout
-        running.learner.begin(peft.load(path, self._model, where.state.params) if path else None, base)
-        running.sourced = base_lib.digest(base) if sourced else None
-
-    def _sourced_base(self, path: str, digest: str) -> Any:
-        """Returns the frozen weights that a checkpoint has the digest of: the present ones, or loaded again.
-
-        Raises:
-          DataError: the source holds other weights now.
-        """
-        running = self.running()
-        if running.sourced == digest and running.learner.state is not None:
-            return running.learner.state.base
-        base = base_lib.load(self._config, self._model, running.learner.layout)
-        if (found := base_lib.digest(base)) != digest:
-            source = self._config.model.path or f"the preset {self._config.model.preset}"
-            raise protocols.DataError(
-                f"{path}: its adapter was trained on weights with digest {digest}, and {source} holds weights with "
-                f"digest {found}; bring the former weights back, or start a new workdir."
-            )
-        return base
 
     def _finish(
         self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
@@ -652,10 +500,3 @@ class TrainerActor:
             "compiled_shapes": float(len(learner.programs.shapes)),
             "train/compile_seconds": waited,
         }
-
-
-def _frozen(weights: Any, places: Any) -> Any:
-    """Returns trained weights as the frozen weights under an adapter, in their dtypes and shardings."""
-    return jax.jit(functools.partial(state_lib.cast_like, places=places), out_shardings=state_lib.shardings_of(places))(
-        weights
-    )
