@@ -19,7 +19,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import batch_statistics, objective
-from libra_jax.models import attention, hf, lora, sharding, transformer
+from libra_jax.models import attention, lora, sharding, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, losses, optimizer, packing, step, updates, world
 from libra_jax.training import critic as critic_lib
@@ -204,6 +204,9 @@ class Learner:
             places = self.layout.state.reference
             reference = self.state and self.state.reference
             if reference is None:
+                # Imported here, because a learner without a teacher needs no library of model files.
+                from libra_jax.models import hf
+
                 path = self.config.algorithm.teacher
                 reference = hf.load(path, self.teacher, places, state_lib.shardings_of(places))
         self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)

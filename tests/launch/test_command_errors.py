@@ -164,6 +164,7 @@ QUICK, SIMULATED = "--config=configs/quickstart.py", "--config=configs/simulate.
 MISTAKES = {
     "tests.drills": [["--only=nothing"], []],
     "calibrate.py": [["--workdirs="]],
+    "evaluate.py": [[], ["--attempts=many"]],
     "gpu_check.py": [["--minutes=many"]],
     "kubernetes.py": [[QUICK], [QUICK, "--config.steps=0", "--dry_run"]],
     "local.py": [[]],
@@ -172,6 +173,7 @@ MISTAKES = {
     "prepare_data.py": [["--dataset=search_r1", "--input=in.jsonl", "--output=out.txt"], []],
     "report.py": [[]],
     "scale.py": [["--accelerators=0"], ["--config=configs/nosuch.py"]],
+    "sft.py": [[], [QUICK], [QUICK, "--data=chats.jsonl", "--epochs=0"]],
     "show.py": [["--best", "--worst", "--workdir=nowhere"]],
     "simulate.py": [["--policies=nothing"], ["--seeds=a"], [SIMULATED, "--config.steps=0"]],
     "slurm.py": [[QUICK, "--config.steps=0"], []],

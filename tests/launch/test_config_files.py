@@ -121,6 +121,7 @@ def test_settings_are_listed_with_default_and_meaning():
 def test_settings_are_found_by_a_word_of_their_name_or_meaning():
     found = listing.listing(config.RunConfig, "Learning_Rate").splitlines()
     assert [line for line in found if line.startswith("--")] == [
+        "--config.critic.learning_rate=0.001",
         "--config.optimizer.learning_rate=0.001",
         "--config.warm_start.learning_rate=0.003",
     ]
