@@ -200,7 +200,13 @@ def find(config: config_lib.AlgorithmConfig) -> Callable[[AdvantageInputs], jax.
     Raises:
       ConfigError: there is no such function, or it does not take `advantage_arguments`.
     """
-    return _found(config.advantage, json.dumps(dict(config.advantage_arguments), sort_keys=True, default=str))
+    try:
+        encoded = json.dumps(dict(config.advantage_arguments), sort_keys=True)
+    except TypeError as error:
+        raise protocols.ConfigError(
+            f"config.algorithm.advantage_arguments: must be numbers, texts, lists or mappings ({error})"
+        ) from error
+    return _found(config.advantage, encoded)
 
 
 @functools.lru_cache(maxsize=64)  # one compiled program for each estimator, not one a call

@@ -65,7 +65,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         actors.check(name, function)
     filters.make(config)
     budgets.make(config)
-    _check_optimizer(config)
+    _check_functions(config)
     if shape is None:
         return
     size = tokenizers.CharacterTokenizer.vocab_size
@@ -209,15 +209,23 @@ def _missing_adapter(config: libra_config.RunConfig) -> list[str]:
     return []
 
 
-def _check_optimizer(config: libra_config.RunConfig) -> None:
-    """Checks the functions that the optimizer's settings name. The trainer calls them."""
-    optimizer = config.optimizer
-    for field, name, arguments in (
-        ("optimizer.name", optimizer.name, {"config": optimizer, **optimizer.arguments}),
-        ("optimizer.schedule", optimizer.schedule, {"config": optimizer, "steps": 1, **optimizer.schedule_arguments}),
+def _check_functions(config: libra_config.RunConfig) -> None:
+    """Checks the user's functions that the trainer calls, by their names and arguments alone."""
+    algorithm, optimizer = config.algorithm, config.optimizer
+    schedule = {"config": optimizer, "steps": 1, **optimizer.schedule_arguments}
+    for field, of_arguments, name, arguments in (
+        ("algorithm.loss", "loss_arguments", algorithm.loss, {"inputs": None, **algorithm.loss_arguments}),
+        (
+            "algorithm.advantage",
+            "advantage_arguments",
+            algorithm.advantage,
+            {"inputs": None, **algorithm.advantage_arguments},
+        ),
+        ("optimizer.name", "arguments", optimizer.name, {"config": optimizer, **optimizer.arguments}),
+        ("optimizer.schedule", "schedule_arguments", optimizer.schedule, schedule),
     ):
         if ":" in name:
-            of_arguments = "optimizer.arguments" if field == "optimizer.name" else "optimizer.schedule_arguments"
+            of_arguments = f"{field.partition('.')[0]}.{of_arguments}"
             resolving.check_arguments(resolving.resolve(name, field), name, arguments, of_arguments)
 
 

@@ -6,6 +6,7 @@ rendered as a rollout renders them, so the tuned model continues the tokens that
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -109,6 +110,17 @@ def tune(
         raise protocols.ConfigError(
             f"--batch_size: {asked.batch_size} chats of {len(trained)} that are not held out; lower it, or --holdout"
         )
+    if config.trainer.processes > 1:
+        raise protocols.ConfigError(
+            f"config.trainer.processes: fine-tuning runs in one process, not {config.trainer.processes}; set it to 1"
+        )
+    # What comes before and beside reinforcement learning has no part in this.
+    config = dataclasses.replace(
+        config,
+        warm_start=dataclasses.replace(config.warm_start, steps=0),
+        algorithm=libra_config.AlgorithmConfig(),
+        critic=libra_config.CriticConfig(),
+    )
     steps = max(1, round(asked.epochs * len(trained) / asked.batch_size))
     # Read by JAX when it is first used, so before the training modules are imported.
     os.environ.update(wiring.trainer_spec(config, asked.output).environment)
@@ -121,8 +133,11 @@ def tune(
     schedule = optimizer.schedule(config.optimizer, steps)
     taken: list[Mapping[str, float]] = []
     try:
-        info = actor.start()
-        learner = actor.running().learner
+        # Not `start`, which compiles the programs of the policy's objective.
+        info, running = actor.stand_by(), actor.running()
+        running.begin()
+        learner = running.learner
+        learner.compile("supervised")
         status(f"{info.parameters:,} parameters on {info.device_kind}; {len(trained)} chats, {len(held)} held out")
         picked = _batches(trained, asked.batch_size, steps, rng)
         skipped, began = 0, time.monotonic()

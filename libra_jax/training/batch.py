@@ -22,7 +22,7 @@ from libra_jax import protocols
 from libra_jax.algorithms import estimators, kl
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding
-from libra_jax.training import packing
+from libra_jax.training import packing, world
 
 Score = Callable[[packing.Packed, Sequence[dict[str, Any]]], "list[jax.Array]"]
 """Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch. Takes the batch
@@ -136,7 +136,7 @@ def _gathered(
     packed: packing.Packed, arrays: Sequence[jax.Array], sequences: Sequence[packing.Example]
 ) -> list[np.ndarray]:
     """Returns the numbers of each sequence's tokens, [N], from one [B, T] array per micro-batch on the mesh."""
-    with sharding.whole(arrays) as whole:
+    with world.explaining(), sharding.whole(arrays) as whole:
         on_host = [np.asarray(array) for array in whole]
     return packed.gather(on_host, [len(example.tokens_N) for example in sequences])
 

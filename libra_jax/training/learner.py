@@ -230,7 +230,7 @@ class Learner:
         """Compiles the programs of a step before its first use.
 
         Args:
-          loss: `POLICY` or `SUPERVISED`.
+          loss: `POLICY`, `SUPERVISED` or `VALUE`.
           row_tokens: length of the rows; None for the shortest.
           sums_only: compile only what `sums` needs.
         """
@@ -291,13 +291,18 @@ class Learner:
           packed: the global batch.
           extras: further arrays of each micro-batch. With `routing` and `routed`, the reference takes the experts that
             the policy takes: a mixture that takes others is another model.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
         """
         state = self.train_state()
         reference = state.base if state.reference is None else state.reference
         indices = range(len(packed.micro_batches))
         if self.teacher is not None:
             extras = [{} for _ in indices]  # its routers choose for themselves
-        return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
+        with world.explaining():
+            return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
 
     def _scored(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]
@@ -329,11 +334,9 @@ class Learner:
         """
         parts: list[step.Report] = []
         trained, base = (params, None) if self.layout.state.base is None else lora.split(params)
-        try:
+        with world.explaining():
             accumulator = self._accumulate(loss, trained, packed, extras, indices, self.programs.zeros(), parts, base)
             return accumulator, updates.combined(jax.device_get(parts))
-        except jax.errors.JaxRuntimeError as error:
-            raise _explained(error) from error
 
     def update(
         self,
@@ -386,7 +389,7 @@ class Learner:
 
         Returns:
           The step's metrics. Means and maxima are over all updates, and `loss`, `grad_norm` and `skipped` are their
-          means over updates. With several updates, `update/<number>/<metric>` has `updates.OF_AN_UPDATE` of each
+          means over updates. With several updates, `update/<number>/<metric>` has `updates.OF_AN_UPDATE` of each.
 
         Raises:
           LibraError: the devices ran out of memory.
@@ -413,12 +416,14 @@ class Learner:
         return updates.step_metrics(taken, keeps_first=self.scores_proximal)
 
     def stay(self) -> dict[str, float]:
-        """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics."""
-        accumulator = self.accumulator or self.programs.zeros()
-        self.accumulator = None
-        # Sums of zero at a rate of zero: parameters stay, and so do the moments, which are still zero.
-        self.state, self.accumulator, report = self.programs.apply_step(self.train_state(), accumulator, 0.0)
-        return {name: float(value) for name, value in jax.device_get(report).items()} | {"learning_rate": 0.0}
+        """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics.
+
+        The optimizer's state stays as it is, too: an update of zero would count as one in Adam's bias correction.
+        """
+        state = self.train_state()
+        self.state = dataclasses.replace(state, step=_following(state.step))
+        self.abort.clear()
+        return dict.fromkeys(("loss", "grad_norm", "skipped", "learning_rate"), 0.0)
 
     def values(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]] = ()) -> list[jax.Array]:
         """Returns the critic's values on the mesh: one [B, T] array per micro-batch. It takes none of the `extras`."""
@@ -427,10 +432,9 @@ class Learner:
 
     def _scores(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: range) -> list[jax.Array]:
         """Returns the log-probabilities of the policy as it is now, on the mesh: one [B, T] array a micro-batch."""
-        state = self.train_state()
-        return [
-            self.programs.proximal(state.params, arrays, state.base) for arrays in self._scored(packed, extras, indices)
-        ]
+        state, scored = self.train_state(), self._scored(packed, extras, indices)
+        with world.explaining():
+            return [self.programs.proximal(state.params, arrays, state.base) for arrays in scored]
 
     def _with_statistics(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], part: range, number: int
@@ -443,10 +447,10 @@ class Learner:
         def trained(arrays: Iterable[Any]) -> np.ndarray:
             return np.concatenate([np.asarray(array)[mask] for array, mask in zip(arrays, masks, strict=True)])
 
-        with sharding.whole(self._scores(packed, extras, part)) as whole:
+        with world.explaining(), sharding.whole(self._scores(packed, extras, part)) as whole:
             log_probs_K = trained(whole)
         if self.scores_proximal:
-            with sharding.whole([extras[index]["proximal"] for index in part]) as whole:
+            with world.explaining(), sharding.whole([extras[index]["proximal"] for index in part]) as whole:
                 anchors_K = trained(whole)
         elif self.config.algorithm.objective == "decoupled":
             anchors_K = log_probs_K  # the batch's only update: the policy is its own proximal policy
@@ -483,7 +487,7 @@ class Learner:
         self.accumulator = None  # the first program consumes it; kept again only if the update ends well
         parts: list[step.Report] = []
         began = time.monotonic()
-        try:
+        with world.explaining():
             accumulator = self._accumulate(loss, state.params, packed, extras, indices, accumulator, parts, state.base)
             if rest is not None:
                 # The seconds passed to `rest` set its deadline, so the core's own work must really be done.
@@ -500,8 +504,6 @@ class Learner:
             self.state, accumulator, report = self.programs.apply_step(state, accumulator, learning_rate, steps)
             # Reports come to the host once per update, because every transfer waits for the devices.
             report, parts = jax.device_get((report, parts))
-        except jax.errors.JaxRuntimeError as error:
-            raise _explained(error) from error
         self.accumulator = accumulator
         applied = {name: float(value) for name, value in report.items()}
         return updates.Update(applied | {"learning_rate": learning_rate}, updates.combined(parts))
@@ -542,17 +544,7 @@ class Learner:
         return accumulator
 
 
-def _explained(error: jax.errors.JaxRuntimeError) -> protocols.LibraError:
-    """Returns the error to raise in place of the devices' error."""
-    if (lost := world.peer_lost(error)) is not None:
-        return lost
-    text = str(error).strip().splitlines()[0][:300]
-    if "RESOURCE_EXHAUSTED" in text:
-        return protocols.LibraError(
-            "the trainer's devices ran out of memory; lower trainer.rows_per_micro_batch or model.logits_chunk, set "
-            f"model.remat, or raise trainer.fsdp or, for long rows, trainer.context ({text})."
-        )
-    return protocols.LibraError(f"a training program failed on the devices ({text}).")
+_following = jax.jit(lambda step: step + 1)
 
 
 def _tell(error: Exception) -> None:

@@ -248,6 +248,8 @@ class TrainerActor:
                 prepared.packed, self._config.critic.learning_rate, prepared.targets, prepared.minibatches
             )
             metrics |= critic_lib.report(found)
+            # Asked for while the critic learnt: too late for this step, and no business of the next one.
+            learner.abort.clear()
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
@@ -480,12 +482,14 @@ class TrainerActor:
         self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
     ) -> dict[str, float]:
         """Adds the host's metrics of a step that `learner` took, and stops a run whose steps are not finite."""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics["skipped"] else 0
+        skipped = metrics["skipped"] or metrics.get("critic/skipped", 0.0)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         limit = self._config.trainer.max_skipped_steps
         if self._skipped_in_a_row > limit:
             raise protocols.LibraError(
                 f"trainer.max_skipped_steps: {self._skipped_in_a_row} steps in a row had a loss or gradient that was "
-                f"not finite (last: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}); lower "
+                f"not finite (last: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}, critic's loss "
+                f"{metrics.get('critic/loss', 'none')}); lower "
                 "optimizer.learning_rate or look at the rewards."
             )
         lengths = [place.columns for place in packed.places if place is not None]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -137,3 +138,21 @@ def peer_lost(error: BaseException) -> protocols.PeerLost | None:
         f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
         f"({text.splitlines()[0][:200]}); restart the trainer to go on"
     )
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Raises LibraError, or PeerLost, with one sentence in place of an error of the devices."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if (lost := peer_lost(error)) is not None:
+            raise lost from error
+        text = str(error).strip().splitlines()[0][:300]
+        if "RESOURCE_EXHAUSTED" in text:
+            raise protocols.LibraError(
+                "the trainer's devices ran out of memory; lower trainer.rows_per_micro_batch or model.logits_chunk, "
+                "set model.remat, or raise trainer.fsdp or, for long rows, trainer.context "
+                f"({text})."
+            ) from error
+        raise protocols.LibraError(f"a training program failed on the devices ({text}).") from error

@@ -60,6 +60,23 @@ def test_tuning_lowers_the_held_out_loss_which_transformers_confirms(config, tmp
         supervised.tune(config, asked)
 
 
+def test_an_adapter_is_tuned_whatever_the_config_says_of_reinforcement_learning(config, tmp_path):
+    config.model.lora.rank, config.model.lora.sync = 4, "merge"
+    # Neither a warm start nor an objective of the run takes part.
+    config.warm_start.steps, config.algorithm.kl_coefficient = 50, 0.1
+    asked = supervised.Asked(_chats(tmp_path / "chats.jsonl", 32), tmp_path / "out", epochs=2, batch_size=8, holdout=0)
+    metrics = supervised.tune(config, asked, lambda text: None)
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert (tmp_path / "out/model/adapter/adapter_config.json").exists()
+
+
+def test_several_trainer_processes_are_refused_by_name(config, tmp_path):
+    config.cluster.backend, config.trainer.processes, config.trainer.data = "ray", 2, 2
+    asked = supervised.Asked(_chats(tmp_path / "chats.jsonl"), tmp_path / "out")
+    with pytest.raises(protocols.ConfigError, match=r"trainer.processes: fine-tuning runs in one process, not 2"):
+        supervised.tune(config, asked)
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [

@@ -141,11 +141,15 @@ def test_in_the_warm_up_the_critic_learns_and_the_policy_stays(small, start_trai
     critic = config_lib.CriticConfig(enabled=True, learning_rate=3e-3, warmup_steps=1)
     actor = start_trainer(**_groups() | {"critic": critic})
     before = trainer_doubles.params(actor)
+    moments = [np.array(leaf) for leaf in jax.tree.leaves(actor.running().learner.state.opt_state)]
     values = [np.array(leaf) for leaf in jax.tree.leaves(actor.running().critic.params)]
     metrics = actor.train_step(trainer_doubles.batch(small))
     assert actor.policy_version() == 1
     assert metrics["learning_rate"] == 0.0
     for leaf, old in zip(trainer_doubles.params(actor), before, strict=True):
+        np.testing.assert_array_equal(leaf, old)
+    # Not even the optimizer's count: the first real update has the size that it has without a warm-up.
+    for leaf, old in zip(jax.tree.leaves(actor.running().learner.state.opt_state), moments, strict=True):
         np.testing.assert_array_equal(leaf, old)
     moved = zip(jax.tree.leaves(actor.running().critic.params), values, strict=True)
     assert any(np.any(np.asarray(leaf) != old) for leaf, old in moved)

@@ -9,6 +9,7 @@ import trainer_doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import contract
+from libra_jax.runs import preflight
 from libra_jax.training import batch as batch_lib
 
 MODULE = """
@@ -147,3 +148,19 @@ def test_statistics_of_an_update_do_not_depend_on_its_split(small, loss):
     assert few < many
     assert others["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
     assert others["update/4/loss"] == pytest.approx(metrics["update/4/loss"], abs=1e-5)
+
+
+def test_a_dry_run_refuses_a_function_that_does_not_exist_or_take_its_arguments(own):
+    for algorithm, sentence in (
+        ({"loss": "own_functions:missing"}, "algorithm.loss: own_functions has no 'missing'"),
+        ({"advantage": "own_functions:leave_one_out", "advantage_arguments": {"k": 1}}, "advantage_arguments: .*'k'"),
+    ):
+        config = config_lib.RunConfig(algorithm=config_lib.AlgorithmConfig(**algorithm))
+        with pytest.raises(protocols.ConfigError, match=sentence):
+            preflight.validate(config, need_weights=False)
+
+
+def test_an_argument_that_a_config_file_cannot_hold_is_refused():
+    algorithm = config_lib.AlgorithmConfig(advantage="own_functions:x", advantage_arguments={"k": object()})
+    with pytest.raises(protocols.ConfigError, match=r"advantage_arguments: must be numbers, texts, lists or mappings"):
+        contract.check(algorithm)

@@ -13,6 +13,8 @@ from libra_jax import protocols
 from libra_jax.algorithms import corrections
 from libra_jax.telemetry import metrics as metric_names
 from libra_jax.training import batch as batch_lib
+from libra_jax.training import learner as learner_lib
+from libra_jax.training import shares, step
 
 RATE = 0.05
 DECOUPLED = {"objective": "decoupled", "correction": "truncated"}
@@ -196,3 +198,28 @@ def test_the_step_shrinks_with_the_effective_sample_size(small, rule, power):
     assert plain["learning_rate"] == RATE
     for leaf, wanted in zip(moved, moved_plain, strict=True):
         np.testing.assert_allclose(leaf, scale * wanted, atol=1e-7)
+
+
+def test_a_hybrid_worker_shares_in_the_first_update_alone(small):
+    config = _config(
+        small, trainer={"rows_per_micro_batch": 1}, minibatches=2, clip_low=0.02, clip_high=0.02, **DECOUPLED
+    )
+    batch = trainer_doubles.batch(small)
+    alone, wanted = _train(small, config, batch)
+    core = small.learner(config)
+    side = learner_lib.Learner(config, small.shape, jax.devices(), first_update_only=True)
+    prepared = batch_lib.prepare(config, batch, small.shape)
+    own, theirs = shares.split(prepared.work, [protocols.Share("r", 1, 0.5)])
+    assert len(prepared.work) == len(prepared.minibatches[0])
+    assert own
+    assert theirs
+    # The worker holds the weights of before the step, and scores no proximal policy.
+    params = jax.device_put(small.params, side.layout.everywhere)
+    sums, report = side.sums("policy", params, prepared.packed, prepared.extras, theirs)
+    received = step.Received([np.asarray(leaf) for leaf in jax.tree.leaves(sums)], report)
+    metrics = core.train(
+        prepared.packed, RATE, prepared.extras, prepared.minibatches, own, lambda seconds: iter([received])
+    )
+    for leaf, other in zip(_leaves(core), _leaves(alone), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6)
+    assert metrics["update/2/clip/low_fraction"] == pytest.approx(wanted["update/2/clip/low_fraction"], abs=1e-6)
