@@ -164,7 +164,13 @@ class Saver:
         if _progress(state) == self._held:
             return
         # The state and the trainer's save are of the same step: no step begins before `save` has returned.
-        path = await self._written(step, checkpoints.encode(state))
+        path = await deadlines.within(
+            self._deadline,
+            self._written(step, checkpoints.encode(state)),
+            f"Writing the checkpoint of step {step} into {self._workdir / checkpoint_store.FOLDER}",
+            "checkpoint",
+            look="see whether its disk answers",
+        )
         async with self._trainer.lock:
             try:
                 with self._writing_together():

@@ -336,6 +336,16 @@ def test_a_disk_that_does_not_answer_a_lost_trainer_is_named(tmp_path, monkeypat
         asyncio.run(verify())
 
 
+def test_a_disk_that_does_not_answer_a_checkpoint_is_named(tmp_path, monkeypatch, hung):
+    monkeypatch.setattr(checkpoints.Checkpoints, "write", hung)
+    bench = doubles.Bench(doubles.make_config(deadlines={"checkpoint": 0.1}, checkpoint={"every": 1}), tmp_path)
+    with pytest.raises(
+        protocols.DeadlineMissed,
+        match=r"Writing the checkpoint of step \d+ into .*/checkpoints did not finish within 0\.1 s: see whether its",
+    ):
+        asyncio.run(bench.coordinator.run())
+
+
 def test_a_lost_record_of_a_token_lets_no_superseded_checkpoint_count(tmp_path, monkeypatch):
     old = fencing.take(tmp_path, lambda: -1)
     save(checkpoints.Checkpoints(tmp_path, 9, old), 1)
