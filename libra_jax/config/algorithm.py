@@ -22,6 +22,9 @@ ADVANTAGES = (
 )
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
+BASELINES = ("mean", "leave_one_out", "length", "minimum_variance")
+BASELINE_ADVANTAGES = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
+"""Advantages whose formula has the mean of a group, which `algorithm.baseline` replaces."""
 CRITIC_ADVANTAGES = ("gae", "egae")
 """Advantages that read the values of a critic."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
@@ -46,6 +49,13 @@ class AlgorithmConfig:
     # Keyword arguments of the advantage: reward_weight of distillation; discount, turn_discount, trace_decay and
     # whitened of gae and egae; length_scale, ignored_tokens and bound of egae; or those of your function.
     advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
+    # What grpo, dr_grpo and reinforce_plus_plus_baseline subtract from a reward: mean (of the group), leave_one_out (of
+    # the others), length (mean weighted by length), minimum_variance (VCPO's mean weighted by squared gradients, at
+    # the price of a further backward pass), or "package.module:function" (see docs/guides/own_loss.md). The advantages
+    # rloo and opo are dr_grpo with leave_one_out and length.
+    baseline: str = "mean"
+    # Keyword arguments of the baseline: weighted, cap and by_length of minimum_variance, or those of your function.
+    baseline_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
     # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
     # "package.module:function" (see docs/guides/own_loss.md).
@@ -117,6 +127,24 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         check_function(self.advantage, ADVANTAGES, self.advantage_arguments, "algorithm.advantage")
+        check_function(self.baseline, BASELINES, self.baseline_arguments, "algorithm.baseline")
+        check(
+            self.baseline == "mean" or self.advantage in BASELINE_ADVANTAGES,
+            "algorithm.baseline",
+            f"{self.baseline} has no effect with algorithm.advantage={self.advantage}, which has its own or compares "
+            f"no group; leave it at mean, or set algorithm.advantage to one of {', '.join(BASELINE_ADVANTAGES)}",
+        )
+        known = {"leave_one_out": "rloo", "length": "opo"}.get(self.baseline, "")
+        check(
+            not known or self.advantage != "dr_grpo",
+            "algorithm.baseline",
+            f"dr_grpo with {self.baseline} is algorithm.advantage={known}; set that, and leave the baseline at mean",
+        )
+        check(
+            ":" in self.baseline or self.baseline == "minimum_variance" or not self.baseline_arguments,
+            "algorithm.baseline_arguments",
+            f"algorithm.baseline={self.baseline} takes none; leave it empty, or name a function of your own there",
+        )
         check_function(self.loss, LOSSES, self.loss_arguments, "algorithm.loss")
         check_function(self.filter, FILTERS, self.filter_arguments, "algorithm.filter")
         check(
@@ -198,8 +226,9 @@ class AlgorithmConfig:
 
     @property
     def scorings(self) -> int:
-        """Passes of a step in which the policy only scores its batch."""
-        return self.scores_proximal + self.epochs * (self.loss in BATCH_LOSSES)
+        """Passes of a step in which the policy only scores its batch; a backward pass counts as two of them."""
+        further = 3 * (self.baseline == "minimum_variance")
+        return self.scores_proximal + self.epochs * (self.loss in BATCH_LOSSES) + further
 
 
 @group

@@ -375,6 +375,12 @@ class RunConfig:
             "statistics of all; set elastic.hybrid=0, or another loss",
         )
         check(
+            self.algorithm.baseline != "minimum_variance",
+            "elastic.hybrid",
+            "training sides compute no gradients of single rollouts, as algorithm.baseline=minimum_variance needs; set "
+            "elastic.hybrid=0, or another baseline",
+        )
+        check(
             self.algorithm.kl_coefficient == 0,
             "elastic.hybrid",
             "training sides hold no reference model: algorithm.kl_coefficient must be 0",

@@ -61,6 +61,10 @@ class ComputeOptions:
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 
 
+Tap = Callable[[Any], Any]
+"""Returns a tree of parameters unchanged, and looks at its gradient on the way back (`training.score_norms`)."""
+
+
 class Scanned(NamedTuple):
     """One layer's part of the arrays that the scan over the layers takes.
 
@@ -103,6 +107,7 @@ class Transformer(nnx.Module):
         segments_BxT: jax.Array,
         options: ComputeOptions,
         given: router.Given | None,
+        tap: Tap | None = None,
     ) -> tuple[jax.Array, router.Losses | None]:
         config = self.config
         angles = rope.tables(config.rope, config.head_dim, positions_BxT)
@@ -124,6 +129,8 @@ class Transformer(nnx.Module):
 
         def layer(x_BxTxD: jax.Array, own: Scanned) -> tuple[jax.Array, router.Losses | None]:
             state, experts_BxTxK = own
+            # Here and not on the stack, so that the gradients of one layer at a time exist.
+            state = state if tap is None else tap(state)
             if options.remat == "offload":
                 x_BxTxD = checkpoint_name(x_BxTxD, LAYER_INPUT)
             own_given = None if given is None else given._replace(experts=experts_BxTxK)
@@ -196,6 +203,7 @@ def forward_and_losses(
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
     given: router.Given | None = None,
+    tap: Tap | None = None,
 ) -> tuple[jax.Array, router.Losses | None]:
     """Returns the hidden states after the final norm, and the losses of the routers.
 
@@ -208,6 +216,7 @@ def forward_and_losses(
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its segment.
       given: experts of a mixture's tokens in all layers, chosen elsewhere; None: the routers choose.
+      tap: goes over the parameters of each layer, not over those outside the layers.
 
     Returns:
       [B, T, D] in the compute dtype; values at padding are finite and meaningless. The losses are None without experts.
@@ -215,7 +224,7 @@ def forward_and_losses(
     graph, state = _abstract(config)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given)
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given, tap)
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:

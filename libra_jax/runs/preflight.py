@@ -221,6 +221,12 @@ def _check_functions(config: libra_config.RunConfig) -> None:
             algorithm.advantage,
             {"inputs": None, **algorithm.advantage_arguments},
         ),
+        (
+            "algorithm.baseline",
+            "baseline_arguments",
+            algorithm.baseline,
+            {"inputs": None, **algorithm.baseline_arguments},
+        ),
         ("optimizer.name", "arguments", optimizer.name, {"config": optimizer, **optimizer.arguments}),
         ("optimizer.schedule", "schedule_arguments", optimizer.schedule, schedule),
     ):

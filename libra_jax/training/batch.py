@@ -28,6 +28,9 @@ Score = Callable[[packing.Packed, Sequence[dict[str, Any]]], "list[jax.Array]"]
 """Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch. Takes the batch
 and each micro-batch's `routing` and `routed`, or empty dicts."""
 
+ScoreNorms = Callable[[Sequence[packing.Example]], estimators.Scores]
+"""Returns the scores of trajectories (`learner.Learner.score_norms`)."""
+
 NO_ADVANTAGE = 1e-6
 """Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
 
@@ -66,6 +69,7 @@ def prepare(
     model: model_config.TransformerConfig,
     score: Score | None = None,
     value: Score | None = None,
+    score_norms: ScoreNorms | None = None,
 ) -> Prepared:
     """Packs a batch and lays out the further arrays that the objective needs.
 
@@ -75,6 +79,7 @@ def prepare(
       model: shape of the model.
       score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
       value: values of the critic, in the form of `score`; called only with `critic.enabled`.
+      score_norms: scores of single trajectories; called only with `algorithm.baseline=minimum_variance`.
 
     Raises:
       DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
@@ -114,8 +119,13 @@ def prepare(
         if value is None:
             raise protocols.LibraError("critic.enabled needs the critic's values, and only the trainer has a critic.")
         values = _gathered(packed, value(packed, routing), sequences)
+    of_rollouts = None
+    if config.algorithm.baseline == "minimum_variance":
+        if score_norms is None:
+            raise protocols.LibraError("algorithm.baseline=minimum_variance needs the gradients of single rollouts.")
+        of_rollouts = score_norms(sequences)
     advantage, returns = token_advantages(
-        config.algorithm, batch.groups, sequences, references, masked, values, truncated
+        config.algorithm, batch.groups, sequences, references, masked, values, truncated, of_rollouts
     )
     further["advantages"] = packed.scatter(advantage)
     targets: Sequence[dict[str, Any]] = ()
@@ -298,6 +308,7 @@ def token_advantages(
     masked: Sequence[bool],
     values: Sequence[np.ndarray] | None = None,
     truncated: Sequence[bool] | None = None,
+    scores: estimators.Scores | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Returns advantages and returns of the tokens, one array per trajectory. Masked trajectories enter no baseline.
 
@@ -314,6 +325,7 @@ def token_advantages(
       masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
       values: the critic's value before each token, one array per trajectory; None without a critic.
       truncated: trajectories that are trained without their reward (`TaskConfig.cuts`); None: none of them.
+      scores: scores of the trajectories; None unless the baseline needs them.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
@@ -345,6 +357,7 @@ def token_advantages(
         kl_NxT=kl_NxT,
         values_NxT=values_NxT,
         truncated_N=None if truncated is None else np.array(truncated, bool),
+        scores=scores,
     )
     returns_NxT = None
     if values_NxT is not None:

@@ -18,10 +18,10 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import batch_statistics, objective
+from libra_jax.algorithms import batch_statistics, estimators, objective
 from libra_jax.models import attention, lora, sharding, transformer
 from libra_jax.models import config as model_config
-from libra_jax.training import background, losses, optimizer, packing, step, updates, world
+from libra_jax.training import background, losses, optimizer, packing, score_norms, step, updates, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import state as state_lib
 
@@ -138,6 +138,7 @@ class Learner:
             losses=known,
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
             proximal=values if critic else lambda params, batch: scorer(params, batch, temperature=temperature)[0],
+            norms=score_norms.ScoreNorms(scorer, temperature, adapter=model.adapter is not None),
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -246,6 +247,7 @@ class Learner:
         warms_up = self.config.warm_start.steps > 0 and self.layout.state.base is None and self._loss == POLICY
         names = [SUPERVISED] * warms_up + [step.SCORE] * self.compares
         names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None or self._loss == VALUE)
+        names += [step.NORMS] * (self.config.algorithm.baseline == "minimum_variance" and self._loss == POLICY)
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):
             for name in (*names, self._loss):
@@ -257,7 +259,7 @@ class Learner:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
-          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE` or `step.PROXIMAL`.
+          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE`, `step.PROXIMAL` or `step.NORMS`.
           row_tokens: length of the rows; None for the shortest.
         """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
@@ -303,6 +305,28 @@ class Learner:
             extras = [{} for _ in indices]  # its routers choose for themselves
         with world.explaining():
             return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
+
+    def score_norms(self, examples: Sequence[packing.Example]) -> estimators.Scores:
+        """Returns the scores of trajectories under the policy as it is now; 0 for those without a trained token.
+
+        Takes a backward pass over each trajectory, in a row of its own.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
+        """
+        state, found = self.train_state(), np.zeros((2, len(examples)), np.float32)
+        packed = packing.pack(examples, dataclasses.replace(self.config.trainer, pack=False))
+        extras: Sequence[Mapping[str, Any]] = [{} for _ in packed.micro_batches]
+        if self.config.algorithm.routing_replay == "rollout":
+            extras = packed.routing(examples, self.model.routing_width, np.dtype(self.model.routing_dtype))
+        with world.explaining():
+            scored = self._scored(packed, extras, range(len(packed.micro_batches)))
+            numbers = jax.device_get([self.programs.norms(state.params, arrays, state.base) for arrays in scored])
+        for index, place in enumerate(packed.places):
+            if place is not None:
+                found[:, index] = numbers[place.micro_batch][:, place.row]
+        return estimators.Scores(np.sqrt(found[0]), found[1])
 
     def _scored(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]

@@ -11,6 +11,7 @@ Thread-safety: any thread may compile programs; one thread runs them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -33,14 +34,14 @@ Loss = Callable[[Any, Batch], objective.ObjectiveSums]
 Score = Callable[[Any, Batch], jax.Array]
 Report = dict[str, Any]
 
-SCORE, PROXIMAL, APPLY, ADD = "score", "proximal", "apply", "add"
+SCORE, PROXIMAL, NORMS, APPLY, ADD = "score", "proximal", "norms", "apply", "add"
 """Names of the programs that belong to no loss, used beside the names of the losses."""
 
 Key = tuple[Any, ...]
 """A program's name, and each array's name and shape."""
 
 Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
-"""A loss's name, SCORE or PROXIMAL, and the shapes of a micro-batch that the program was compiled for."""
+"""A loss's name, SCORE, PROXIMAL or NORMS, and the shapes of a micro-batch that the program was compiled for."""
 
 
 def grad_step(
@@ -66,7 +67,7 @@ def grad_step(
 
 
 def policy_scores(score: Score, params: Any, batch: Batch, base: Any = None) -> jax.Array:
-    """Returns the policy's log-probabilities [B, T]. If `base` is given, `params` are an adapter on it."""
+    """Returns what `score` says of the policy. If `base` is given, `params` are an adapter on it."""
     return score(params if base is None else lora.join(base, params), batch)
 
 
@@ -148,6 +149,7 @@ class Programs:
         losses: Mapping[str, Loss],
         score: Score,
         proximal: Score,
+        norms: Score,
         *,
         helped: bool = False,
     ) -> None:
@@ -159,6 +161,7 @@ class Programs:
           losses: loss functions by name.
           score: (params, batch) -> log-probabilities [B, T] of the reference model.
           proximal: (params, batch) -> log-probabilities [B, T] of the policy.
+          norms: (params, batch) -> numbers [2, B] of the scores of single rows (`score_norms`).
           helped: sums may be computed elsewhere, so `compile` also compiles the program that adds them.
         """
         self.shapes: list[Shape] = []
@@ -168,6 +171,7 @@ class Programs:
         self._losses = dict(losses)
         self._score = score
         self._proximal = proximal
+        self._norms = norms
         self._helped = helped
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
@@ -180,7 +184,7 @@ class Programs:
         """Returns a program, and compiles it at the first call with these shapes. If another thread compiles it, waits.
 
         Args:
-          name: `APPLY`, `ADD`, `SCORE`, `PROXIMAL`, or the name of a loss for its `grad_step`.
+          name: `APPLY`, `ADD`, `SCORE`, `PROXIMAL`, `NORMS`, or the name of a loss for its `grad_step`.
           batch: host or device arrays of the micro-batch, of which only shapes and dtypes count; None for `APPLY` and
             `ADD`.
         """
@@ -224,20 +228,21 @@ class Programs:
             reference = where.state.reference or where.weights
             function, inputs = self._score, (reference, shapes)
             shardings, results = (state_lib.shardings_of(reference), arrays), where.rows
-        elif name == PROXIMAL:
-            function = functools.partial(policy_scores, self._proximal)
+        elif name in (PROXIMAL, NORMS):
+            function = functools.partial(policy_scores, self._proximal if name == PROXIMAL else self._norms)
             inputs, shardings, results = (
                 (where.state.params, shapes, where.state.base),
                 (params, arrays, base),
-                where.rows,
+                where.rows if name == PROXIMAL else where.everywhere,
             )
         else:
             function = functools.partial(grad_step, self._losses[name])
             inputs = where.state.params, where.accumulator, shapes, where.state.base
             shardings, results, donated = (params, sums, arrays, base), (sums, where.everywhere), (1,)
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=results, donate_argnums=donated)
-        # The model pins its activations on the current mesh (`models.sharding.constrain`).
-        with jax.set_mesh(where.mesh):
+        # The model pins its activations on the current mesh (`models.sharding.constrain`). The rows of NORMS have a
+        # forward pass each, which has no rows to pin: the compiler lays it out, from the inputs' shardings.
+        with contextlib.nullcontext() if name == NORMS else jax.set_mesh(where.mesh):
             compiled = jitted.lower(*inputs).compile()
         if batch:
             self.shapes.append((name, shapes))
@@ -256,7 +261,7 @@ class Programs:
     def compile(self, name: str, batch: Mapping[str, Any]) -> None:
         """Compiles scoring, or all programs of a step with the named loss, for micro-batches like `batch`."""
         self.program(name, batch)
-        if name not in (SCORE, PROXIMAL):
+        if name not in (SCORE, PROXIMAL, NORMS):
             self.program(APPLY)
             # Ahead of time, so that the first share to arrive does not wait for a compilation.
             if self._helped:
@@ -327,6 +332,10 @@ class Programs:
     def proximal(self, params: Any, batch: Batch, base: Any = None) -> jax.Array:
         """Returns the policy's log-probability of each target, float32 [B, T]."""
         return self._needed(PROXIMAL, batch)(params, batch, base)
+
+    def norms(self, params: Any, batch: Batch, base: Any = None) -> jax.Array:
+        """Returns squared norm and log-weight of each row's score, float32 [2, B] (`score_norms`)."""
+        return self._needed(NORMS, batch)(params, batch, base)
 
 
 def _key(name: str, batch: Mapping[str, Any]) -> Key:

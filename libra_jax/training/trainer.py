@@ -219,7 +219,9 @@ class TrainerActor:
         self.running().end_warm_start()
         critic = self.running().critic
         values = None if critic is None else critic.values
-        prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs, values)
+        prepared = batch_lib.prepare(
+            self._config, batch, self._model, learner.reference_log_probs, values, learner.score_norms
+        )
         own, collection = None, None
         if shares:
             own, *ranges = shares_lib.split(prepared.work, shares)
