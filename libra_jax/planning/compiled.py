@@ -25,8 +25,8 @@ _DIMENSIONS = {
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
-EXPERTS = "expert_tiles"
-"""Part of the label of the loop over tiles of experts (`models.experts.SCOPE`)."""
+EXPERTS = "expert_rows"
+"""Part of the label of the loops over rows of experts (`models.expert_rows.SCOPE`)."""
 
 OVERFLOW = "expert_overflow"
 """Part of the label of what runs if the tokens of experts find no place (`models.experts.OVERFLOW`)."""
@@ -97,7 +97,7 @@ class Sizes:
       hidden: width of the model.
       tokens: tokens of a micro-batch on each device.
       logits_chunk: tokens whose logits exist at once.
-      expert_iterations: expected iterations of the loop over tiles of experts.
+      expert_iterations: expected iterations of the loop over rows of experts.
     """
 
     mesh: Mapping[str, int]
