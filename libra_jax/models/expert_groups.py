@@ -112,11 +112,11 @@ def _hidden(in_SxD: jax.Array, own: Weights, counts_E: jax.Array) -> tuple[jax.A
 
 def _summed(values_SxD: jax.Array, part: Part, share_NxK: jax.Array | None = None) -> jax.Array:
     """Returns at each token the sum of its rows in the part, times their shares; float32 [N, D]."""
-    # A token gathers its own rows: adding rows to tokens takes atomic operations, which are slower.
-    of_token_NxKxD = values_SxD[part.place_NxK].astype(jnp.float32)
-    if share_NxK is not None:
-        of_token_NxKxD *= share_NxK[..., None]
-    return jnp.sum(jnp.where(part.inside_NxK[..., None], of_token_NxKxD, 0.0), axis=1)
+    share_NxK = jnp.ones((), jnp.float32) if share_NxK is None else share_NxK
+    weight_NxK = jnp.where(part.inside_NxK, share_NxK, 0.0)
+    # A token gathers its own rows: adding rows to tokens takes atomic operations, which are slower. Rows of no expert
+    # are 0, so a product is as good as a choice.
+    return jnp.sum(values_SxD[part.place_NxK].astype(jnp.float32) * weight_NxK[..., None], axis=1)
 
 
 def _floats(tree: Sums) -> Sums:

@@ -71,4 +71,6 @@ def _rows(x: jax.Array, weights: jax.Array, counts_G: jax.Array, columns: int, *
         )
     # The kernel leaves rows of no group unwritten.
     exists_R = jnp.arange(len(product)) < jnp.sum(counts_G)
-    return jnp.where(exists_R[:, None], product, jnp.zeros((), product.dtype))
+    # JAX would move a constant out of the scan over layers, and each layer would read it from memory.
+    zero_R = (exists_R & False).astype(product.dtype)
+    return jnp.where(exists_R[:, None], product, zero_R[:, None])
