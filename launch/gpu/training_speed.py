@@ -138,6 +138,9 @@ def _timed(
         sums, _ = jax.block_until_ready(made.programs.grad_step(learner_lib.POLICY, params, sums, batch))
         took.append(time.perf_counter() - began)
     seconds = sorted(took[1:])[len(took[1:]) // 2]  # the first warms up
+    if bench.traces:
+        with jax.profiler.trace(f"{bench.traces}/{made.config.model.preset}-{tokens}"):
+            sums, _ = jax.block_until_ready(made.programs.grad_step(learner_lib.POLICY, params, sums, batch))
     flops = costs.train_flops(shape, model_config.multiplied_parameter_count(shape), [tokens])
     known = hardware.peak_flops(jax.devices(bench.platform)[0].device_kind)
     counted = {"tokens/processed": float(tokens), "train/devices": 1.0, "train/flops": flops}

@@ -18,9 +18,12 @@ ADVANTAGES = (
     "reinforce_plus_plus_baseline",
     "distillation",
     "gae",
+    "egae",
 )
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
+CRITIC_ADVANTAGES = ("gae", "egae")
+"""Advantages that read the values of a critic."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
 BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
 """Losses that take statistics of all tokens of an update: the policy scores them before the update."""
@@ -37,11 +40,11 @@ class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
     # Advantage estimator: grpo, dr_grpo, rloo, opo, reinforce_plus_plus_baseline (all compare a group),
-    # reinforce_plus_plus, distillation (needs teacher), gae (needs critic.enabled), or "package.module:function" (see
-    # docs/guides/own_loss.md).
+    # reinforce_plus_plus, distillation (needs teacher), gae and egae (T-PPO's, also of cut-off rollouts; both need
+    # critic.enabled), or "package.module:function" (see docs/guides/own_loss.md).
     advantage: str = "grpo"
     # Keyword arguments of the advantage: reward_weight of distillation; discount, turn_discount, trace_decay and
-    # whitened of gae; or those of your function.
+    # whitened of gae and egae; length_scale, ignored_tokens and bound of egae; or those of your function.
     advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
     # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
@@ -220,7 +223,7 @@ class AlgorithmConfig:
 @group
 @dataclass
 class CriticConfig:
-    """The critic of PPO: a value model of the policy's shape on the trainer's mesh, for algorithm.advantage=gae.
+    """The critic of PPO and T-PPO: a value model of the policy's shape on the trainer's mesh, for gae and egae.
 
     The optimizer is that of `optimizer`, with a rate of its own. The trainer holds twice the state.
     """

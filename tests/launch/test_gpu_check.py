@@ -14,7 +14,7 @@ import scripts
 from gpu import attention_parity, cases, rows, runner
 from libra_jax.models import attention
 
-BLOCKED = ("vllm", "ray", "ml_collections", "transformers", "safetensors", "pybase64")
+BLOCKED = ("vllm", "ray", "ml_collections", "transformers", "pybase64")
 """Packages that the command has to do without."""
 
 BLOCKER = """
