@@ -198,7 +198,7 @@ def test_a_teacher_behind_vllms_server_scores_as_one_on_the_mesh(host):
         return scored
 
     for tokens, found in zip(vllm_host.PROMPTS, host.run(body()), strict=True):
-        wanted = vllm_host.our_log_probs(host.shape, params, tokens, 1.0)[np.arange(len(tokens) - 1), tokens[1:]]
+        wanted = vllm_host.our_log_probs(host.shape, params, list(tokens), 1.0)[np.arange(len(tokens) - 1), tokens[1:]]
         np.testing.assert_allclose(found, [0.0, *wanted], atol=vllm_host.TOLERANCE)
 
 
