@@ -31,7 +31,7 @@ def outer(a_RxA: jax.Array, b_RxB: jax.Array, counts_G: jax.Array) -> jax.Array:
 
     Args:
       a_RxA: left factors; finite after the last group, too, because the kernel multiplies them with 0.
-        b_RxB: right factors; finite, too.
+      b_RxB: right factors; finite, too.
       counts_G: int32, rows of each group.
     """
     # Imported here: the module needs JAX's GPU dialects, which only programs for GPUs do.
