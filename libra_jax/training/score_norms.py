@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from libra_jax.models import lora
+from libra_jax.models import feasibility, lora
 from libra_jax.training import losses
 
 
@@ -60,8 +60,11 @@ class ScoreNorms:
           params: parameters of the policy, with the leaves of its adapter.
           batch: arrays [B, T] of `packing.MicroBatch`, one trajectory a row; `routing` and `routed` if there are any.
         """
-        # The kernels of accelerators are written for the rows of a device together, and the compiler lays this out.
-        options = dataclasses.replace(self.scorer.options, attention="chunked", packed=False)
+        # The kernels of accelerators are written for the rows of a device together, and the compiler lays this out. So
+        # each part is computed as on a CPU, and nothing moves to the host in between.
+        options = self.scorer.options
+        remat = "full" if options.remat == "offload" else options.remat
+        options = dataclasses.replace(options, attention="chunked", remat=remat, packed=False, target=feasibility.CPU)
         scorer = dataclasses.replace(self.scorer, options=options)
 
         def of_row(arrays: Mapping[str, jax.Array]) -> jax.Array:
