@@ -42,16 +42,22 @@ class Named(doubles.TwoTurns):
 
 
 class SizedTrainer(doubles.RecordingTrainer):
-    """Remembers the size of each group that it trained on."""
+    """Remembers number and size of each group that it trained on, and the replayed rollout in it with its staleness."""
 
     async def train_step(self, batch: protocols.TrainBatch, shares: Any = ()) -> Any:
         sizes = self.state.setdefault("sizes", {})
         result = await super().train_step(batch, shares)
         for group in batch.groups:
-            names = [trajectory.trajectory_id for trajectory in group.trajectories]
+            names = [trajectory.trajectory_id for trajectory in group.rollouts]
             assert names == [f"{group.task.prompt_id}/{sample}" for sample in range(len(names))]
             assert group.task.prompt_id not in sizes, "trained twice"
             sizes[group.task.prompt_id] = [group.group_id, len(names)]
+            for trajectory in group.trajectories[len(names) :]:
+                assert trajectory.replayed, "one of its own stands behind a replayed one"
+                assert trajectory.reward == 1.0, "replayed, and no success"
+                oldest = min(version for version in trajectory.policy_versions if version >= 0)
+                replays = self.state.setdefault("replays", {})
+                replays[group.task.prompt_id] = [trajectory.trajectory_id, batch.policy_version - oldest]
         return result
 
 
