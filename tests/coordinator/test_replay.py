@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import json
 import random
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints, prompts, replay
+from libra_jax.coordinator import prompts, replay
 
 SUCCESS = {"replay": "success", "replay_max_staleness": 40}
 
@@ -146,32 +145,6 @@ def test_what_limits_cut_off_is_no_success():
     assert offered(make_group(40, "a", [0.0], 20), make_group(0, "a", [1.0], 0, finish="max_seconds"))[1] is None
 
 
-def make_bench(config, workdir):
-    return doubles.Bench(
-        config,
-        workdir,
-        make_environment=prompt_doubles.Named,
-        tasks=prompt_doubles.Passes(),
-        trainer_factory="prompt_doubles:make_trainer",
-    )
-
-
-def run_for(bench, seconds):
-    """Runs for a while, and tells whether the run has ended. Else it is dropped where it stands, as by a kill."""
-
-    async def main():
-        run = asyncio.ensure_future(bench.coordinator.run())
-        await asyncio.wait({run}, timeout=seconds)
-        if run.done():
-            run.result()
-            return True
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-        return False
-
-    return doubles.run_on_clock(main())
-
-
 @pytest.mark.parametrize(
     ("order", "budget", "staleness"),
     [("sequential", "uniform", 0), ("sequential", "uniform", 2), ("success", "knapsack", 1)],
@@ -184,15 +157,10 @@ def test_killed_at_any_moment_a_run_replays_the_same_as_never_killed(tmp_path, o
         coordinator={"group_size": 2, "max_staleness": staleness},
         checkpoint={"every": 1},
     )
-    whole, moments = make_bench(config, tmp_path / "whole"), random.Random(f"{order}/{staleness}")
-    assert run_for(whole, 1e6)
+    whole, moments = prompt_doubles.make_bench(config, tmp_path / "whole"), random.Random(f"{order}/{staleness}")
+    assert prompt_doubles.run_for(whole, 1e6)
     seconds = sum(scalars["step/seconds"] for _, scalars in whole.recorder.steps)
-    resumed = []
-    while not run_for(
-        bench := make_bench(config, tmp_path / "killed"), (moments.uniform(0.1, 0.3) + 0.02 * len(resumed)) * seconds
-    ):
-        resumed.append(checkpoints.newest_step(tmp_path / "killed"))
-    assert len({step for step in resumed if 0 < step < config.steps}) > 1, "the kills came too early or too late"
+    bench = prompt_doubles.run_killed(config, tmp_path / "killed", seconds, moments)
     replays = {prompt: name for prompt, (name, _) in bench.trained["replays"].items()}
     assert replays == {prompt: name for prompt, (name, _) in whole.trained["replays"].items()}
     assert len(replays) > 3
@@ -207,9 +175,9 @@ def test_killed_at_any_moment_a_run_replays_the_same_as_never_killed(tmp_path, o
 
 def test_replayed_rollouts_count_nowhere_but_in_their_own_metrics(tmp_path):
     config = doubles.make_config(steps=14, algorithm=SUCCESS, coordinator={"group_size": 2})
-    bench = make_bench(config, tmp_path)
+    bench = prompt_doubles.make_bench(config, tmp_path)
     bench.run()
-    plain = make_bench(doubles.make_config(steps=14, coordinator={"group_size": 2}), tmp_path / "plain")
+    plain = prompt_doubles.make_bench(doubles.make_config(steps=14, coordinator={"group_size": 2}), tmp_path / "plain")
     plain.run()
     counted = collections.Counter()
     for (step, scalars), (_, wanted) in zip(bench.recorder.steps, plain.recorder.steps, strict=True):
@@ -250,8 +218,6 @@ def test_prompts_that_never_come_again_or_too_late_are_refused(tmp_path):
     with pytest.raises(protocols.ConfigError, match=r"algorithm\.replay: success goes by past rollouts .*take none"):
         prompts.check(make_config(), doubles.Tasks())
     late = {**SUCCESS, "replay_max_staleness": 3}
-    with pytest.raises(
-        protocols.ConfigError, match=r"comes again after 3\.5 steps, and 3 is less"
-    ):
+    with pytest.raises(protocols.ConfigError, match=r"comes again after 3\.5 steps, and 3 is less"):
         prompts.check(make_config(algorithm=late), prompt_doubles.Passes())
     prompts.check(make_config(algorithm=late, task={"order": "success"}), prompt_doubles.Passes())
