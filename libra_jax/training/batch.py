@@ -135,6 +135,9 @@ def prepare(
     )
     further["advantages"] = packed.scatter(advantage)
     described: dict[str, float] = {}
+    if config.algorithm.entropy_share < 1:
+        # Only now, because advantages and a critic's returns are those of whole trajectories.
+        packed, sequences, described = _of_high_entropy(config.algorithm.entropy_share, packed, sequences, batch.groups)
     targets: Sequence[dict[str, Any]] = ()
     if values is not None and returns is not None:
         # A truncated rollout has no return to learn from.
@@ -142,9 +145,6 @@ def prepare(
         masks = [item.mask & (known > 0) for item, known in zip(packed.micro_batches, finished, strict=True)]
         arrays = zip(packed.scatter(returns), packed.scatter(values), masks, strict=True)
         targets = [dict(zip(("returns", "values", "mask"), each, strict=True)) for each in arrays]
-    if config.algorithm.entropy_share < 1:
-        # Only now, because advantages and a critic's returns are those of whole trajectories.
-        packed, sequences, described = _of_high_entropy(config.algorithm.entropy_share, packed, sequences, batch.groups)
     if len(config.rollout.tensor_parallel) > 1:
         # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
