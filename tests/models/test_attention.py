@@ -127,7 +127,8 @@ def _rows(draw):
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(_rows())
 def test_cudnn_layout_lists_each_sequence_once(segments):
-    starts, lengths = map(np.asarray, cudnn_attention.layout(jnp.asarray(segments), MOST))
+    lengths = cudnn_attention.sequence_lengths(jnp.asarray(segments), MOST)
+    starts, lengths = map(np.asarray, cudnn_attention.layout(lengths))
     for row, ids in enumerate(segments):
         # An empty row hands over its first token, so that no call of the kernel is without a sequence.
         expected = [(np.flatnonzero(ids == name)[0], (ids == name).sum()) for name in np.unique(ids[ids > 0])] or [
@@ -187,7 +188,7 @@ def _cudnn_double(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offse
 
 
 def _by_cudnn(most, q, k, v, segments):
-    arrays = cudnn_attention.layout(segments, most)
+    arrays = cudnn_attention.layout(cudnn_attention.sequence_lengths(segments, most))
     return cudnn_attention.attend(q, k, v, segments, *arrays, fused=_cudnn_double)
 
 
