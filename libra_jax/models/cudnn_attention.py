@@ -42,6 +42,15 @@ class Fused(Protocol):
         ...
 
 
+def takes_grouped() -> bool:
+    """Returns whether the installed JAX finds packed keys of grouped heads.
+
+    Releases before 0.11.1 count the keys' offsets with the number of query heads (`_fix_seqlen_offsets`). So `attend`
+    copies keys and values to every query head.
+    """
+    return jax.__version_info__ >= (0, 11, 1)
+
+
 def sequence_lengths(segments_BxT: jax.Array, most: int) -> jax.Array:
     """Returns the tokens of each sequence, int32 [B, M]; 0 for sequences that do not exist.
 
@@ -114,9 +123,10 @@ def attend(
         return jnp.where(real_BxTx1x1, x_BxTxHxK, jnp.zeros((), x_BxTxHxK.dtype))
 
     def widen(x_BxTxNxK: jax.Array) -> jax.Array:
-        # JAX (0.10.2, _fix_seqlen_offsets) computes offsets of packed keys with the number of query heads.
+        if takes_grouped() or not packed:
+            return x_BxTxNxK
         shape = (*x_BxTxNxK.shape[:3], heads // kv_heads, head_dim)
-        return jnp.broadcast_to(x_BxTxNxK[:, :, :, None], shape).reshape(q_BxTxHxK.shape) if packed else x_BxTxNxK
+        return jnp.broadcast_to(x_BxTxNxK[:, :, :, None], shape).reshape(q_BxTxHxK.shape)
 
     starts, lengths = (starts_BxS, lengths_BxM) if packed else (None, lengths_BxM[:, 0])
     out_BxTxHxK = (fused or stablehlo.dot_product_attention)(

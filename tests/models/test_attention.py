@@ -208,6 +208,35 @@ def test_cudnn_call_equals_dense_values_and_gradients(segments, packed):
         np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_keys_are_copied_only_where_jax_miscounts_their_offsets(monkeypatch, grouped):
+    """JAX before 0.11.1 counts offsets of packed keys with the number of query heads."""
+    fix, taken = stablehlo._fix_seqlen_offsets, []
+
+    def offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, query, key):
+        taken.append(key.shape[2])
+        of_q, of_k = (fix(q_seqlen, kv_seqlen, q_offsets, kv_offsets, x, x) for x in (query, key if grouped else query))
+        return of_q[0], of_k[1], of_q[2], of_k[3]
+
+    monkeypatch.setattr(stablehlo, "_fix_seqlen_offsets", offsets)
+    monkeypatch.setattr(cudnn_attention, "takes_grouped", lambda: grouped)
+    segments = np.array([[1] * 5 + [2] * 9 + [0] * 2, [1] * 16], np.int32)
+    inputs = _inputs(2, 16, seed=5)
+    got = _values_and_gradients(functools.partial(_by_cudnn, MOST), *inputs, segments)
+    expected = _values_and_gradients(attention.dense, *inputs, segments)
+    for ours, reference in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-5)
+    assert set(taken) == {KV_HEADS if grouped else HEADS}
+
+
+def test_the_installed_jax_counts_offsets_as_its_version_says():
+    starts, lengths = cudnn_attention.layout(jnp.array([[3, 2], [4, 1]]))
+    query, key = (jax.ShapeDtypeStruct((2, 8, heads, WIDTH), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
+    offsets = stablehlo._fix_seqlen_offsets(lengths, lengths, starts, starts, query, key)[3]
+    right = int(offsets.ravel()[1]) == 3 * KV_HEADS * WIDTH
+    assert right == cudnn_attention.takes_grouped()
+
+
 def test_rows_beyond_cudnns_offsets_are_refused():
     q = jax.ShapeDtypeStruct((8, 32768, 64, 128), jnp.bfloat16)
     segments = jax.ShapeDtypeStruct((8, 32768), jnp.int32)
