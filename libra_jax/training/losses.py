@@ -19,7 +19,7 @@ from libra_jax.algorithms import batch_statistics, corrections, kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import router, transformer
 from libra_jax.planning import rows
-from libra_jax.training import logprobs
+from libra_jax.training import logprobs, packing
 
 Batch = Mapping[str, jax.Array]
 
@@ -57,7 +57,15 @@ class Scorer:
             routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
             given = router.Given(routing_BxTxLxK, batch["routed"])
         hidden_BxTxD, of_routers = transformer.forward_and_losses(
-            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"], given, tap
+            params,
+            self.model,
+            self.options,
+            batch["tokens"],
+            batch["positions"],
+            batch["segments"],
+            given,
+            batch.get(packing.LENGTHS),
+            tap,
         )
         head_DxV = transformer.unembedding(params, self.model)
         log_probs_BxT, entropy_BxT = logprobs.token_log_probs(

@@ -27,6 +27,7 @@ import optax
 
 from libra_jax.algorithms import objective
 from libra_jax.models import lora
+from libra_jax.training import packing
 from libra_jax.training import state as state_lib
 
 Batch = Mapping[str, jax.Array]
@@ -205,7 +206,7 @@ class Programs:
         params, state = state_lib.shardings_of(where.state.params), state_lib.shardings_of(trained)
         sums, base = state_lib.shardings_of(where.accumulator), state_lib.shardings_of(where.state.base)
         shapes = {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in batch.items()}
-        arrays = dict.fromkeys(batch, where.rows)
+        arrays = {field: self._place(field) for field in batch}
         function: Callable[..., Any]
         inputs: tuple[Any, ...]
         shardings: tuple[Any, ...]
@@ -284,19 +285,23 @@ class Programs:
         )
 
     def put(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Starts the transfer of a micro-batch's host arrays [B, T] onto the mesh.
+        """Starts the transfer of a micro-batch's host arrays onto the mesh.
 
         Every process holds the whole arrays and cuts out the part of its own devices. Arrays on the mesh stay there.
         """
-        where = self._where.rows
+        places = {name: self._place(name) for name in arrays}
         if jax.process_count() == 1:
-            return jax.device_put(dict(arrays), where)
+            return jax.device_put(dict(arrays), places)
         return {  # with several processes, device_put would compare the arrays of all of them: a collective
             name: array
             if isinstance(array, jax.Array)
-            else jax.make_array_from_callback(array.shape, where, array.__getitem__)
+            else jax.make_array_from_callback(array.shape, places[name], array.__getitem__)
             for name, array in arrays.items()
         }
+
+    def _place(self, name: str) -> jax.sharding.Sharding:
+        """Returns the sharding of an array of a micro-batch. Lengths have no tokens that `context` could split."""
+        return self._where.everywhere if name == packing.LENGTHS else self._where.rows
 
     def grad_step(
         self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch, base: Any = None

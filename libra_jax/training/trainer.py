@@ -98,9 +98,9 @@ class TrainerActor:
         self._world.join(address, self._config.deadlines.trainer_start)
 
     def start(self) -> protocols.TrainerInfo:
-        """Builds the mesh and the train state, and compiles the steps over the shortest rows.
+        """Builds the mesh and the train state, and compiles the steps over the shortest rows of few sequences.
 
-        The programs of longer rows and of scoring compile on another thread from then on.
+        The programs of other rows and of scoring compile on another thread from then on.
 
         Raises:
           ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.

@@ -170,8 +170,14 @@ def test_a_server_that_is_not_there_is_refused_by_its_address():
     ],
 )
 def test_arguments_that_make_no_teacher_are_refused_by_name(arguments, problem):
+    algorithm = run_config(URL, **arguments).algorithm
     with pytest.raises(protocols.ConfigError, match=problem):
-        teacher.made(run_config(URL, **arguments).algorithm)
+        teacher.made(algorithm)
+    if "modle" in arguments:
+        with pytest.raises(protocols.ConfigError, match=problem):
+            teacher.check(algorithm)
+    else:  # another machine may have the key
+        teacher.check(algorithm)
 
 
 def test_a_teacher_behind_an_endpoint_needs_its_temperature_and_its_url():
