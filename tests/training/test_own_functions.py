@@ -155,6 +155,12 @@ def test_a_baseline_that_means_nothing_is_refused_with_the_fix(algorithm, senten
         contract.check(config_lib.AlgorithmConfig(**algorithm))
 
 
+def test_hybrid_workers_and_gradients_of_single_rollouts_are_refused_together():
+    groups = {"elastic": {"hybrid": 1}, "rollout": {"tensor_parallel": (1, 1)}}
+    with pytest.raises(protocols.ConfigError, match=r"elastic.hybrid: training sides .* set elastic.hybrid=0"):
+        config_lib.parse(config_lib.RunConfig, {"algorithm": {"baseline": "minimum_variance"}, **groups})
+
+
 def test_the_trainer_refuses_it_before_the_first_step(own, start_trainer):
     with pytest.raises(protocols.ConfigError, match="breaks the contract"):
         start_trainer(algorithm=config_lib.AlgorithmConfig(loss="own_functions:over_the_batch"))
