@@ -185,6 +185,27 @@ class Attention(nnx.Module):
         return self.o_proj(out_BxTxHxK.reshape(*x_BxTxD.shape[:2], -1))
 
 
+@jax.custom_vjp
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns silu(gate) * up (arXiv 2002.05202).
+
+    Both passes compute in float32 and round each result once, to the dtype of its input. The backward pass keeps the
+    two inputs and computes the sigmoid again.
+    """
+    gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+    return (jax.nn.silu(gate32) * up32).astype(gate.dtype)
+
+
+def _gated_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate32, up32, grad32 = (array.astype(jnp.float32) for array in (*saved, grad))
+    share = jax.nn.sigmoid(gate32)
+    gate_grad = grad32 * up32 * share * (1 + gate32 * (1 - share))
+    return gate_grad.astype(grad.dtype), (grad32 * gate32 * share).astype(grad.dtype)
+
+
+gated.defvjp(lambda gate, up: (gated(gate, up), (gate, up)), _gated_backward)
+
+
 class MLP(nnx.Module):
     """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
@@ -198,7 +219,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         x_BxTxD = sharding.gather_tokens(x_BxTxD)
-        hidden = jax.nn.silu(self.gate_proj(x_BxTxD)) * self.up_proj(x_BxTxD)
+        hidden = gated(self.gate_proj(x_BxTxD), self.up_proj(x_BxTxD))
         return self.down_proj(sharding.constrain(hidden, ("batch", "tokens", "mlp")))
 
 

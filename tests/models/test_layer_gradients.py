@@ -1,4 +1,4 @@
-"""The derivatives that norms define themselves, against those of the plain formula."""
+"""The derivatives that norms and gated activations define themselves, against those of the plain formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,14 @@ def _norm(x, weight):
     return layers.rms_norm(x, weight, EPS)
 
 
+def _plain_gated(gate, up):
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
 CASES = {
     "norm of the residual stream": (_norm, _plain_norm, (2, 33, 48), (48,)),
     "norm of heads": (_norm, _plain_norm, (2, 33, 4, 16), (16,)),
+    "gated activation": (layers.gated, _plain_gated, (2, 33, 48), (2, 33, 48)),
 }
 
 
