@@ -5,6 +5,7 @@ One command, at most 8 minutes on an H100. It needs torch, jax, flax, optax and 
   python launch/gpu_check.py --platform=gpu --output=runs/gpu_check.json
 
   attention    the platform's kernel against plain attention: results and gradients, packed rows, empty rows
+  experts      the platform's way to compute experts, against all tokens times all experts
   dlpack       arrays from JAX to torch and back without a copy
   weight_sync  weights to a second process, over a plain copy of their bytes
   vocabulary   the loop over the vocabulary, as a share of what matrix products reach

@@ -41,6 +41,7 @@ class Case:
 CASES: tuple[Case, ...] = (
     Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
     Case("attention/unpacked", "gpu.attention_parity:measure", ("unpacked",)),
+    Case("experts", "gpu.expert_parity:measure", (), 40.0, 200.0),
     Case("dlpack", "gpu.moving:dlpack", (), 5.0),
     Case("weight_sync/ipc", "gpu.syncing:torch_memory", (), 25.0),
     Case("weight_sync/memfd", "gpu.syncing:host_memory", (), 25.0),
@@ -58,7 +59,7 @@ CASES: tuple[Case, ...] = (
         Case(f"train_step/{model}", "gpu.whole_step:measure", (MODELS[model],), 50.0, 180.0)
         for model in ("0.6B", "1.7B")
     ),
-    Case("grad_step/30B-A3B/8k", "gpu.training_speed:grad_step", (EXPERTS, 8192), 40.0, 150.0),
+    Case("grad_step/30B-A3B/8k", "gpu.training_speed:grad_step", (EXPERTS, 8192), 90.0, 300.0),
     *(
         Case(f"peer/{model}/{count}", "gpu.peer:grad_step", (MODELS[model], TOKENS[count][0]), 30.0, 120.0, "torch")
         for model, count in (("0.6B", "8k"), ("1.7B", "8k"), ("4B", "8k"), ("0.6B", "64k"), ("1.7B", "64k"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import statistics
 import time
 from typing import Any
@@ -44,8 +43,10 @@ def grad_step(bench: rows.Bench, preset: str, tokens: int) -> rows.Outcome:
       preset: name of the model's shape.
       tokens: tokens of the row.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise rows.LeftOut("transformers is not installed")
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError:
+        raise rows.LeftOut("transformers is not installed") from None
     shape, tokens = shapes.shape(bench, preset), shapes.tokens(bench, tokens)
     seconds, recomputes, norm = 0.0, False, 0.0
     for recomputes in (False, True):

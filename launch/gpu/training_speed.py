@@ -98,7 +98,11 @@ def grad_step(bench: rows.Bench, preset: str, tokens: int) -> rows.Outcome:
 def _settings(bench: rows.Bench, preset: str, tokens: int, free: int) -> Iterator[Setting]:
     """Yields settings from the fastest to the smallest, without those that the planner's formula finds too large."""
     whole = shapes.shape(bench, preset).num_layers
-    settings = [(whole, "dots"), *((math.ceil(whole / parts), "full") for parts in (1, 2, 4, 8, whole))]
+    settings = [
+        (whole, "none"),
+        (whole, "dots"),
+        *((math.ceil(whole / parts), "full") for parts in (1, 2, 4, 8, whole)),
+    ]
     for layers, remat in dict.fromkeys(settings):
         shape = shapes.shape(bench, preset, layers)
         estimate = memory.trainer_bytes(_config(bench, preset, tokens, remat), shape)

@@ -24,6 +24,8 @@ TYPICAL, SPREAD = 1200.0, 1.0
 ROW = 16_384
 """Tokens of a row, and of the longest trajectory."""
 
+DRY_MODEL = "Qwen3-0.6B"
+
 WARM_UP, STEPS = 1, 3
 """Steps before the first timed one, and timed steps."""
 
@@ -35,13 +37,16 @@ def measure(bench: rows.Bench, preset: str) -> rows.Outcome:
       bench: where it runs.
       preset: name of the model's shape.
     """
-    if bench.tiny:
-        preset = "libra-tiny"
+    if bench.tiny and preset != DRY_MODEL:
+        raise rows.LeftOut(f"a dry run measures the case of {DRY_MODEL} alone, with a smaller model")
+    preset = "libra-tiny" if bench.tiny else preset
     row = shapes.tokens(bench, ROW)
     config = config_lib.RunConfig(
         model=config_lib.ModelConfig(preset=preset, compute_dtype=shapes.dtype(bench)),
         rollout=config_lib.RolloutConfig(max_context=row, max_tokens=row // 2),
-        trainer=config_lib.TrainerConfig(platform=bench.platform, row_tokens=row, rows_per_micro_batch=1),
+        trainer=config_lib.TrainerConfig(
+            platform="cpu" if bench.tiny else "cuda", row_tokens=row, rows_per_micro_batch=1
+        ),
     )
     vocabulary = model_config.load_preset(preset).vocab_size
     actor = trainer.create(config_lib.to_dict(config), bench.scratch)

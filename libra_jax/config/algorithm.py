@@ -79,9 +79,12 @@ class AlgorithmConfig:
     # relatives), linear (for sgd).
     ess_scaling: str = "off"
     kl_coefficient: float = 0.0  # weight of the KL term; above 0 a frozen reference model lives on the trainer's mesh
-    # Hugging Face directory of the frozen reference model of the KL term, such as a larger teacher with the policy's
-    # vocabulary; empty: the initial policy.
+    # Reference model of the KL term, such as a larger teacher with the policy's vocabulary: a Hugging Face directory
+    # (frozen on the trainer's mesh), or the URL of a vLLM server, http://host:port/v1. Empty: the initial policy.
     teacher: str = ""
+    # Arguments of a teacher behind a URL: model (its name there, needed if the server has several), api_key_env,
+    # seconds (of one try of a request), retries, concurrency (most requests at once).
+    teacher_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Estimator of the KL: k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     kl_estimator: str = "k3"
     kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss
@@ -185,6 +188,21 @@ class AlgorithmConfig:
         )
         check(self.kl_coefficient >= 0, "algorithm.kl_coefficient", "must not be negative")
         check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
+
+    @property
+    def teacher_served(self) -> bool:
+        """True if the teacher answers behind a URL."""
+        return self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def teacher_directory(self) -> str:
+        """Directory of a teacher on the trainer's mesh; empty without one."""
+        return "" if self.teacher_served else self.teacher
+
+    @property
+    def scores_reference(self) -> bool:
+        """True if the trainer scores each batch with a reference model of its own."""
+        return self.kl_coefficient > 0 and not self.teacher_served
 
     @property
     def updates(self) -> int:

@@ -256,10 +256,21 @@ class RunConfig:
             "algorithm.teacher",
             "has no effect with algorithm.kl_coefficient=0; set a coefficient above 0, or leave it out",
         )
+        check(
+            algorithm.teacher_served or not algorithm.teacher_arguments,
+            "algorithm.teacher_arguments",
+            "are those of a teacher behind a URL; leave them empty, or set algorithm.teacher to http://host:port/v1",
+        )
+        check(
+            not algorithm.teacher_served or self.rollout.temperature == 1,
+            "rollout.temperature",
+            f"{self.rollout.temperature:g} cannot be compared with a teacher behind a URL, which scores at temperature "
+            "1; set it to 1, or algorithm.teacher to a directory",
+        )
         if algorithm.advantage != "distillation":
             return
         for name, right, value in (
-            ("teacher", bool(algorithm.teacher), "a Hugging Face directory"),
+            ("teacher", bool(algorithm.teacher), "a Hugging Face directory or a URL"),
             ("kl_in_reward", algorithm.kl_in_reward, "True"),
             ("kl_estimator", algorithm.kl_estimator == "k1", "k1"),
         ):

@@ -73,7 +73,7 @@ def prepare(
       config: configuration of the run.
       batch: whole groups.
       model: shape of the model.
-      score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
+      score: scoring function of the reference model; called only if the trainer has one (`scores_reference`).
       value: values of the critic, in the form of `score`; called only with `critic.enabled`.
 
     Raises:
@@ -99,7 +99,10 @@ def prepare(
     # Further arrays, one of each name for each micro-batch.
     further: dict[str, Sequence[Any]] = {}
     references: list[np.ndarray] | None = None
-    if config.algorithm.kl_coefficient:
+    if config.algorithm.kl_coefficient and config.algorithm.teacher_served:
+        references = _taught(trajectories, masked)
+        further["reference"] = packed.scatter(references)
+    elif config.algorithm.kl_coefficient:
         if score is None:
             raise protocols.LibraError(
                 "algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none."
@@ -137,6 +140,23 @@ def prepare(
         for *arrays, experts in zip(*further.values(), routing, strict=True)
     ]
     return Prepared(packed, extras, minibatches, targets, sequences, advantage)
+
+
+def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]) -> list[np.ndarray]:
+    """Returns the recorded log-probabilities of a teacher behind an endpoint, [N] each; zeros for the masked.
+
+    Raises:
+      DataError: a trajectory that is trained has none; the message names the trajectory.
+    """
+    found = []
+    for trajectory, out in zip(trajectories, masked, strict=True):
+        count, recorded = len(trajectory.token_ids), trajectory.teacher_log_probs
+        if len(recorded) != count and not out:
+            raise protocols.DataError(
+                f"trajectory {trajectory.trajectory_id}: the teacher has scored {len(recorded)} of its {count} tokens."
+            )
+        found.append(np.zeros(count, np.float32) if out else np.array(recorded, np.float32))
+    return found
 
 
 def _gathered(
