@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra_jax.config.arguments import check_arguments
 from libra_jax.config.checks import check, check_choice, check_finite, check_function
 from libra_jax.config.group import group
 
@@ -162,6 +163,9 @@ class AlgorithmConfig:
             f"algorithm.baseline={self.baseline} takes none; leave it empty, or name a function of your own there",
         )
         check_function(self.loss, LOSSES, self.loss_arguments, "algorithm.loss")
+        for kind in ("advantage", "baseline", "loss"):
+            field_name = f"algorithm.{kind}_arguments"
+            check_arguments(getattr(self, kind), getattr(self, f"{kind}_arguments"), field_name)
         check_function(self.filter, FILTERS, self.filter_arguments, "algorithm.filter")
         check(
             ":" in self.filter or not self.filter_arguments,

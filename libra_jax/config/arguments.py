@@ -1,0 +1,81 @@
+"""Arguments of the built-in advantages, baselines and losses, and the values that they take."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from libra_jax.config.checks import check
+
+
+class Number(NamedTuple):
+    """A number from `least` to `most`."""
+
+    least: float = 0.0
+    most: float = math.inf
+    whole: bool = False
+    above: bool = False  # `least` itself is refused
+    optional: bool = False  # None is taken
+
+    def takes(self, value: Any) -> bool:
+        if value is None:
+            return self.optional
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        return math.isfinite(value) and self.least <= value <= self.most and not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        if self.most < math.inf:
+            return f"{kind} in {'(' if self.above else '['}{self.least:g}, {self.most:g}]"
+        return f"{kind} {'above' if self.above else 'of at least'} {self.least:g}"
+
+
+class Switch(NamedTuple):
+    """True or False."""
+
+    def takes(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "True or False"
+
+
+_SHARE = Number(most=1.0)
+_CRITIC: dict[str, Number | Switch] = {
+    "discount": _SHARE,
+    "turn_discount": Number(most=1.0, optional=True),
+    "trace_decay": _SHARE,
+    "whitened": Switch(),
+}
+ARGUMENTS: dict[str, dict[str, Number | Switch]] = {
+    "distillation": {"reward_weight": Number()},
+    "gae": _CRITIC,
+    "egae": {**_CRITIC, "length_scale": Number(), "ignored_tokens": Number(whole=True), "bound": Number()},
+    "minimum_variance": {"weighted": Switch(), "cap": Number(), "by_length": Switch()},
+    "sapo": {"tau_positive": Number(above=True), "tau_negative": Number(above=True)},
+    "bapo": {
+        "most_low": _SHARE,
+        "most_high": Number(),
+        "low_step": Number(above=True),
+        "high_step": Number(above=True),
+        "positive_share": _SHARE,
+    },
+    "clip_cov": {"share": _SHARE, "least": Number(-math.inf), "most": Number(-math.inf)},
+    "kl_cov": {"share": _SHARE, "coefficient": Number()},
+}
+"""Of each built-in function with arguments. Others take none."""
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any], field_name: str) -> None:
+    """Raises ConfigError unless a built-in function takes the arguments. Those of a user's function are not known."""
+    if ":" in name:
+        return
+    known = ARGUMENTS.get(name, {})
+    for key, value in arguments.items():
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+        check(key in known, field_name, f"{name} takes no argument {key!r}; {hint}")
+        check(known[key].takes(value), field_name, f"{key} must be {known[key]}, not {value!r}")
