@@ -68,6 +68,11 @@ class Teacher:
             async with asyncio.timeout(self.seconds):
                 models = (await self.endpoint.client.models.list()).data
         except Exception as error:  # the package's own errors, and those of its transport
+            if getattr(error, "status_code", None) == 404:
+                raise self._refusal(
+                    f"{self.url} answers, but has no {self.url.rstrip('/')}/models; the URL of a vLLM server ends with "
+                    "/v1, as in http://host:8000/v1"
+                ) from None
             raise self._refusal(
                 f"no model server answers at {self.url} ({self._said(error)}); start it before the run"
             ) from None

@@ -36,6 +36,12 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     Raises:
       LibraError: the config has an error; one sentence names the field or file.
     """
+    teacher = config.algorithm.teacher_directory
+    if teacher and not Path(teacher).is_dir():
+        raise protocols.DataError(
+            f"config.algorithm.teacher: {teacher}: no such model directory; give that of a Hugging Face model, or the "
+            "URL of a server: http://host:port/v1"
+        )
     shape = wiring.policy_shape(config, need_weights=True) if need_weights else wiring.known_shape(config)
     logprob_contract.check(config.rollout, config.algorithm)
     if config.cluster.backend == "inprocess":  # with other backends, the cores are another host's

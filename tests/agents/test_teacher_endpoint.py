@@ -160,6 +160,18 @@ def test_a_server_that_is_not_there_is_refused_by_its_address():
         scores(URL, retries=0)
 
 
+def test_a_url_without_its_path_is_told_from_a_server_that_is_not_there(server, monkeypatch):
+    monkeypatch.setattr(server, "reply", lambda path, body: (404, "Not Found", 0.0))
+    with pytest.raises(protocols.ConfigError, match=r"answers, but has no .*/models; the URL .* ends with /v1"):
+        scores(server.base_url)
+
+
+@pytest.mark.parametrize("url", ["http://", "htp://host:8000/v1", "https:///v1"])
+def test_what_is_no_url_of_a_server_is_refused(url):
+    with pytest.raises(protocols.ConfigError, match=r"algorithm\.teacher: .* is no URL .* http://host:port/v1"):
+        run_config(url)
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -443,3 +443,9 @@ def test_a_dry_run_shows_what_an_adapter_trains_and_what_it_takes_of_memory():
     assert "0.1 x k3 to the frozen weights, in the loss" in said
     assert "91.5 GiB of parameters and optimizer" in plain
     assert "15.5 GiB of parameters and optimizer" in said
+
+
+def test_a_teacher_that_is_no_directory_is_refused_by_its_field():
+    algorithm = config.AlgorithmConfig(teacher="/nowhere/teacher", kl_coefficient=0.1)
+    with pytest.raises(protocols.DataError, match=r"algorithm\.teacher: /nowhere/teacher: no such .*; .* URL"):
+        preflight.validate(config.RunConfig(algorithm=algorithm), need_weights=False)
