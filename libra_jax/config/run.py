@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,8 +252,13 @@ class RunConfig:
         )
 
     def _check_teacher(self) -> None:
-        """Refuses a teacher that nothing reads, and a distillation without one."""
+        """Refuses a teacher that nothing reads or that is no URL, and a distillation without one."""
         algorithm = self.algorithm
+        check(
+            "://" not in algorithm.teacher or re.match(r"https?://[^/:]", algorithm.teacher) is not None,
+            "algorithm.teacher",
+            f"{algorithm.teacher!r} is no URL of a server; write http://host:port/v1",
+        )
         check(
             not algorithm.teacher or algorithm.kl_coefficient > 0,
             "algorithm.teacher",
@@ -296,6 +302,11 @@ class RunConfig:
             "task.cut_off",
             f"bootstrap needs an advantage without the rollout's reward, and algorithm.advantage is {advantage}; set "
             "that to egae, or this to mask",
+        )
+        check(
+            not bootstraps or bool(self.task.cut_off_limits),
+            "task.cut_off_limits",
+            "must name the limits whose rollouts task.cut_off=bootstrap is for, such as ('max_tokens', 'length')",
         )
         check(
             bootstraps or advantage != "egae",

@@ -218,6 +218,10 @@ def test_a_discount_between_turns_counts_turns_and_not_tokens():
     [
         ({"task": {"cut_off": "bootstrap"}}, r"task.cut_off: bootstrap needs .* is gae; set that to egae"),
         ({"algorithm": {"advantage": "egae"}}, r"advantage: egae is for .* set task.cut_off=bootstrap .* or take gae"),
+        (
+            {"algorithm": {"advantage": "egae"}, "task": {"cut_off": "bootstrap", "cut_off_limits": ()}},
+            r"task.cut_off_limits: must name the limits",
+        ),
         ({"critic": {"enabled": False}}, r"critic.enabled: algorithm.advantage=gae needs the values of a critic"),
         ({"algorithm": {"advantage": "grpo"}}, r"critic.enabled: algorithm.advantage=grpo reads no values"),
         (
