@@ -66,6 +66,7 @@ setup(
         "openenv": ["websockets>=15"],
         "ray": ["grpcio>=1.60", "ray>=2.60"],
         "reasoning_gym": ["reasoning-gym>=0.1.25"],
+        "teacher": ["openai>=3.52"],
         "wandb": ["wandb"],
     },
     entry_points={

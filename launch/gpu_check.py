@@ -5,13 +5,16 @@ One command, at most 8 minutes on an H100. It needs torch, jax, flax, optax and 
   python launch/gpu_check.py --platform=gpu --output=runs/gpu_check.json
 
   attention    the platform's kernel against plain attention: results and gradients, packed rows, empty rows
+  experts      the platform's way to compute experts, against all tokens times all experts
   dlpack       arrays from JAX to torch and back without a copy
   weight_sync  weights to a second process, over a plain copy of their bytes
   vocabulary   the loop over the vocabulary, as a share of what matrix products reach
   reshard      a train state to another mesh and back
   offload      parameters to the host's memory and back
   checkpoint   a train state to disk and back
-  grad_step    MFU of Qwen3 0.6B, 1.7B and 4B at 8k, 32k and 64k tokens, random weights
+  grad_step    MFU of Qwen3 0.6B, 1.7B and 4B at 8k, 32k and 64k tokens, and of 30B-A3B at 8k, random weights
+  train_step   whole steps over long-tailed trajectories: packing, gradients, Adam
+  peer         MFU of transformers' model in torch on the same rows, if transformers is installed
   quickstart   a few steps of it, if vLLM is installed; takes two minutes more: --minutes=12
 
 A case that fails does not end the others: it gets a row with a sentence, and the exit status is 1. Cases that no longer
@@ -41,6 +44,7 @@ _OUTPUT = flags.DEFINE_string("output", "runs/gpu_check.json", "File for the JSO
 _MINUTES = flags.DEFINE_float(
     "minutes", 8.0, "Budget, at least 1; cases that no longer fit are left out.", lower_bound=1.0
 )
+_TRACES = flags.DEFINE_string("traces", "", "Folder for profiles of one training step a case of grad_step.")
 _CASES = flags.DEFINE_list("cases", [], "Cases or groups to measure. Default: all.")
 
 MEMORY_FRACTION = "0.85"
@@ -89,7 +93,7 @@ def _measured(running: runner.Runner, chosen: list[cases.Case]) -> rows.Report:
         )
     print(f"{machine.devices} x {machine.device}" + (": a dry run, tiny sizes" if machine.platform == "cpu" else ""))
     found = []
-    for row in running.run(chosen, machine.platform):
+    for row in running.run(chosen, machine.platform, _TRACES.value):
         found.append(row)
         figures = ", ".join(f"{name.replace('_', ' ')} {rows.text(value)}" for name, value in row.figures.items())
         said = f"{row.case}: {row.state} in {row.seconds:.1f} s" + (f": {row.reason}" if row.reason else "")

@@ -84,8 +84,8 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
     with jax.default_matmul_precision("highest"):
         exact = plain(*(x.astype(jnp.float32) for x in inputs))
     padding = sum(int(jnp.sum((x != 0) & (segments_BxT == 0)[..., None, None])) for x in found[kernel])
-    forward, gradient = _errors(found[kernel], exact)
-    forward_bound, gradient_bound = (max(ALLOWED * error, FLOOR[sizes.dtype]) for error in _errors(rounded, exact))
+    forward, gradient = errors(found[kernel], exact)
+    forward_bound, gradient_bound = (max(ALLOWED * error, FLOOR[sizes.dtype]) for error in errors(rounded, exact))
     figures: rows.Figures = {
         "kernel": kernel,
         "dtype": sizes.dtype,
@@ -101,10 +101,11 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
         "kernel_seconds": took[kernel],
         "chunked_seconds": took["chunked"],
     }
-    return rows.Outcome(figures, _problem(figures, forward <= forward_bound, gradient <= gradient_bound, padding))
+    return rows.Outcome(figures, problem(figures, forward <= forward_bound, gradient <= gradient_bound, padding))
 
 
-def _problem(figures: rows.Figures, forward: bool, gradient: bool, padding: int) -> str:
+def problem(figures: rows.Figures, forward: bool, gradient: bool, padding: int) -> str:
+    """Returns the sentence of a case that fails; empty if results and gradients are right and padding is 0."""
     kernel = figures["kernel"]
     if not forward:  # false for NaN, too
         return f"{kernel} is off by {figures['forward_error']:.2g}, and {figures['forward_bound']:.2g} is allowed"
@@ -152,7 +153,7 @@ def _program(attend: attention.Attend) -> Callable[..., Results]:
     return jax.jit(run)
 
 
-def _errors(found: Results, exact: Results) -> tuple[float, float]:
+def errors(found: Results, exact: Results) -> tuple[float, float]:
     """Returns relative errors in the Frobenius norm: of the output, and the largest of the gradients."""
     errors = []
     for x, wanted in zip(found, exact, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from libra_jax import protocols
 
 MODELS = {"0.6B": "Qwen3-0.6B", "1.7B": "Qwen3-1.7B", "4B": "Qwen3-4B"}
+EXPERTS = "Qwen3-30B-A3B"
 TOKENS = {"8k": (8192, 25.0), "64k": (65_536, 40.0), "32k": (32_768, 25.0)}
 """Tokens of a micro-batch, and the seconds that a case of it takes. Cases of 64k run before those of 32k, because the
 budget may leave out the last ones."""
@@ -25,7 +26,8 @@ class Case:
       arguments: the function's arguments after the bench.
       expected_seconds: seconds that the case takes on an H100. It is left out if less is left.
       most_seconds: deadline in seconds.
-      alone: runs in a process of its own, after the others have given their memory back.
+      process: name of the process in which it runs. Neighbours of one name share it; another name's case begins when it
+        has ended, because only then is the device's memory free.
     """
 
     name: str
@@ -33,12 +35,13 @@ class Case:
     arguments: tuple[str | int, ...] = ()
     expected_seconds: float = 15.0
     most_seconds: float = 90.0
-    alone: bool = False
+    process: str = "jax"
 
 
 CASES: tuple[Case, ...] = (
     Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
     Case("attention/unpacked", "gpu.attention_parity:measure", ("unpacked",)),
+    Case("experts", "gpu.expert_parity:measure", (), 40.0, 200.0),
     Case("dlpack", "gpu.moving:dlpack", (), 5.0),
     Case("weight_sync/ipc", "gpu.syncing:torch_memory", (), 25.0),
     Case("weight_sync/memfd", "gpu.syncing:host_memory", (), 25.0),
@@ -52,7 +55,16 @@ CASES: tuple[Case, ...] = (
         for count, (tokens, seconds) in TOKENS.items()
         for model, preset in MODELS.items()
     ),
-    Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, alone=True),
+    *(
+        Case(f"train_step/{model}", "gpu.whole_step:measure", (MODELS[model],), 50.0, 180.0)
+        for model in ("0.6B", "1.7B")
+    ),
+    Case("grad_step/30B-A3B/8k", "gpu.training_speed:grad_step", (EXPERTS, 8192), 90.0, 300.0),
+    *(
+        Case(f"peer/{model}/{count}", "gpu.peer:grad_step", (MODELS[model], TOKENS[count][0]), 30.0, 120.0, "torch")
+        for model, count in (("0.6B", "8k"), ("1.7B", "8k"), ("4B", "8k"), ("0.6B", "64k"), ("1.7B", "64k"))
+    ),
+    Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, "quickstart"),
 )
 
 

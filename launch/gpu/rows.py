@@ -31,10 +31,12 @@ class Bench:
     Attributes:
       platform: "gpu", or "cpu" for a dry run with tiny sizes.
       scratch: folder for files of the cases; it is removed in the end.
+      traces: folder for profiles of training steps; empty for none.
     """
 
     platform: str
     scratch: str
+    traces: str = ""
 
     @property
     def tiny(self) -> bool:

@@ -46,6 +46,7 @@ class Runner:
         self._budget = seconds
         self._environment, self._scratch, self._path = environment, scratch, path
         self._worker: worker.Worker | None = None
+        self._process = "jax"
 
     @property
     def seconds(self) -> float:
@@ -64,9 +65,9 @@ class Runner:
         assert isinstance(reply.value, rows.Machine)
         return reply.value
 
-    def run(self, chosen: Sequence[cases.Case], platform: str) -> Iterator[rows.Row]:
-        """Yields the row of each case when the case has ended."""
-        bench = rows.Bench(platform, self._scratch)
+    def run(self, chosen: Sequence[cases.Case], platform: str, traces: str = "") -> Iterator[rows.Row]:
+        """Yields the row of each case when the case has ended. See `rows.Bench` for the other arguments."""
+        bench = rows.Bench(platform, self._scratch, traces)
         for case in chosen:
             left = self._budget - self.seconds
             expected = 0.0 if bench.tiny else case.expected_seconds
@@ -95,8 +96,9 @@ class Runner:
         return self._worker
 
     def _row(self, case: cases.Case, bench: rows.Bench, left: float) -> rows.Row:
-        if case.alone:
+        if case.process != self._process:
             self.end()
+            self._process = case.process
         began = self.seconds
         longest = case.most_seconds * (DRY_RUN_PATIENCE if bench.tiny else 1.0)
         deadline = min(longest, left)
@@ -117,6 +119,6 @@ class Runner:
             assert isinstance(found, rows.Outcome)
             row = rows.Row(case.name, "failed" if found.problem else "passed", seconds, found.problem, found.figures)
         # A device that has seen an error may answer every later call with it.
-        if case.alone or row.state == "failed":
+        if row.state == "failed":
             self.end()
         return row

@@ -24,6 +24,8 @@ def shape(bench: rows.Bench, preset: str, layers: int | None = None) -> model_co
             num_heads=found.num_heads // 4,
             num_kv_heads=found.num_kv_heads // 4,
             head_dim=16,
+            num_experts=min(found.num_experts, 16),
+            expert_intermediate_size=found.expert_intermediate_size // 16,
         )
     return dataclasses.replace(found, num_layers=min(layers or found.num_layers, found.num_layers))
 

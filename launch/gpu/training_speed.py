@@ -98,7 +98,11 @@ def grad_step(bench: rows.Bench, preset: str, tokens: int) -> rows.Outcome:
 def _settings(bench: rows.Bench, preset: str, tokens: int, free: int) -> Iterator[Setting]:
     """Yields settings from the fastest to the smallest, without those that the planner's formula finds too large."""
     whole = shapes.shape(bench, preset).num_layers
-    settings = [(whole, "dots"), *((math.ceil(whole / parts), "full") for parts in (1, 2, 4, 8, whole))]
+    settings = [
+        (whole, "none"),
+        (whole, "dots"),
+        *((math.ceil(whole / parts), "full") for parts in (1, 2, 4, 8, whole)),
+    ]
     for layers, remat in dict.fromkeys(settings):
         shape = shapes.shape(bench, preset, layers)
         estimate = memory.trainer_bytes(_config(bench, preset, tokens, remat), shape)
@@ -138,6 +142,9 @@ def _timed(
         sums, _ = jax.block_until_ready(made.programs.grad_step(learner_lib.POLICY, params, sums, batch))
         took.append(time.perf_counter() - began)
     seconds = sorted(took[1:])[len(took[1:]) // 2]  # the first warms up
+    if bench.traces:
+        with jax.profiler.trace(f"{bench.traces}/{made.config.model.preset}-{tokens}"):
+            sums, _ = jax.block_until_ready(made.programs.grad_step(learner_lib.POLICY, params, sums, batch))
     flops = costs.train_flops(shape, model_config.multiplied_parameter_count(shape), [tokens])
     known = hardware.peak_flops(jax.devices(bench.platform)[0].device_kind)
     counted = {"tokens/processed": float(tokens), "train/devices": 1.0, "train/flops": flops}

@@ -12,10 +12,35 @@ The trainer calls `estimators.compute`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from libra_jax.algorithms import checks
+
+
+class AdvantageInputs(NamedTuple):
+    """The argument of an advantage estimator: the whole batch.
+
+    Attributes:
+      rewards_N: one reward per trajectory. With `kl_in_reward`, less the KL penalties of its tokens.
+      groups_N: number of each trajectory's group, int32, from 0. A trajectory left out of the loss has its own.
+      mask_NxT: true on trained tokens.
+      token_rewards_NxT: the reward on the last trained token, less the KL penalty of each trained token.
+      penalties_NxT: the KL penalty of each trained token; 0 without `kl_in_reward`.
+      values_NxT: the critic's value before each token; None without a critic.
+      truncated_N: true for trajectories that a limit cut off and `task.cut_off=bootstrap` trains; their rewards are 0.
+        None: no trajectory.
+    """
+
+    rewards_N: jax.Array
+    groups_N: jax.Array
+    mask_NxT: jax.Array
+    token_rewards_NxT: jax.Array
+    penalties_NxT: jax.Array
+    values_NxT: jax.Array | None = None
+    truncated_N: jax.Array | None = None
 
 
 def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -290,21 +315,24 @@ def gae(
     mask_NxT: jax.Array,
     *,
     discount: float = 1.0,
-    trace_decay: float = 1.0,
+    trace_decay: float | jax.Array = 1.0,
     turn_discount: float | None = None,
+    truncated_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes generalised advantage estimation over the trained tokens, not whitened.
 
     δ_t = r_t + γ V_{t+1} - V_t;  A_t = δ_t + γ λ A_{t+1};  return_t = A_t + V_t. Here t + 1 is the next trained token,
-    and V and A are 0 after the last. From the last token of a turn to the first of the next, γ is `turn_discount`.
+    and V and A are 0 after the last. From the last token of a turn to the first of the next, γ is `turn_discount`. If a
+    trajectory is truncated, V after its last trained token is V of that token.
 
     Args:
       token_rewards_NxT: rewards per token; rewards at untrained tokens are ignored.
       values_NxT: V, the critic's estimates.
       mask_NxT: true (non-zero) on trained tokens.
       discount: γ.
-      trace_decay: λ.
+      trace_decay: λ, one number or one per trajectory, [N].
       turn_discount: γ between two turns, which untrained tokens separate; None: the same.
+      truncated_N: true for trajectories that a limit cut off; None: no trajectory.
 
     Returns:
       Advantages and returns, both of shape [N, T], zero on untrained tokens.
@@ -326,22 +354,25 @@ def gae(
     values_NxT = checks.floats(values_NxT, "values_NxT")
     # The dtype of the sum: a scan refuses a carry that changes its dtype.
     zeros_N = jnp.zeros_like(rewards_NxT[:, 0] + values_NxT[:, 0])
-
+    # True until the first trained token from the end, for truncated trajectories alone.
+    open_N = jnp.zeros(zeros_N.shape, bool) if truncated_N is None else truncated_N != 0
     between_turns = discount if turn_discount is None else turn_discount
+    Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
-    def step(
-        following: tuple[jax.Array, jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
-        next_value_N, next_advantage_N, apart_N = following
+    def step(following: Carry, token: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Carry, jax.Array]:
+        next_value_N, next_advantage_N, apart_N, open_N = following
         reward_N, value_N, trained_N = token
-        discount_N = jnp.where(apart_N, between_turns, discount)
+        # Nothing is known beyond the end of a truncated trajectory, so its last value stands for what follows.
+        next_value_N = jnp.where(open_N & trained_N, value_N, next_value_N)
+        discount_N = jnp.where(apart_N & ~open_N, between_turns, discount)
         delta_N = reward_N + discount_N * next_value_N - value_N
         advantage_N = delta_N + discount_N * trace_decay * next_advantage_N
         # An untrained token passes the later values on unchanged, as if the trained tokens were adjacent.
         kept = jnp.where(trained_N, value_N, next_value_N), jnp.where(trained_N, advantage_N, next_advantage_N)
-        return (*kept, ~trained_N), jnp.where(trained_N, advantage_N, 0.0)
+        return (*kept, ~trained_N, open_N & ~trained_N), jnp.where(trained_N, advantage_N, 0.0)
 
     trained_NxT = mask_NxT != 0
     xs = (rewards_NxT.T, values_NxT.T, trained_NxT.T)
-    _, advantages_TxN = jax.lax.scan(step, (zeros_N, zeros_N, jnp.zeros_like(trained_NxT[:, 0])), xs, reverse=True)
+    start = (zeros_N, zeros_N, jnp.zeros_like(trained_NxT[:, 0]), open_N)
+    _, advantages_TxN = jax.lax.scan(step, start, xs, reverse=True)
     return advantages_TxN.T, jnp.where(trained_NxT, advantages_TxN.T + values_NxT, 0.0)

@@ -128,7 +128,7 @@ def check_advantage(config: config_lib.AlgorithmConfig) -> None:
     def estimate(order: np.ndarray, columns: int = 0) -> np.ndarray:
         mask = np.pad(mask_NxT[order], ((0, 0), (0, columns)))
         rewards = rewards_N[order]
-        inputs = estimators.AdvantageInputs(
+        inputs = advantages.AdvantageInputs(
             jnp.asarray(rewards),
             jnp.asarray(groups_N[order], jnp.int32),
             jnp.asarray(mask),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.algorithms import advantages, checks
-
-
-class AdvantageInputs(NamedTuple):
-    """The argument of an advantage estimator: the whole batch.
-
-    Attributes:
-      rewards_N: one reward per trajectory. With `kl_in_reward`, less the KL penalties of its tokens.
-      groups_N: number of each trajectory's group, int32, from 0. A trajectory left out of the loss has its own.
-      mask_NxT: true on trained tokens.
-      token_rewards_NxT: the reward on the last trained token, less the KL penalty of each trained token.
-      penalties_NxT: the KL penalty of each trained token; 0 without `kl_in_reward`.
-      values_NxT: the critic's value before each token; None without a critic.
-    """
-
-    rewards_N: jax.Array
-    groups_N: jax.Array
-    mask_NxT: jax.Array
-    token_rewards_NxT: jax.Array
-    penalties_NxT: jax.Array
-    values_NxT: jax.Array | None = None
+from libra_jax.algorithms import advantages, checks, truncated
 
 
 def compute(
@@ -48,6 +27,7 @@ def compute(
     mask_NxT: np.ndarray,
     kl_NxT: np.ndarray | None = None,
     values_NxT: np.ndarray | None = None,
+    truncated_N: np.ndarray | None = None,
 ) -> np.ndarray:
     """Computes the advantages of a whole training batch with the config's estimator: host arrays in, host arrays out.
 
@@ -61,7 +41,8 @@ def compute(
       groups_N: integer id of each trajectory's group.
       mask_NxT: true (non-zero) on trained tokens.
       kl_NxT: estimate of KL(π ‖ π_ref) per token (`kl.estimate`); required with `kl_in_reward` and a coefficient.
-      values_NxT: the critic's value before each token; required by `gae`.
+      values_NxT: the critic's value before each token; required by `gae` and `egae`.
+      truncated_N: true for trajectories without an outcome; their rewards are not looked at.
 
     Returns:
       Advantages of shape [N, T], float32, zero on untrained tokens.
@@ -78,7 +59,7 @@ def compute(
       array([[ 1.,  1.],
              [-1., -1.]], dtype=float32)
     """
-    inputs = _inputs(config, rewards_N, groups_N, mask_NxT, kl_NxT, values_NxT)
+    inputs = _inputs(config, rewards_N, groups_N, mask_NxT, kl_NxT, values_NxT, truncated_N)
     return np.asarray(find(config)(inputs))[:, : np.shape(mask_NxT)[1]]
 
 
@@ -92,11 +73,12 @@ def value_targets(
 ) -> np.ndarray:
     """Computes the returns that a critic learns, by `gae` with `algorithm.advantage_arguments`. See `compute`.
 
-    With an advantage of the user's own, the returns are those of `gae` without discount (λ = 1).
+    With `egae` they are the discounted rewards themselves (λ = 1). With an advantage of the user's own they are not
+    discounted, either.
     """
     inputs = _inputs(config, rewards_N, np.arange(len(rewards_N)), mask_NxT, kl_NxT, values_NxT)
-    arguments = dict(config.advantage_arguments) if config.advantage == "gae" else {}
-    arguments.pop("whitened", None)
+    taken = {"gae": ("discount", "turn_discount", "trace_decay"), "egae": ("discount", "turn_discount")}
+    arguments = {n: v for n, v in config.advantage_arguments.items() if n in taken.get(config.advantage, ())}
     assert inputs.values_NxT is not None
     _, returns_NxT = advantages.gae(inputs.token_rewards_NxT, inputs.values_NxT, inputs.mask_NxT, **arguments)
     return np.asarray(returns_NxT)[:, : np.shape(mask_NxT)[1]]
@@ -109,7 +91,8 @@ def _inputs(
     mask_NxT: np.ndarray,
     kl_NxT: np.ndarray | None,
     values_NxT: np.ndarray | None,
-) -> AdvantageInputs:
+    truncated_N: np.ndarray | None = None,
+) -> advantages.AdvantageInputs:
     """Checks the arrays of a batch and lays them out for an estimator. T is rounded up to a power of two."""
     rewards_N, groups_N, mask_NxT = np.asarray(rewards_N, np.float32), np.asarray(groups_N), np.asarray(mask_NxT) != 0
     checks.rank(2, mask_NxT=mask_NxT)
@@ -119,6 +102,9 @@ def _inputs(
     if not np.all(np.isfinite(rewards_N)):
         index = int(np.flatnonzero(~np.isfinite(rewards_N))[0])
         raise protocols.LibraError(f"rewards_N[{index}] is {rewards_N[index]}: every reward must be finite")
+    if truncated_N is not None:
+        checks.same_shape(rewards_N=rewards_N, truncated_N=truncated_N)
+        rewards_N = np.where(truncated_N, np.float32(0.0), rewards_N)
     penalties_NxT = np.zeros(mask_NxT.shape, np.float32)
     if config.kl_in_reward and config.kl_coefficient > 0:
         if kl_NxT is None:
@@ -134,7 +120,7 @@ def _inputs(
     if values_NxT is not None:
         # Selected, not multiplied: values at untrained tokens may be NaN.
         values_NxT = np.pad(np.where(mask_NxT[:, :tokens], values_NxT, 0.0), padding).astype(np.float32)
-    return AdvantageInputs(
+    return advantages.AdvantageInputs(
         # A trajectory pays for all of its tokens at once if whole trajectories are compared.
         rewards_N=jnp.asarray(rewards_N - penalties_NxT.sum(axis=1)),
         groups_N=jnp.asarray(group_index_N),
@@ -142,10 +128,11 @@ def _inputs(
         token_rewards_NxT=advantages.spread_rewards(rewards_N, mask_NxT, penalties_NxT),
         penalties_NxT=jnp.asarray(penalties_NxT),
         values_NxT=None if values_NxT is None else jnp.asarray(values_NxT),
+        truncated_N=None if truncated_N is None else jnp.asarray(truncated_N, bool),
     )
 
 
-def _distillation(inputs: AdvantageInputs, *, reward_weight: float = 0.0) -> jax.Array:
+def _distillation(inputs: advantages.AdvantageInputs, *, reward_weight: float = 0.0) -> jax.Array:
     """Computes A_t = -penalty_t, and adds `reward_weight` times GRPO's advantage of the reward alone.
 
     The penalty is the coefficient times log π - log π_teacher of the sampled token: the reverse KL to the teacher,
@@ -158,7 +145,7 @@ def _distillation(inputs: AdvantageInputs, *, reward_weight: float = 0.0) -> jax
 
 
 def _gae(
-    inputs: AdvantageInputs,
+    inputs: advantages.AdvantageInputs,
     *,
     discount: float = 1.0,
     turn_discount: float | None = None,
@@ -189,10 +176,11 @@ _BUILT_IN: dict[str, Callable[..., jax.Array]] = {
     ),
     "distillation": _distillation,
     "gae": _gae,
+    "egae": truncated.egae,
 }
 
 
-def find(config: config_lib.AlgorithmConfig) -> Callable[[AdvantageInputs], jax.Array]:
+def find(config: config_lib.AlgorithmConfig) -> Callable[[advantages.AdvantageInputs], jax.Array]:
     """Returns the config's estimator with its arguments: a built-in one, or a user's `advantage(inputs, **arguments)`.
 
     The result has the shape [N, T]. A user's function may return [N].
@@ -210,12 +198,12 @@ def find(config: config_lib.AlgorithmConfig) -> Callable[[AdvantageInputs], jax.
 
 
 @functools.lru_cache(maxsize=64)  # one compiled program for each estimator, not one a call
-def _found(name: str, encoded: str) -> Callable[[AdvantageInputs], jax.Array]:
+def _found(name: str, encoded: str) -> Callable[[advantages.AdvantageInputs], jax.Array]:
     arguments = json.loads(encoded)
     function = resolving.resolve(name, "algorithm.advantage") if ":" in name else _BUILT_IN[name]
     resolving.check_arguments(function, name, {"inputs": None, **arguments}, "algorithm.advantage_arguments")
 
-    def estimate(inputs: AdvantageInputs) -> jax.Array:
+    def estimate(inputs: advantages.AdvantageInputs) -> jax.Array:
         found = checks.floats(function(inputs=inputs, **arguments), "the advantages")
         count, tokens = inputs.mask_NxT.shape
         if found.shape not in ((count,), (count, tokens)):

@@ -18,9 +18,12 @@ ADVANTAGES = (
     "reinforce_plus_plus_baseline",
     "distillation",
     "gae",
+    "egae",
 )
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
+CRITIC_ADVANTAGES = ("gae", "egae")
+"""Advantages that read the values of a critic."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
 BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
 """Losses that take statistics of all tokens of an update: the policy scores them before the update."""
@@ -37,11 +40,11 @@ class AlgorithmConfig:
     """The objective. Functions and references: libra_jax/algorithms."""
 
     # Advantage estimator: grpo, dr_grpo, rloo, opo, reinforce_plus_plus_baseline (all compare a group),
-    # reinforce_plus_plus, distillation (needs teacher), gae (needs critic.enabled), or "package.module:function" (see
-    # docs/guides/own_loss.md).
+    # reinforce_plus_plus, distillation (needs teacher), gae and egae (T-PPO's, also of cut-off rollouts; both need
+    # critic.enabled), or "package.module:function" (see docs/guides/own_loss.md).
     advantage: str = "grpo"
     # Keyword arguments of the advantage: reward_weight of distillation; discount, turn_discount, trace_decay and
-    # whitened of gae; or those of your function.
+    # whitened of gae and egae; length_scale, ignored_tokens and bound of egae; or those of your function.
     advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
     # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
@@ -76,9 +79,12 @@ class AlgorithmConfig:
     # relatives), linear (for sgd).
     ess_scaling: str = "off"
     kl_coefficient: float = 0.0  # weight of the KL term; above 0 a frozen reference model lives on the trainer's mesh
-    # Hugging Face directory of the frozen reference model of the KL term, such as a larger teacher with the policy's
-    # vocabulary; empty: the initial policy.
+    # Reference model of the KL term, such as a larger teacher with the policy's vocabulary: a Hugging Face directory
+    # (frozen on the trainer's mesh), or the URL of a vLLM server, http://host:port/v1. Empty: the initial policy.
     teacher: str = ""
+    # Arguments of a teacher behind a URL: model (its name there, needed if the server has several), api_key_env,
+    # seconds (of one try of a request), retries, concurrency (most requests at once).
+    teacher_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Estimator of the KL: k1, k2, k3; k1+ and k3+ have the value of k1 and k3 and the gradient of k2.
     kl_estimator: str = "k3"
     kl_in_reward: bool = False  # KL subtracted from each token's reward, instead of added to the loss
@@ -184,6 +190,21 @@ class AlgorithmConfig:
         check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
 
     @property
+    def teacher_served(self) -> bool:
+        """True if the teacher answers behind a URL."""
+        return self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def teacher_directory(self) -> str:
+        """Directory of a teacher on the trainer's mesh; empty without one."""
+        return "" if self.teacher_served else self.teacher
+
+    @property
+    def scores_reference(self) -> bool:
+        """True if the trainer scores each batch with a reference model of its own."""
+        return self.kl_coefficient > 0 and not self.teacher_served
+
+    @property
     def updates(self) -> int:
         """Updates that a batch takes."""
         return self.minibatches * self.epochs
@@ -202,7 +223,7 @@ class AlgorithmConfig:
 @group
 @dataclass
 class CriticConfig:
-    """The critic of PPO: a value model of the policy's shape on the trainer's mesh, for algorithm.advantage=gae.
+    """The critic of PPO and T-PPO: a value model of the policy's shape on the trainer's mesh, for gae and egae.
 
     The optimizer is that of `optimizer`, with a rate of its own. The trainer holds twice the state.
     """

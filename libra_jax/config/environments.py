@@ -41,7 +41,8 @@ class TaskConfig:
     context_policy: str = "stop"
     answer_tokens: int = 64  # tokens that context_policy=cut leaves for the next output
     # Use of a rollout that a limit of the run ended: mask (it is left out of the loss, of its group's baseline and of
-    # algorithm.filter), zero (it trains with its reward: 0, or that of the reward functions).
+    # algorithm.filter), zero (it trains with its reward: 0, or that of the reward functions), bootstrap (its tokens
+    # train the policy by the critic's values and without its reward: algorithm.advantage=egae).
     cut_off: str = "mask"
     # Limits to which cut_off applies. The default ones depend on hardware, load and tool returns: task.max_seconds and
     # rollout.max_context. The policy can learn to keep the other limits, so such a rollout trains with its reward:
@@ -62,7 +63,7 @@ class TaskConfig:
         check(self.max_seconds >= 0, "task.max_seconds", f"must not be negative, not {self.max_seconds}; 0 is no limit")
         check_choice(self.context_policy, ("stop", "cut"), "task.context_policy")
         check(self.answer_tokens > 0, "task.answer_tokens", f"must be positive, not {self.answer_tokens}")
-        check_choice(self.cut_off, ("zero", "mask"), "task.cut_off")
+        check_choice(self.cut_off, ("zero", "mask", "bootstrap"), "task.cut_off")
         for limit in self.cut_off_limits:
             check_choice(limit, protocols.LIMITS, "task.cut_off_limits")
         check_finite(self.reset_seconds, "task.reset_seconds")
@@ -87,6 +88,10 @@ class TaskConfig:
     def masks(self, finish: str | None) -> bool:
         """Tells whether a rollout that ended by `finish`, one of `protocols.FINISHES`, is left out of the loss."""
         return self.cut_off == "mask" and finish in self.cut_off_limits
+
+    def cuts(self, finish: str | None) -> bool:
+        """Tells whether a limit ended the rollout so that its reward does not count, trained or not."""
+        return self.cut_off != "zero" and finish in self.cut_off_limits
 
     @property
     def call_seconds(self) -> float:

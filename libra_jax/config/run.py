@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.config import engine_arguments
-from libra_jax.config.algorithm import BATCH_LOSSES, AlgorithmConfig, CriticConfig
+from libra_jax.config.algorithm import BATCH_LOSSES, CRITIC_ADVANTAGES, AlgorithmConfig, CriticConfig
 from libra_jax.config.checks import check
 from libra_jax.config.coordination import (
     CheckpointConfig,
@@ -256,10 +256,21 @@ class RunConfig:
             "algorithm.teacher",
             "has no effect with algorithm.kl_coefficient=0; set a coefficient above 0, or leave it out",
         )
+        check(
+            algorithm.teacher_served or not algorithm.teacher_arguments,
+            "algorithm.teacher_arguments",
+            "are those of a teacher behind a URL; leave them empty, or set algorithm.teacher to http://host:port/v1",
+        )
+        check(
+            not algorithm.teacher_served or self.rollout.temperature == 1,
+            "rollout.temperature",
+            f"{self.rollout.temperature:g} cannot be compared with a teacher behind a URL, which scores at temperature "
+            "1; set it to 1, or algorithm.teacher to a directory",
+        )
         if algorithm.advantage != "distillation":
             return
         for name, right, value in (
-            ("teacher", bool(algorithm.teacher), "a Hugging Face directory"),
+            ("teacher", bool(algorithm.teacher), "a Hugging Face directory or a URL"),
             ("kl_in_reward", algorithm.kl_in_reward, "True"),
             ("kl_estimator", algorithm.kl_estimator == "k1", "k1"),
         ):
@@ -273,14 +284,27 @@ class RunConfig:
         """Refuses a critic that nothing reads, and what cannot move or share a critic."""
         advantage, enabled = self.algorithm.advantage, self.critic.enabled
         check(
-            enabled or advantage != "gae",
+            enabled or advantage not in CRITIC_ADVANTAGES,
             "critic.enabled",
-            "algorithm.advantage=gae needs the values of a critic; set it to True, or take another advantage",
+            f"algorithm.advantage={advantage} needs the values of a critic; set it to True, or take another advantage",
+        )
+        bootstraps = self.task.cut_off == "bootstrap"
+        check(
+            not bootstraps or advantage == "egae" or ":" in advantage,
+            "task.cut_off",
+            f"bootstrap needs an advantage without the rollout's reward, and algorithm.advantage is {advantage}; set "
+            "that to egae, or this to mask",
+        )
+        check(
+            bootstraps or advantage != "egae",
+            "algorithm.advantage",
+            f"egae is for rollouts that a limit cuts off, and task.cut_off={self.task.cut_off} leaves it none; set "
+            "task.cut_off=bootstrap (limits: task.cut_off_limits), or take gae",
         )
         if not enabled:
             return
         check(
-            advantage == "gae" or ":" in advantage,
+            advantage in CRITIC_ADVANTAGES or ":" in advantage,
             "critic.enabled",
             f"algorithm.advantage={advantage} reads no values; set algorithm.advantage=gae, or this to False",
         )

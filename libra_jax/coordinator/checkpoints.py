@@ -61,6 +61,7 @@ class TrajectoryRecord(TypedDict):
     log_probs: str
     policy_versions: str
     routing: NotRequired[Routing]
+    teacher_log_probs: NotRequired[str]
     trajectory_id: str
     prompt_id: str
     turns: list[dict[str, Any]]
@@ -474,6 +475,8 @@ def encode_group(group: protocols.Group) -> GroupRecord:
         if trajectory.routing:
             # References only: the bytes are joined where the checkpoint is written, off the event loop.
             written["routing"] = Routing(tuple(trajectory.routing))
+        if trajectory.teacher_log_probs:
+            written["teacher_log_probs"] = _pack("d", trajectory.teacher_log_probs)
     return record
 
 
@@ -485,6 +488,7 @@ def decode_group(record: GroupRecord) -> protocols.Group:
         fields: dict[str, Any] = dict(written)
         for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
             fields[name] = _unpack(code, fields[name])
+        fields["teacher_log_probs"] = _unpack("d", written.get("teacher_log_probs", ""))
         fields["loss_mask"] = [bool(value) for value in _unpack("b", written["loss_mask"])]
         count, routing = fields.pop("routed_tokens", 0), fields.get("routing", Routing(()))
         if isinstance(routing, str):

@@ -56,15 +56,15 @@ def compared_reward(config: configuration.RunConfig, trajectory: protocols.Traje
 
 
 def same_rewards(config: configuration.RunConfig, group: protocols.Group) -> str | None:
-    """Returns why all rollouts of a group that are not masked have equal rewards; None if rewards differ."""
-    counted = [trajectory for trajectory in group.trajectories if not config.task.masks(trajectory.finish)]
+    """Returns why all rollouts of a group whose rewards count have equal ones; None if rewards differ."""
+    counted = [trajectory for trajectory in group.trajectories if not config.task.cuts(trajectory.finish)]
     if len({compared_reward(config, trajectory) for trajectory in counted}) > 1:
         return None
     prompt, size = group.task.prompt_id, len(group.trajectories)
     cut = size - len(counted)
     if cut >= size - 1 and cut:
         return (
-            f"{cut} of {size} rollouts of {prompt} were cut off at a limit and masked (task.cut_off); raise "
+            f"{cut} of {size} rollouts of {prompt} were cut off at a limit and not compared (task.cut_off); raise "
             "task.max_seconds or rollout.max_context, or set task.cut_off=zero"
         )
     whose = "the environment gave" if config.reward.environment_weight else "the reward functions gave"

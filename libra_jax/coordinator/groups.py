@@ -13,7 +13,7 @@ from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
 
-ENVIRONMENT, REWARD = "environment", "reward"
+ENVIRONMENT, REWARD, TEACHER = FAILED = "environment", "reward", "teacher"
 """Reasons to replace a group that failed."""
 
 STALE, REDUNDANT = "stale", "redundant"
@@ -118,18 +118,7 @@ class Groups:
         return busy
 
     async def _run(self, group: protocols.Group) -> None:
-        tasks = [
-            asyncio.ensure_future(
-                self._runner.run(
-                    trajectory,
-                    group.task,
-                    group_id=group.group_id,
-                    dispatch_version=group.dispatch_version,
-                    temperature=self._config.rollout.temperature,
-                )
-            )
-            for trajectory in group.trajectories
-        ]
+        tasks = [asyncio.ensure_future(self._run_rollout(trajectory, group)) for trajectory in group.trajectories]
         crash: protocols.EnvironmentCrashed | None = None
         try:
             await asyncio.gather(*tasks)
@@ -154,7 +143,8 @@ class Groups:
         if crash is None:
             self._rates.add(group)
         if crash is not None:
-            broken = REWARD if isinstance(crash, protocols.RewardFailed) else ENVIRONMENT
+            reward, teacher = (isinstance(crash, kind) for kind in (protocols.RewardFailed, protocols.TeacherFailed))
+            broken = REWARD if reward else TEACHER if teacher else ENVIRONMENT
             self._count(group, broken, str(crash))
         elif (why := self._filter(group)) is not None:
             self._count(group, self._filtered, why)
@@ -164,6 +154,17 @@ class Groups:
             overlong.shape(self._config, group)
             self.finished[group.group_id] = group
             self._events.announce(protocols.GroupSettled(group.group_id))
+
+    async def _run_rollout(self, trajectory: protocols.Trajectory, group: protocols.Group) -> None:
+        await self._runner.run(
+            trajectory,
+            group.task,
+            group_id=group.group_id,
+            dispatch_version=group.dispatch_version,
+            temperature=self._config.rollout.temperature,
+        )
+        # While others of its group still run.
+        await self._runner.teach(trajectory)
 
     def _leave(self, group: protocols.Group) -> None:
         self._tasks.pop(group.group_id, None)
@@ -177,7 +178,7 @@ class Groups:
         self.replaced_rollouts += len(group.trajectories)
         self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
         # The config asks for the other reasons, which may occur by the thousand.
-        if reason in (ENVIRONMENT, REWARD):
+        if reason in FAILED:
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
         # The config asks for redundant groups, so they count towards no limit.
         if reason != REDUNDANT:
@@ -185,7 +186,7 @@ class Groups:
             # Groups cut off at their limits train although the environment never scored them, and an environment that
             # always crashes could hide behind them. So crashes are also compared with the groups that it scored.
             counted = {name: count for name, count in sorted(self.replaced.items()) if name != REDUNDANT}
-            crashed = {name: count for name, count in counted.items() if name in (ENVIRONMENT, REWARD)}
+            crashed = {name: count for name, count in counted.items() if name in FAILED}
             for counts, groups, kind in ((crashed, self.scored, "scored"), (counted, self.trained, "trained")):
                 most, allowed = self._cap(groups, kind)
                 if sum(counts.values()) <= most:

@@ -148,12 +148,12 @@ def training_speed(trainer: Mapping[str, float], seconds: float, peak_flops: flo
 
 
 def mean_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, float]:
-    """Returns the mean of each metric over the rollouts that reported it: `agent/...`, and `reward.../...`."""
+    """Returns the mean of each metric over its rollouts: `agent/...`, or as named (`reward.../...`, `teacher/...`)."""
     values: dict[str, list[float]] = collections.defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
-            of_reward = name.startswith("reward") and "/" in name
-            values[name if of_reward else f"agent/{name}"].append(value)
+            named = name.startswith(("reward", "teacher/")) and "/" in name
+            values[name if named else f"agent/{name}"].append(value)
     return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
 
 

@@ -30,6 +30,7 @@ class Agent:
       tokenizer: the policy's tokenizer.
       demonstrator: solves tasks for the warm start; None if there is none.
       reward: scores rollouts; None leaves them the environments' own rewards.
+      teacher: scores the tokens of training rollouts; None unless the run has a teacher behind an endpoint.
       make_trajectory: returns an empty trajectory (those of the simulator hold no token lists).
     """
 
@@ -38,6 +39,7 @@ class Agent:
     tokenizer: protocols.Tokenizer
     demonstrator: protocols.Demonstrator | None = None
     reward: scoring.Scorer | None = None
+    teacher: protocols.Teacher | None = None
     make_trajectory: MakeTrajectory = protocols.Trajectory
 
 
@@ -113,6 +115,20 @@ class Rollouts:
                 trajectory.reward = trajectory.finish = trajectory.environment_reward = None
             finally:
                 self._dispatcher.finish(trajectory.trajectory_id)
+
+    async def teach(self, trajectory: protocols.Trajectory) -> None:
+        """Records the teacher's log-probabilities of a finished rollout that will be trained, if there is a teacher.
+
+        Raises:
+          TeacherFailed: the teacher failed repeatedly.
+        """
+        teacher = self._agent.teacher
+        # A rollout restored from a checkpoint may have them already.
+        if teacher is None or trajectory.teacher_log_probs or self._config.task.masks(trajectory.finish):
+            return
+        began = self._clock()
+        trajectory.teacher_log_probs[:] = await teacher.log_probs(trajectory.context())
+        trajectory.metrics["teacher/seconds"] = self._clock() - began
 
     async def _run_once(
         self, trajectory: protocols.Trajectory, task: protocols.Task, limits: agent_loop.Limits

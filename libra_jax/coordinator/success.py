@@ -20,8 +20,8 @@ class Rates:
     """The success rate of each prompt that has finished rollouts.
 
     A rollout is a success if its reward, without the shaping of reward functions, reaches `algorithm.success_reward`.
-    Rollouts that a limit cut off and that are masked (`task.cut_off`) do not count. Each further rollout of a prompt
-    makes the earlier ones weigh less, by 1 - 1 / `algorithm.success_window`.
+    Rollouts whose reward is left out because a limit cut them off (`task.cut_off`) do not count. Each further rollout
+    of a prompt makes the earlier ones weigh less, by 1 - 1 / `algorithm.success_window`.
 
     Groups are counted in the order of their numbers, once `advance` says so. So rates depend on no timing. An entry is
     two numbers. There are at most as many as groups that finished, so nothing is ever dropped.
@@ -38,7 +38,7 @@ class Rates:
 
     def add(self, group: protocols.Group) -> None:
         """Takes a group whose rollouts are all scored."""
-        counted = [one for one in group.trajectories if not self._config.task.masks(one.finish)]
+        counted = [one for one in group.trajectories if not self._config.task.cuts(one.finish)]
         if not self._used or not counted:
             return
         rewards = [filters.compared_reward(self._config, trajectory) for trajectory in counted]

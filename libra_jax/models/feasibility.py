@@ -238,3 +238,22 @@ def choose_attention(
             f"config.model.attention: {kernel} {problems[kernel]} (this is {target.platform}); use auto or chunked."
         )
     return kernel
+
+
+GROUPED_STEP = 128
+"""Grouped products need a model width and columns of an expert that are multiples of this number."""
+
+
+def choose_experts(target: Target, width: int, columns: int, dtype: str) -> str:
+    """Returns how a device computes its experts: "groups" (`expert_groups`) or "tiles" (`expert_tiles`).
+
+    Args:
+      target: device that runs the program. An unknown capability counts as sufficient.
+      width: width of the model.
+      columns: columns of an expert that one device has.
+      dtype: dtype of the products.
+    """
+    # JAX's kernels use instructions that GPUs after Hopper lack, too.
+    hopper = target.platform == "gpu" and target.capability in (None, (9, 0))
+    even = width % GROUPED_STEP == 0 and columns % GROUPED_STEP == 0
+    return "groups" if hopper and even and dtype == "bfloat16" else "tiles"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from libra_jax.models import attention, experts, rope, router, sharding
+from libra_jax.models import attention, expert_rows, experts, rope, router, sharding
 from libra_jax.models import config as model_config
 
 
@@ -203,16 +203,16 @@ class SparseMLP(nnx.Module):
         self.shared_expert_gate = Linear(config.hidden_size, 1, False, ("router", "embed"), rngs) if shared else None
 
     def __call__(
-        self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences
+        self, x_BxTxD: jax.Array, given: router.Given | None, sequences: Sequences, kernel: str
     ) -> tuple[jax.Array, router.Losses]:
         logits_BxTxE = self.gate(x_BxTxD)
         chosen_BxTxK, share_BxTxK = router.choose(logits_BxTxE, self.experts_per_token, self.normalize, given)
         of = self.experts
-        weights = experts.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
+        weights = expert_rows.Weights(*(module.weight[...] for module in (of.gate_proj, of.up_proj, of.down_proj)))
         losses = router.losses(logits_BxTxE, chosen_BxTxK, *sequences)
         # Padding takes no expert: all of it would take the same ones, and find no place in the exchange.
         taken_BxTxK = jnp.where(sequences.segments_BxT[..., None] > 0, chosen_BxTxK, -1)
-        mixed_BxTxD = experts.mix(x_BxTxD, share_BxTxK, taken_BxTxK, weights)
+        mixed_BxTxD = experts.mix(kernel, x_BxTxD, share_BxTxK, taken_BxTxK, weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             mixed_BxTxD += jax.nn.sigmoid(self.shared_expert_gate(x_BxTxD)) * self.shared_expert(x_BxTxD)
         return mixed_BxTxD, losses
@@ -235,11 +235,12 @@ class DecoderLayer(nnx.Module):
         attend: attention.Attend,
         given: router.Given | None,
         sequences: Sequences,
+        expert_kernel: str,
     ) -> tuple[jax.Array, router.Losses | None]:
         x_BxTxD = x_BxTxD + self.self_attn(self.input_layernorm(x_BxTxD), cos, sin, attend)
         inner_BxTxD, losses = self.post_attention_layernorm(x_BxTxD), None
         if isinstance(self.mlp, SparseMLP):
-            mixed_BxTxD, losses = self.mlp(inner_BxTxD, given, sequences)
+            mixed_BxTxD, losses = self.mlp(inner_BxTxD, given, sequences, expert_kernel)
         else:
             mixed_BxTxD = self.mlp(inner_BxTxD)
         return sharding.constrain(x_BxTxD + mixed_BxTxD, sharding.RESIDUAL), losses

@@ -120,6 +120,8 @@ class Transformer(nnx.Module):
         )
         graph, stacked = nnx.split(self.layers)
 
+        columns = config.expert_intermediate_size // sharding.ways("tensor")
+        expert_kernel = feasibility.choose_experts(options.target, config.hidden_size, columns, options.compute_dtype)
         sequences = layers.Sequences(segments_BxT, rows.max_segments(segments_BxT.shape[1], options.packed))
 
         def layer(x_BxTxD: jax.Array, own: Scanned) -> tuple[jax.Array, router.Losses | None]:
@@ -127,7 +129,7 @@ class Transformer(nnx.Module):
             if options.remat == "offload":
                 x_BxTxD = checkpoint_name(x_BxTxD, LAYER_INPUT)
             own_given = None if given is None else given._replace(experts=experts_BxTxK)
-            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, own_given, sequences)
+            return nnx.merge(graph, state)(x_BxTxD, cos, sin, attend, own_given, sequences, expert_kernel)
 
         scanned: Callable[[jax.Array, Scanned], tuple[jax.Array, router.Losses | None]] = layer
         if options.remat != "none":

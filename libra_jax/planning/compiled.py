@@ -25,11 +25,14 @@ _DIMENSIONS = {
 _LABELS = re.compile(r"dim_labels=\w+_(\w+)->(\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
-EXPERTS = "expert_tiles"
-"""Part of the label of the loop over tiles of experts (`models.experts.SCOPE`)."""
+EXPERTS = "expert_rows"
+"""Part of the label of the loops over rows of experts (`models.expert_rows.SCOPE`)."""
 
 OVERFLOW = "expert_overflow"
 """Part of the label of what runs if the tokens of experts find no place (`models.experts.OVERFLOW`)."""
+
+GROUPED = "grouped_product"
+"""Part of the label of a product of rows with their groups' matrices (`models.grouped_products.SCOPE`)."""
 
 SCALARS_PER_TOKEN = 4
 """Float32 numbers of each token that the vocabulary loop may sum over `tensor`: maximum, sum, target, entropy."""
@@ -97,7 +100,7 @@ class Sizes:
       hidden: width of the model.
       tokens: tokens of a micro-batch on each device.
       logits_chunk: tokens whose logits exist at once.
-      expert_iterations: expected iterations of the loop over tiles of experts.
+      expert_iterations: expected iterations of the loop over rows of experts.
     """
 
     mesh: Mapping[str, int]
@@ -217,6 +220,11 @@ def _product_flops(instruction: hlo.Instruction, operands: Sequence[hlo.Shape]) 
             if label.isdigit() and (label not in output or result.sizes[output.index(label)] == 1):
                 flops *= sizes[kernel.index(label)]
         return flops
+    if instruction.opcode == "custom-call" and GROUPED in instruction.label:
+        # The rows of both factors, or of the one and the result, come first; all else is one matrix of a group.
+        rows = max(shape.sizes[0] for shape in operands if len(shape.sizes) == 2)
+        widths = max((shape.sizes[1:] for shape in (*operands, result) if len(shape.sizes) == 3), default=())
+        return 2.0 * rows * math.prod(widths)
     pattern = _DIMENSIONS.get(instruction.opcode)
     found = pattern.search(instruction.attributes) if pattern else None
     if found is None:

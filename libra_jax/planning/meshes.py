@@ -126,10 +126,10 @@ class Trainer:
             updates=run.algorithm.updates,
             # Frozen weights under an adapter are the reference model, too.
             reference_bytes=value
-            if run.algorithm.kl_coefficient and (run.algorithm.teacher or not run.model.lora.rank)
+            if run.algorithm.scores_reference and (run.algorithm.teacher or not run.model.lora.rank)
             else 0,
             teacher_parameters=model_config.parameter_count(model_config.read_directory(run.algorithm.teacher))
-            if run.algorithm.teacher
+            if run.algorithm.teacher_directory
             else 0,
             frozen_bytes=value if run.model.lora.rank else 0,
             rows=run.trainer.rows_per_micro_batch,

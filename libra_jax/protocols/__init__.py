@@ -14,6 +14,7 @@ from libra_jax.protocols.environments import (
     Queued,
     Resumable,
     StepResult,
+    Teacher,
     Tokenizer,
     ToolReturn,
 )
@@ -27,6 +28,7 @@ from libra_jax.protocols.errors import (
     PeerLost,
     RewardFailed,
     StepAborted,
+    TeacherFailed,
     TrainerLost,
     WorkerLost,
 )
@@ -183,6 +185,8 @@ __all__ = [
     "StepResult",
     "Task",
     "TaskSource",
+    "Teacher",
+    "TeacherFailed",
     "TokenDelta",
     "TokenSource",
     "Tokenizer",

@@ -120,6 +120,18 @@ class Demonstrator(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """Scores the tokens of rollouts with another model, behind an endpoint."""
+
+    async def log_probs(self, token_ids: Sequence[int]) -> list[float]:
+        """Returns the log-probability of each token after those before it, at temperature 1; 0 for the first.
+
+        Raises:
+          TeacherFailed: the teacher failed repeatedly.
+        """
+        ...
+
+
 class Tokenizer(Protocol):
     """Converts text to tokens and back, with the chat template applied to increments only.
 

@@ -45,3 +45,7 @@ class EnvironmentCrashed(LibraError):
 
 class RewardFailed(EnvironmentCrashed):
     """A reward function broke repeatedly: an infrastructure failure too, but the rollout is whole and not restarted."""
+
+
+class TeacherFailed(EnvironmentCrashed):
+    """The teacher behind an endpoint failed repeatedly: an infrastructure failure of a rollout that is whole."""

@@ -150,6 +150,8 @@ class Trajectory:
       routing: experts that each token took in the engine, for the first tokens of the context and at most for all but
         the last one; empty without routing replay. An entry holds an unsigned integer for each layer and each of the
         token's experts, layers first: 1 byte up to 256 experts, else 2, little-endian.
+      teacher_log_probs: log-probability of each token under a teacher behind an endpoint, at temperature 1; 0.0 for the
+        first one. Empty without such a teacher, and until it has scored the rollout.
       turns: one entry per model output.
       reward: scalar reward; None until the environment has scored the rollout.
       environment_reward: the environment's own part of `reward`, before weights and reward functions. 0 if a limit
@@ -180,6 +182,7 @@ class Trajectory:
     seconds: float = 0.0
     snapshot: RolloutSnapshot | None = None
     environment_reward: float | None = None
+    teacher_log_probs: list[float] = field(default_factory=list)
 
     def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:
         """Appends tokens that no policy sampled (prompt or tool return)."""
@@ -211,6 +214,7 @@ class Trajectory:
             self.log_probs,
             self.policy_versions,
             self.routing,
+            self.teacher_log_probs,
             self.turns,
         ):
             values.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
+from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import actors
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import hosts, placement
@@ -65,6 +66,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         actors.check(name, function)
     filters.make(config)
     budgets.make(config)
+    if config.algorithm.teacher_served:
+        teachers.made(config.algorithm)
     _check_functions(config)
     if shape is None:
         return

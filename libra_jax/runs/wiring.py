@@ -15,6 +15,7 @@ from pathlib import Path
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, samples, tokenizers
+from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
@@ -325,7 +326,9 @@ async def _train(
         partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
     damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
-    async with _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged) as (around, agent):
+    surroundings = _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged)
+    async with surroundings as (around, agent), teachers.opened(config, agent.tokenizer) as teacher:
+        agent = dataclasses.replace(agent, teacher=teacher)
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
         summary = await run.run(at_signal)
         add_files(config, workdir / "model")

@@ -238,6 +238,7 @@ _REWARDS = _table(
     ("reward/std", "1", "standard deviation of the reward over the batch"),
     ("reward/environment", "1", "environment's own reward before its weight, mean"),
     ("reward/overlong", "1", "penalty of rollouts near their token limit (`algorithm.overlong_buffer`), mean"),
+    ("teacher/seconds", "seconds", "wait of a rollout for the scores of a teacher behind a URL, mean"),
     ("reward/<function>", "1", "value of a reward function before its weight, mean"),
     ("reward/<function>/<number>", "", "number that the reward function reported, mean"),
     ("reward_seconds/<function>", "seconds", "duration of a call of the reward function, mean"),

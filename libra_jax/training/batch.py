@@ -41,7 +41,8 @@ class Prepared:
       extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `staleness`, `routed` [B, T], and
         `routing` [B, T, W] (`packing.Packed.routing`).
       minibatches: micro-batches of each mini-batch, in order.
-      targets: arrays of each micro-batch that the critic learns from: `returns` and `values` [B, T]; empty without one.
+      targets: arrays of each micro-batch that the critic learns from, [B, T]: `returns`, `values`, and the `mask`
+        without truncated rollouts; empty without a critic.
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence.
     """
@@ -72,7 +73,7 @@ def prepare(
       config: configuration of the run.
       batch: whole groups.
       model: shape of the model.
-      score: scoring function of the reference model; called only if `algorithm.kl_coefficient` is above 0.
+      score: scoring function of the reference model; called only if the trainer has one (`scores_reference`).
       value: values of the critic, in the form of `score`; called only with `critic.enabled`.
 
     Raises:
@@ -82,6 +83,7 @@ def prepare(
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
+    truncated = [config.task.cuts(item.finish) and not out for item, out in zip(trajectories, masked, strict=True)]
     sequences = examples(trajectories, batch.policy_version, model, masked)
     parts, taken = [], 0
     for groups in np.array_split(np.arange(len(batch.groups)), config.algorithm.minibatches):
@@ -97,7 +99,10 @@ def prepare(
     # Further arrays, one of each name for each micro-batch.
     further: dict[str, Sequence[Any]] = {}
     references: list[np.ndarray] | None = None
-    if config.algorithm.kl_coefficient:
+    if config.algorithm.kl_coefficient and config.algorithm.teacher_served:
+        references = _taught(trajectories, masked)
+        further["reference"] = packed.scatter(references)
+    elif config.algorithm.kl_coefficient:
         if score is None:
             raise protocols.LibraError(
                 "algorithm.kl_coefficient needs a reference model, and a hybrid worker holds none."
@@ -112,12 +117,17 @@ def prepare(
         if value is None:
             raise protocols.LibraError("critic.enabled needs the critic's values, and only the trainer has a critic.")
         values = _gathered(packed, value(packed, routing), sequences)
-    advantage, returns = token_advantages(config.algorithm, batch.groups, sequences, references, masked, values)
+    advantage, returns = token_advantages(
+        config.algorithm, batch.groups, sequences, references, masked, values, truncated
+    )
     further["advantages"] = packed.scatter(advantage)
     targets: Sequence[dict[str, Any]] = ()
     if values is not None and returns is not None:
-        pairs = zip(packed.scatter(returns), packed.scatter(values), strict=True)
-        targets = [{"returns": returns_BxT, "values": values_BxT} for returns_BxT, values_BxT in pairs]
+        # A truncated rollout has no return to learn from.
+        finished = packed.scatter([float(not cut) for cut in truncated])
+        masks = [item.mask & (known > 0) for item, known in zip(packed.micro_batches, finished, strict=True)]
+        arrays = zip(packed.scatter(returns), packed.scatter(values), masks, strict=True)
+        targets = [dict(zip(("returns", "values", "mask"), each, strict=True)) for each in arrays]
     if len(config.rollout.tensor_parallel) > 1:
         # Like every extra, a float32 array: the objective takes a token as moved if the value is above 0.
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
@@ -130,6 +140,23 @@ def prepare(
         for *arrays, experts in zip(*further.values(), routing, strict=True)
     ]
     return Prepared(packed, extras, minibatches, targets, sequences, advantage)
+
+
+def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]) -> list[np.ndarray]:
+    """Returns the recorded log-probabilities of a teacher behind an endpoint, [N] each; zeros for the masked.
+
+    Raises:
+      DataError: a trajectory that is trained has none; the message names the trajectory.
+    """
+    found = []
+    for trajectory, out in zip(trajectories, masked, strict=True):
+        count, recorded = len(trajectory.token_ids), trajectory.teacher_log_probs
+        if len(recorded) != count and not out:
+            raise protocols.DataError(
+                f"trajectory {trajectory.trajectory_id}: the teacher has scored {len(recorded)} of its {count} tokens."
+            )
+        found.append(np.zeros(count, np.float32) if out else np.array(recorded, np.float32))
+    return found
 
 
 def _gathered(
@@ -290,6 +317,7 @@ def token_advantages(
     references: Sequence[np.ndarray] | None,
     masked: Sequence[bool],
     values: Sequence[np.ndarray] | None = None,
+    truncated: Sequence[bool] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Returns advantages and returns of the tokens, one array per trajectory. Masked trajectories enter no baseline.
 
@@ -305,6 +333,7 @@ def token_advantages(
       references: reference log-probability of each token, one array per trajectory, for the KL penalty in the reward.
       masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
       values: the critic's value before each token, one array per trajectory; None without a critic.
+      truncated: trajectories that are trained without their reward (`TaskConfig.cuts`); None: none of them.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
@@ -329,7 +358,13 @@ def token_advantages(
         kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
     values_NxT = None if values is None else _stack(values)
     advantages_NxT = estimators.compute(
-        config, rewards_N=rewards_N, groups_N=groups_N, mask_NxT=mask_NxT, kl_NxT=kl_NxT, values_NxT=values_NxT
+        config,
+        rewards_N=rewards_N,
+        groups_N=groups_N,
+        mask_NxT=mask_NxT,
+        kl_NxT=kl_NxT,
+        values_NxT=values_NxT,
+        truncated_N=None if truncated is None else np.array(truncated, bool),
     )
     returns_NxT = None
     if values_NxT is not None:

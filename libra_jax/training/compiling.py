@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from libra_jax import config as config_lib
-from libra_jax.models import adapters, experts
+from libra_jax.models import adapters, attention, expert_groups, expert_tiles, feasibility
 from libra_jax.models import config as model_config
 from libra_jax.planning import compiled, programs
 from libra_jax.training import learner, step, topology
@@ -53,6 +53,13 @@ def case(
     # Experts take the tokens of all devices of `fsdp`, and each device has a part of the experts.
     tokens = trainer.rows_per_micro_batch // trainer.data * row_tokens // trainer.context
     taken = tokens * model.experts_per_token / trainer.fsdp
+    iterations = 0.0
+    if taken:
+        on, columns = attention.target(devices[0]), model.expert_intermediate_size // trainer.tensor
+        if feasibility.choose_experts(on, model.hidden_size, columns, config.model.compute_dtype) == "groups":
+            iterations = expert_groups.balanced_iterations(taken, trainer.fsdp == 1)
+        else:
+            iterations = expert_tiles.balanced_iterations(taken, model.num_experts // trainer.fsdp)
     sizes = compiled.Sizes(
         mesh=dict(made.layout.mesh.shape),
         vocabulary=model.vocab_size,
@@ -60,7 +67,7 @@ def case(
         # Of one device: rows are split over data and fsdp, their tokens over context.
         tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens // trainer.context,
         logits_chunk=config.model.logits_chunk,
-        expert_iterations=experts.balanced_iterations(taken, model.num_experts // trainer.fsdp) if taken else 0.0,
+        expert_iterations=iterations,
     )
     found: dict[str, programs.Program] = {}
     with topology.answering_for(devices[0]):

@@ -45,6 +45,7 @@ class Learner:
       config: the run's configuration, with this learner's mesh.
       model: shape of the model, with the adapter that this learner trains.
       compares: True if the objective compares the policy with a reference model.
+      refers: True if the reference model is on this learner's mesh. Else a teacher has scored the batch elsewhere.
       teacher: shape of a reference model that is read from a directory; None: it is the initial policy.
       scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
@@ -85,9 +86,10 @@ class Learner:
         self._statistics = None if critic else batch_statistics.find(config.algorithm)
         self.compares = config.algorithm.kl_coefficient > 0 and not critic
         self.scores_proximal = config.algorithm.scores_proximal and not first_update_only and not critic
+        self.refers = config.algorithm.scores_reference and not critic
         self.teacher = None
-        if self.compares and config.algorithm.teacher:
-            self.teacher = model_config.read_directory(config.algorithm.teacher)
+        if self.refers and config.algorithm.teacher_directory:
+            self.teacher = model_config.read_directory(config.algorithm.teacher_directory)
             config_lib.check(
                 self.teacher.vocab_size == model.vocab_size,
                 "algorithm.teacher",
@@ -104,7 +106,7 @@ class Learner:
             dtype=config.model.param_dtype,
             # The frozen weights under an adapter are the reference model: it needs no copy.
             reference=config.model.compute_dtype
-            if self.compares and (model.adapter is None or self.teacher is not None)
+            if self.refers and (model.adapter is None or self.teacher is not None)
             else None,
             base=None if model.adapter is None else config.model.compute_dtype,
             accumulation=config.trainer.accumulation_dtype,
@@ -244,7 +246,7 @@ class Learner:
         """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
         warms_up = self.config.warm_start.steps > 0 and self.layout.state.base is None and self._loss == POLICY
-        names = [SUPERVISED] * warms_up + [step.SCORE] * self.compares
+        names = [SUPERVISED] * warms_up + [step.SCORE] * self.refers
         names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None or self._loss == VALUE)
         found = []
         for row_tokens in packing.row_lengths(self.config.trainer):

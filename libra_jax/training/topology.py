@@ -5,8 +5,8 @@ needs the platform's compiler: jax's CUDA plug-in, which needs no CUDA library f
 installed beside jax, they come from a folder of their own (`launch/setup.sh --accelerators`), so that no other process
 loads them.
 
-All of JAX's GPU lowering works on such devices, except cuDNN's attention: its lowering asks the devices of this process
-for their compute capability, and the installed cuDNN for its version.
+All of JAX's GPU lowering works on such devices, except two kernels that ask the devices of this process: cuDNN's
+attention for their compute capability, and the installed cuDNN for its version; grouped products for their cores.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import math
 import os
 import re
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo as stablehlo
@@ -29,6 +31,9 @@ from libra_jax import protocols
 
 FOLDER_VARIABLE = "LIBRA_JAX_ACCELERATORS"
 """Environment variable that names the compilers' folder; default: `.venv/accelerators` beside the package."""
+
+HOPPER_CORES = 132
+"""Streaming multiprocessors of an H100 SXM, and of an H200."""
 
 _CUDNN = re.compile(r"^dnn_version_info \{ major: (\d+) minor: (\d+) patch: (\d+) \}$", re.MULTILINE)
 
@@ -156,14 +161,22 @@ def answering_for(device: jax.Device) -> Iterator[None]:
         "check_compute_capability": lambda least: capability >= _version(least),
         "is_cuda_compute_capability_equal": lambda wanted: capability == _version(wanted),
     }
-    before = {name: getattr(stablehlo, name) for name in answers}
+    places: list[tuple[Any, str, object]] = [(stablehlo, name, answer) for name, answer in answers.items()]
+    if capability == (9, 0):
+        # Imported here: it loads JAX's dialects for Hopper GPUs.
+        from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+        cores = types.SimpleNamespace(core_count=HOPPER_CORES)
+        answering = types.SimpleNamespace(**vars(jax) | {"devices": lambda: [cores]})
+        places.append((transposed_ragged_dot_mgpu, "jax", answering))
+    before = [(place, name, getattr(place, name)) for place, name, _ in places]
     try:
-        for name, answer in answers.items():
-            setattr(stablehlo, name, answer)
+        for place, name, answer in places:
+            setattr(place, name, answer)
         yield
     finally:
-        for name, function in before.items():
-            setattr(stablehlo, name, function)
+        for place, name, former in before:
+            setattr(place, name, former)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
-import json
-import threading
-import time
 
+import endpoint_doubles
 import pytest
 
 from libra_jax import config, protocols
@@ -20,30 +17,15 @@ TASK = protocols.Task("t", {"prompt": "What is $12 * 34?", "answer": "408", "lev
 TRANSCRIPT = scoring.Transcript("all of it", answer='It is 408. {"score": 1}', finish="answered")
 
 
-class Endpoint(http.server.ThreadingHTTPServer):
+class Endpoint(endpoint_doubles.Endpoint):
     """Answers chat completions from a script of (status, reply, seconds); the last one again and again."""
 
-    daemon_threads = True
-
     def __init__(self, script):
-        self.script, self.asked, self.keys, self.open, self.most = list(script), [], [], 0, 0
-        self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self.script = list(script)
+        super().__init__()
 
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.open += 1
-            server.most = max(server.most, server.open)
-            server.asked.append(body)
-            server.keys.append(self.headers["Authorization"])
-            status, reply, seconds = server.script.pop(0) if len(server.script) > 1 else server.script[0]
-        time.sleep(seconds)
-        with server.lock:
-            server.open -= 1
+    def reply(self, path, body):
+        status, reply, seconds = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         message = {"role": "assistant", "content": reply}
         said = {
             "id": "1",
@@ -53,40 +35,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 42},
         }
-        wrong = {"error": {"message": f"{reply}; you sent {self.headers['Authorization']}"}}
-        data = json.dumps(said if status == 200 else wrong).encode()
-        try:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("Retry-After-Ms", "10")
-            self.end_headers()
-            self.wfile.write(data)
-        except OSError:  # the judge has given up
-            self.close_connection = True
-
-    def log_message(self, *_):
-        pass
+        return status, said if status == 200 else reply, seconds
 
 
 @pytest.fixture
 def endpoint():
     """Starts endpoints by script, and ends them."""
-    servers = []
-
-    def start(*script):
-        server = Endpoint([(item if isinstance(item, tuple) else (200, item, 0.0)) for item in script])
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        servers.append((server, thread))
-        return server
-
-    yield start
-    for server, thread in servers:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-        assert not thread.is_alive()
+    with endpoint_doubles.serving() as start:
+        yield lambda *script: start(
+            Endpoint([(item if isinstance(item, tuple) else (200, item, 0.0)) for item in script])
+        )
 
 
 def ask(server, *, task=TASK, transcript=TRANSCRIPT, **arguments):

@@ -1,15 +1,18 @@
-"""Writes what verl and the authors of BAPO compute on random batches to `published_values.json`.
+"""Writes what verl and the authors of BAPO, T-PPO and VCPO compute on random batches to `published_values.json`.
 
 The test beside it compares this project's losses and advantages with the file, so that no test needs verl. Run it
-again only for another version, in an environment with verl 0.9.1 and the authors' file (github.com/WooooDyy/BAPO,
-recipe/bapo/policy_loss.py at 3b8389c):
+again only for another version, in an environment with verl 0.9.1 and one folder with the authors' files:
+policy_loss.py (github.com/WooooDyy/BAPO, recipe/bapo at 3b8389c), tppo_algos.py (github.com/HanlinDu/verl, recipe/tppo
+at 5a66921, with an author of T-PPO) and staleness_utils.py (github.com/mit-han-lab/vcpo, recipe/fully_async_policy at
+c7f030f):
 
-    python tests/algorithms/published_values.py FOLDER_OF_THE_AUTHORS_FILE
+    python tests/algorithms/published_values.py FOLDER_OF_THE_AUTHORS_FILES
 """
 
 import json
 import pathlib
 import sys
+import types
 from unittest import mock
 
 import numpy as np
@@ -71,6 +74,17 @@ CORRECTIONS = {
     ),
 }
 
+WINDOW_LENGTHS = (TOKENS, 5, TOKENS, 3, 1)
+"""Lengths of the rollouts of T-PPO's case. A rollout that fills the window is truncated."""
+
+BASELINES = {
+    # name: (the authors' settings of VCPO's baseline, ours)
+    "weighted": ({}, {}),
+    "clipped": ({"use_clipped_is_ratios": True}, {"cap": 1.5}),
+    "unweighted": ({"use_is_weights": False}, {"weighted": False}),
+    "by_length": ({"normalize_by_length": True}, {"by_length": True}),
+}
+
 
 def batch(seed):
     """One trajectory a row, some of their tokens untrained; the last row has a trajectory of one token."""
@@ -88,6 +102,7 @@ def batch(seed):
         "rewards": rng.normal(0, 1, ROWS).tolist(),
         "groups": [4, 4, 4, 9, 9],
         "values": rng.normal(0, 1, (ROWS, TOKENS)).tolist(),
+        "norms": rng.exponential(1.0, ROWS).tolist(),
     }
 
 
@@ -98,6 +113,10 @@ def main(folder):
 
     sys.path.insert(0, folder)
     __import__("policy_loss")
+    # The authors' file of VCPO imports what its baseline does not use.
+    sys.modules |= {name: mock.MagicMock() for name in ("megatron", "megatron.core")}
+    sys.modules["verl.utils.torch_functional"].allgather_dict_into_list = None
+    staleness_utils, tppo_algos = __import__("staleness_utils"), __import__("tppo_algos")
 
     def loss(fields, name, settings, ours):
         tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in fields.items()}
@@ -158,12 +177,58 @@ def main(folder):
                 found[name] = rollout_corr_helper.compute_rollout_correction_weights(log_ratio, mask, *arguments)[0]
         return {name: value.tolist() for name, value in found.items()}
 
+    def truncated(fields):
+        """T-PPO's advantages and returns; without a discount, because the authors' code needs that here."""
+        lengths = torch.tensor(WINDOW_LENGTHS)
+        finished, mask = (lengths < TOKENS).long(), (torch.arange(TOKENS) < lengths[:, None]).double()
+        rewards = torch.zeros_like(mask)
+        rewards[torch.arange(ROWS), lengths - 1] = finished * torch.tensor(fields["rewards"], dtype=torch.float64)
+        _, advantages, returns = tppo_algos.compute_truncate_gae_advantage_return(
+            rewards,
+            rewards,
+            torch.tensor(fields["values"], dtype=torch.float64),
+            eos_mask=mask,
+            gamma=1.0,
+            lam=0.9,
+            use_variable_lambda=True,
+            variable_lambda_scalar=2.0,
+            adv_whiten=True,
+            use_separate_critic_lam=True,
+            critic_lam=1.0,
+            is_finished=finished,
+            ignore_token_num=2,
+            rounds_eos_mask=mask * finished[:, None],
+            seq_len_per_sample=lengths.double(),
+            is_clamp=True,
+        )
+        return {"advantages": advantages.tolist(), "returns": (returns * mask).tolist()}
+
+    def baselines(fields, **settings):
+        """VCPO's baseline of each trajectory's group, from norms of gradients that are given."""
+        log_ratio = (np.array(fields["log_probs"]) - np.array(fields["behaviour"])) * np.array(fields["mask"])
+        ratios, lengths = np.exp(log_ratio.sum(axis=1)), np.array(fields["mask"]).sum(axis=1)
+        records = [
+            types.SimpleNamespace(
+                group_uid=group,
+                reward_scalar=reward,
+                rollout_seq_is=ratio,
+                rollout_seq_is_clipped=min(ratio, 1.5),
+                grad_norm_unscaled=norm,
+                response_length=int(length),
+            )
+            for group, reward, ratio, norm, length in zip(
+                fields["groups"], fields["rewards"], ratios, fields["norms"], lengths, strict=True
+            )
+        ]
+        return [staleness_utils.compute_opob_baseline(records, group, **settings) for group in fields["groups"]]
+
     cases = []
     for seed in range(2):
         fields = batch(seed)
         found = {name: loss(fields, *case) for name, case in LOSSES.items()}
         cases.append({"batch": fields, "losses": found, "advantages": advantages(fields)})
-        cases[-1]["corrections"] = corrections(fields)
+        cases[-1]["corrections"], cases[-1]["truncated"] = corrections(fields), truncated(fields)
+        cases[-1]["baselines"] = {name: baselines(fields, **theirs) for name, (theirs, _) in BASELINES.items()}
 
     def rounded(value):
         if isinstance(value, float):

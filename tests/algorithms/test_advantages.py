@@ -22,6 +22,7 @@ GROUP_ESTIMATORS = {name: jax.jit(getattr(advantages, name)) for name in ("grpo"
 REINFORCE_PLUS_PLUS = jax.jit(advantages.reinforce_plus_plus)
 REINFORCE_PLUS_PLUS_BASELINE = jax.jit(advantages.reinforce_plus_plus_baseline)
 GAE = jax.jit(advantages.gae)
+WITHOUT_CRITIC = [name for name in config_lib.ADVANTAGES if name not in (*config_lib.CRITIC_ADVANTAGES, "distillation")]
 
 
 def draw(seed):
@@ -155,6 +156,37 @@ def test_gae_equals_the_formula(seed, factors):
     np.testing.assert_allclose(returns, np.where(mask, expected + values, 0), rtol=1e-10, atol=1e-12)
 
 
+@settings(max_examples=10)
+@given(SEEDS, st.sampled_from([(1.0, 1.0), (0.95, 0.9)]))
+def test_egae_equals_the_formula_whatever_stands_at_untrained_tokens(seed, factors):
+    rewards, groups, mask, values, _ = draw(seed)
+    (discount, decay), scale, ignored = factors, 0.7, 2
+    cut = np.arange(8) % 2 == 0
+    arguments = {"discount": discount, "trace_decay": decay, "length_scale": scale, "ignored_tokens": ignored}
+    result = estimators.compute(
+        config_lib.AlgorithmConfig(advantage="egae", advantage_arguments={**arguments, "bound": 0.9}),
+        rewards_N=np.where(cut, 99.0, rewards),  # no reward of a truncated rollout counts
+        groups_N=groups,
+        mask_NxT=mask,
+        values_NxT=np.where(mask, values, np.nan),
+        truncated_N=cut,
+    )
+    expected = {}
+    for i in range(8):
+        steps = trained(mask, i)
+        length = len(steps) + (len(steps) // 2 if cut[i] else 0)
+        own = max(decay, 1 - 1 / (scale * max(length, 1)))
+        v = [values[i, t] for t in steps]
+        after = [*v[1:], v[-1] if cut[i] else 0.0] if steps else []
+        deltas = [discount * after[k] - v[k] for k in range(len(steps))]
+        if steps and not cut[i]:
+            deltas[-1] += rewards[i]
+        for k, t in enumerate(steps[: len(steps) - ignored] if cut[i] else steps):
+            expected[i, t] = sum((discount * own) ** (j - k) * deltas[j] for j in range(k, len(steps)))
+    expected = {key: np.clip(value, -0.9, 0.9) for key, value in whiten_reference(expected).items()}
+    np.testing.assert_allclose(result, dense(expected, mask.shape), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1.0, 1e3, -3.3e5])
 def test_equal_rewards_of_a_group_teach_nothing_despite_rounding(name, reward):
@@ -184,7 +216,7 @@ def test_whitening_fewer_than_two_tokens_gives_zero(ones):
 @settings(max_examples=20)
 @given(
     SEEDS,
-    st.sampled_from([name for name in config_lib.ADVANTAGES if name not in ("opo", "gae", "distillation")]),
+    st.sampled_from([name for name in WITHOUT_CRITIC if name != "opo"]),
     st.booleans(),
 )
 def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name, kl_in_reward):
@@ -223,7 +255,7 @@ def test_group_ids_beyond_32_bits_are_told_apart():
     np.testing.assert_allclose(result[:, 0], [0.5, -0.5, 0, 0])
 
 
-@pytest.mark.parametrize("name", [name for name in config_lib.ADVANTAGES if name not in ("gae", "distillation")])
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_trajectories_without_trained_tokens_have_no_advantage_and_break_nothing(name):
     result = estimators.compute(
         config_lib.AlgorithmConfig(advantage=name),

@@ -1,4 +1,4 @@
-"""Losses and advantages against the numbers of verl 0.9.1 and of BAPO's authors (`published_values.py`)."""
+"""Losses and advantages against the numbers of verl 0.9.1 and of methods' authors (`published_values.py`)."""
 
 import json
 
@@ -146,8 +146,24 @@ def test_generalised_advantages_are_the_published_ones(case):
     np.testing.assert_allclose(returns, case["advantages"]["gae_returns"], atol=2e-6)
 
 
+@pytest.mark.parametrize("case", CASES, ids=["seed0", "seed1"])
+def test_advantages_of_truncated_rollouts_are_the_authors(case):
+    fields, lengths = case["batch"], np.array(published_values.WINDOW_LENGTHS)
+    arguments = {"trace_decay": 0.9, "length_scale": 2.0, "ignored_tokens": 2}
+    config, cut_N = (
+        config_lib.AlgorithmConfig(advantage="egae", advantage_arguments=arguments),
+        lengths == lengths.max(),
+    )
+    mask = np.arange(published_values.TOKENS) < lengths[:, None]
+    given = {"rewards_N": np.array(fields["rewards"]), "mask_NxT": mask, "values_NxT": np.array(fields["values"])}
+    found = estimators.compute(config, **given, groups_N=np.array(fields["groups"]), truncated_N=cut_N)
+    np.testing.assert_allclose(found, case["truncated"]["advantages"], atol=2e-6)
+    returns = estimators.value_targets(config, **given)
+    np.testing.assert_allclose(np.where(cut_N[:, None], 0, returns), case["truncated"]["returns"], atol=2e-6)
+
+
 def test_what_the_built_in_functions_compute_keeps_the_contract_of_users_functions():
-    for name in config_lib.ADVANTAGES[:-1]:  # all but the last, gae, which takes values
+    for name in set(config_lib.ADVANTAGES) - set(config_lib.CRITIC_ADVANTAGES):
         contract.check_advantage(config_lib.AlgorithmConfig(advantage=name))
     for name in config_lib.LOSSES:
         if name not in config_lib.BATCH_LOSSES:

@@ -251,6 +251,8 @@ def check_whole(trajectory: protocols.Trajectory) -> None:
     assert trajectory.reward is not None
     lists = (trajectory.sources, trajectory.loss_mask, trajectory.log_probs, trajectory.policy_versions)
     assert {len(values) for values in lists} == {len(trajectory.token_ids)}
+    taught = len(trajectory.token_ids) if "teacher/seconds" in trajectory.metrics else 0
+    assert len(trajectory.teacher_log_probs) == taught
     assert sum(turn.generated_tokens for turn in trajectory.turns) == trajectory.generated_tokens
     for version, sampled in zip(trajectory.policy_versions, trajectory.loss_mask, strict=True):
         assert (version >= 0) == sampled

@@ -49,6 +49,7 @@ def trajectories(draw) -> protocols.Trajectory:
         moves = tuple(draw(st.lists(MOVES, max_size=2)))
         trajectory.turns.append(protocols.Turn(len(tokens), "calculator", "failure", 3, 0.25, 1.5, moves))
         trajectory.append_text(draw(st.lists(TOKENS, max_size=3)), protocols.TokenSource.TOOL)
+    trajectory.teacher_log_probs = draw(st.just([]) | st.just([-0.5] * len(trajectory.token_ids)))
     trajectory.reward = draw(st.none() | st.floats(-1, 1))
     trajectory.seconds = draw(st.floats(0, 1e6))
     states = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)

@@ -78,4 +78,5 @@ def test_group_estimators_are_those_that_compare_a_group():
         "reinforce_plus_plus",
         "distillation",
         "gae",
+        "egae",
     }

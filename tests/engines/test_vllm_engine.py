@@ -4,17 +4,24 @@ The tests of a degree share its engine and end with its death, so they run in th
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import pathlib
 import signal
+import socket
 
 import numpy as np
 import pytest
 import torch
+import uvicorn
 import vllm_host
+from vllm.entrypoints.launchers import app, cli_args
+from vllm.entrypoints.launchers.api_server import app_state
+from vllm.utils import argparse_utils
 
-from libra_jax import protocols
+from libra_jax import config, protocols
+from libra_jax.agents import teacher
 from libra_jax.weights import snapshot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -144,6 +151,55 @@ def test_a_context_without_room_is_refused_by_name(host):
         protocols.LibraError, match=f"no room in engine {host.info.name}'s context of {vllm_host.CONTEXT}"
     ):
         host.run(host.sample(tuple([5] * vllm_host.CONTEXT), 1.0, 8))
+
+
+@contextlib.asynccontextmanager
+async def served(host):
+    """Yields the address of vLLM's own OpenAI server before the engine."""
+    parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
+    arguments = parser.parse_args(["--model", "teacher", "--disable-uvicorn-access-log"])
+    front_end = host.engine._serving()
+    tasks = await front_end.get_supported_tasks()
+    made = app.build_app(arguments, tasks, front_end.model_config)
+    await app_state.init_app_state(front_end, made.state, arguments, tasks)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(made, log_level="error", lifespan="off"))
+    serving = asyncio.ensure_future(server.serve([listening]))
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class Ids:
+    """A tokenizer for a server that has none."""
+
+    def encode(self, text):
+        return list(range(3, 3 + len(text)))
+
+
+def test_a_teacher_behind_vllms_server_scores_as_one_on_the_mesh(host):
+    params = vllm_host.random_params(host.shape, seed=70)
+
+    async def body():
+        await host.sync(host.shape, params)
+        async with served(host) as url:
+            algorithm = config.AlgorithmConfig(teacher=url, kl_coefficient=1.0)
+            run = config.RunConfig(algorithm=algorithm, rollout=config.RolloutConfig(max_context=255, max_tokens=8))
+            async with teacher.opened(run, Ids()) as made:
+                scored = await asyncio.gather(*(made.log_probs(tokens) for tokens in vllm_host.PROMPTS))
+                with pytest.raises(protocols.ConfigError, match=r"refuses 256 tokens \(BadRequestError"):
+                    await made.log_probs([5] * 256)
+            run.rollout.max_context = 256
+            with pytest.raises(protocols.ConfigError, match="takes 256 tokens, and a rollout with one token after it"):
+                async with teacher.opened(run, Ids()):
+                    pass
+        return scored
+
+    for tokens, found in zip(vllm_host.PROMPTS, host.run(body()), strict=True):
+        wanted = vllm_host.our_log_probs(host.shape, params, list(tokens), 1.0)[np.arange(len(tokens) - 1), tokens[1:]]
+        np.testing.assert_allclose(found, [0.0, *wanted], atol=vllm_host.TOLERANCE)
 
 
 def damaged(chunk: protocols.WeightChunk, **changes) -> protocols.WeightChunk:

@@ -11,11 +11,14 @@ import psutil
 import pytest
 import scripts
 
-from gpu import attention_parity, cases, rows, runner
+from gpu import attention_parity, cases, peer, rows, runner, shapes
 from libra_jax.models import attention
 
-BLOCKED = ("vllm", "ray", "ml_collections", "transformers", "safetensors", "pybase64")
+BLOCKED = ("vllm", "ray", "ml_collections", "transformers", "pybase64")
 """Packages that the command has to do without."""
+
+PEERS = {case.name for case in cases.CASES if case.process == "torch"}
+"""Cases of transformers' model."""
 
 BLOCKER = """
 import sys
@@ -45,20 +48,24 @@ def test_every_case_passes_on_cpu_without_vllm(tmp_path):
     found = {row["case"]: row for row in report["rows"]}
     assert list(found) == [case.name for case in cases.CASES]
     same_code = {f"grad_step/{model}/{tokens}" for model in ("1.7B", "4B") for tokens in ("32k", "64k")}
-    assert {name for name, row in found.items() if row["state"] == "left out"} == {"quickstart"} | same_code
+    same_code.add("train_step/1.7B")
+    assert {name for name, row in found.items() if row["state"] == "left out"} == {"quickstart", *PEERS} | same_code
     for name in ("attention/packed", "attention/unpacked"):
         figures = found[name]["figures"]
         assert figures["kernel"] == "chunked"
         assert 0 < figures["forward_error"] < 1e-5
         assert 0 < figures["gradient_error"] < 1e-5
         assert figures["padding_written"] == 0
+    assert found["experts"]["figures"]["kernel"] == "tiles"
     assert found["dlpack"]["figures"]["copies"] == 0
+    assert 0 < found["train_step/0.6B"]["figures"]["padding"] < 0.5
+    assert found["train_step/0.6B"]["figures"]["tokens_per_second"] > 0
     for name in ("weight_sync/ipc", "weight_sync/memfd"):
         assert found[name]["figures"]["gigabytes_per_second"] > 0
     for name in ("vocabulary/1k", "vocabulary/4k"):
         assert found[name]["figures"]["log_prob_error"] < 1e-4
     steps = [row["figures"] for row in report["rows"] if row["case"].startswith("grad_step/") and row["figures"]]
-    assert len({(figures["parameters"], figures["tokens"]) for figures in steps}) == 5
+    assert len({(figures["parameters"], figures["tokens"]) for figures in steps}) == 6
     assert all(figures["tokens_per_second"] > 0 and "mfu" not in figures for figures in steps), "a CPU has no peak"
     assert report["machine"]["platform"] == "cpu"
     assert "jax" in report["machine"]["versions"]
@@ -89,6 +96,13 @@ def test_a_kernel_that_is_wrong_fails_its_case(fault, said, monkeypatch):
     assert said in attention_parity.measure(rows.Bench("cpu", ""), "packed").problem
 
 
+def test_the_peer_takes_the_same_row():
+    outcome = peer.grad_step(rows.Bench("cpu", ""), "Qwen3-0.6B", 8192)
+    assert outcome.problem == ""
+    assert outcome.figures["tokens"] == 8192 // shapes.SMALLER
+    assert outcome.figures["tokens_per_second"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_missing_package_fails_its_own_cases_and_the_command(tmp_path):
@@ -105,7 +119,7 @@ def test_a_missing_package_fails_its_own_cases_and_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--cases=atention",), "--cases: 'atention' is no case and no group of attention, dlpack, "),
+        (("--cases=atention",), "--cases: 'atention' is no case and no group of attention, experts, dlpack, "),
         (("--minutes=0",), "--minutes"),
         (("--output=x.md",), "--output: x.md is the name of the tables"),
         (("--platform=gpu",), "--platform: JAX finds no gpu device here, only cpu; install JAX"),

@@ -128,7 +128,9 @@ def test_settings_that_pretrained_weights_do_not_survive_are_warned_of():
     assert warned(parameters=410_000) == [], "the shipped character model is what the defaults are for"
 
 
-@pytest.mark.parametrize("advantage", [name for name in config.ADVANTAGES if name not in ("gae", "distillation")])
+@pytest.mark.parametrize(
+    "advantage", [name for name in config.ADVANTAGES if name not in ("gae", "egae", "distillation")]
+)
 def test_a_group_of_one_is_warned_of(advantage):
     groups = {
         "algorithm": config.AlgorithmConfig(advantage=advantage),

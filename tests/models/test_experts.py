@@ -1,5 +1,8 @@
 """Layers of experts against transformers, and on meshes against one device."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from libra_jax.models import config as model_config
-from libra_jax.models import experts, hf, layers, router, transformer
+from libra_jax.models import expert_rows, experts, feasibility, hf, layers, router, transformer
 from libra_jax.planning import least
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -207,10 +210,10 @@ def test_a_batch_whose_tokens_all_take_one_expert_loses_none(shape):
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (4, 6, 16))
-    weights = experts.Weights(*(jax.random.normal(key, (8, 16, 16)) for key in keys[1:]))
+    weights = expert_rows.Weights(*(jax.random.normal(key, (8, 16, 16)) for key in keys[1:]))
     chosen, share = jnp.full((4, 6, 1), 5, jnp.int32), jnp.full((4, 6, 1), 0.5)
     with jax.set_mesh(mesh):
-        got = jax.jit(experts.mix)(x, share, chosen, weights)
+        got = jax.jit(experts.mix, static_argnums=0)("tiles", x, share, chosen, weights)
     gate, up, down = (leaf[5] for leaf in weights)
     np.testing.assert_allclose(got, 0.5 * (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-4, atol=1e-4)
 
@@ -287,8 +290,8 @@ def test_padding_takes_no_expert(sparse):
     config, segments = sparse[0], jnp.asarray(_batch()[2])
     layer = layers.SparseMLP(config, nnx.Rngs(params=0))
     x = jax.random.normal(jax.random.key(0), (*segments.shape, config.hidden_size))
-    mixed, losses = layer(x, None, layers.Sequences(segments, 4))
-    whole, _ = layer(x, None, layers.Sequences(jnp.ones_like(segments), 4))
+    mixed, losses = layer(x, None, layers.Sequences(segments, 4), "tiles")
+    whole, _ = layer(x, None, layers.Sequences(jnp.ones_like(segments), 4), "tiles")
     assert (segments == 0).any()
     np.testing.assert_array_equal(mixed[segments == 0], 0)
     np.testing.assert_allclose(mixed[segments > 0], whole[segments > 0], atol=1e-5)
@@ -317,30 +320,65 @@ def fresh_programs():
     jax.clear_caches()
 
 
+@pytest.fixture
+def grouped(monkeypatch):
+    """Grouped products by XLA, in place of kernels for GPUs. Rows of no group get NaN, as memory may hold."""
+    outside = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+    def unwritten(product, counts):
+        return jnp.where((jnp.arange(len(product)) < counts.sum())[:, None], product, jnp.nan)
+
+    def ragged_dot(x, weights, *, group_sizes, transpose_rhs, **blocks):
+        weights = weights.swapaxes(1, 2) if transpose_rhs else weights
+        return unwritten(jax.lax.ragged_dot(x, weights, group_sizes), group_sizes)
+
+    def transposed_ragged_dot(a, b, *, group_sizes, **blocks):
+        assert a.shape[0] % 8 == 0
+        return jax.lax.ragged_dot_general(a, b, group_sizes, outside)
+
+    modules = "jax.experimental.pallas.ops.gpu."
+    monkeypatch.setitem(sys.modules, modules + "ragged_dot_mgpu", types.SimpleNamespace(ragged_dot=ragged_dot))
+    theirs = types.SimpleNamespace(transposed_ragged_dot=transposed_ragged_dot)
+    monkeypatch.setitem(sys.modules, modules + "transposed_ragged_dot_mgpu", theirs)
+    monkeypatch.setattr(feasibility, "GROUPED_STEP", 8)  # several parts
+
+
 @pytest.mark.parametrize(
-    ("headroom", "shape", "exchanges"),
-    [(2.0, (1, 4, 1, 1), True), (2.0, (1, 4, 2, 1), True), (0.01, (1, 4, 1, 1), False)],
+    ("kernel", "headroom", "shape", "exchanges"),
+    [
+        ("tiles", 2.0, (1, 4, 1, 1), True),
+        ("tiles", 2.0, (1, 4, 2, 1), True),
+        ("tiles", 0.01, (1, 4, 1, 1), False),
+        ("groups", 2.0, (1, 1, 1, 1), False),
+        ("groups", 2.0, (1, 4, 2, 1), True),
+        ("groups", 0.01, (1, 4, 1, 1), False),
+    ],
 )
 def test_exchanged_and_gathered_tokens_make_one_devices_gradient(
-    fresh_programs, monkeypatch, headroom, shape, exchanges
+    fresh_programs, monkeypatch, grouped, kernel, headroom, shape, exchanges
 ):
     monkeypatch.setattr(least, "EXPERT_HEADROOM", headroom)
     ran = _told_of_exchanges(monkeypatch)
     keys, (tokens, count, width) = jax.random.split(jax.random.key(0), 5), (24, 8, 16)
     x, grad = (jax.random.normal(key, (8, tokens, width)) for key in keys[:2])
-    weights = experts.Weights(*(jax.random.normal(key, (count, width, width)) / 4 for key in keys[2:]))
-    chosen = np.argsort(np.random.default_rng(0).random((8, tokens, count)))[..., :1].astype(np.int32)
-    share = jnp.full(chosen.shape, 0.5)
+    weights = expert_rows.Weights(*(jax.random.normal(key, (count, width, width)) / 4 for key in keys[2:]))
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((8, tokens, count)))[..., :2].astype(np.int32)
+    chosen[:, -3:] = -1  # padding
+    chosen[chosen == 3] = 5  # an expert without a token
+    share = jnp.asarray(rng.random(chosen.shape), jnp.float32)
 
-    def run(x, share, weights):
-        out, transposed = jax.vjp(lambda *given: experts.mix(given[0], given[1], chosen, given[2]), x, share, weights)
+    def run(kernel, x, share, weights):
+        out, transposed = jax.vjp(
+            lambda *given: experts.mix(kernel, given[0], given[1], chosen, given[2]), x, share, weights
+        )
         return out, transposed(grad)
 
-    wanted = jax.jit(run)(x, share, weights)
+    wanted = jax.jit(run, static_argnums=0)("tiles", x, share, weights)
     ran.clear()
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: int(np.prod(shape))])
     with jax.set_mesh(mesh):
-        got = jax.block_until_ready(jax.jit(lambda *given: run(*given))(x, share, weights))
+        got = jax.block_until_ready(jax.jit(lambda *given: run(kernel, *given))(x, share, weights))
     assert set(ran) == {exchanges}
     for ours, whole in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)

@@ -157,12 +157,46 @@ def test_in_the_warm_up_the_critic_learns_and_the_policy_stays(small, start_trai
     assert any(np.any(leaf != old) for leaf, old in zip(trainer_doubles.params(actor), before, strict=True))
 
 
+BOOTSTRAP = {
+    "algorithm": config_lib.AlgorithmConfig(advantage="egae", advantage_arguments={"ignored_tokens": 2}),
+    "task": config_lib.TaskConfig(cut_off="bootstrap"),
+}
+
+
+def _cut(batch, samples=(0, 2)):
+    """The batch, in which the context cut these rollouts of each group off; their rewards are nonsense."""
+    for group in batch.groups:
+        for index, trajectory in enumerate(group.trajectories):
+            trajectory.finish = "max_context" if index in samples else "answered"
+            trajectory.reward = 99.0 if index in samples else trajectory.reward
+    return batch
+
+
+def test_truncated_rollouts_train_the_policy_without_reward_and_no_critic(small):
+    config = small.config(**_groups() | BOOTSTRAP)
+    rng, batch = np.random.default_rng(0), trainer_doubles.batch(small)
+
+    def value(packed, extras):
+        return [jnp.asarray(rng.normal(size=item.tokens.shape), jnp.float32) for item in packed.micro_batches]
+
+    prepared = batch_lib.prepare(config, _cut(batch), small.shape, value=value)
+    for number, (advantage, example) in enumerate(zip(prepared.advantages, prepared.examples, strict=True)):
+        trained = np.flatnonzero(example.mask_N)
+        found = advantage[trained] != 0
+        assert found[:-2].all()
+        assert found[-2:].any() != (number % 2 == 0), "the last two tokens of a truncated rollout have none"
+    finished = sum(example.mask_N.sum() for example in prepared.examples[1::2])
+    assert sum(target["mask"].sum() for target in prepared.targets) == finished
+    assert max(np.abs(target["returns"][target["mask"]]).max() for target in prepared.targets) < 1.1
+    assert sum(item.mask.sum() for item in prepared.packed.micro_batches) > finished
+
+
 def test_the_critic_learns_the_same_on_a_mesh(small, start_trainer):
     found = []
     for sizes in ({}, {"data": 2, "tensor": 2}):
-        actor = start_trainer(**_groups(), trainer=sizes)
+        actor = start_trainer(**_groups() | BOOTSTRAP, trainer=sizes)
         for version in range(2):
-            metrics = actor.train_step(trainer_doubles.batch(small, version))
+            metrics = actor.train_step(_cut(trainer_doubles.batch(small, version)))
         found.append((metrics, [np.array(leaf) for leaf in jax.tree.leaves(actor.running().critic.params)]))
     (one, leaves), (four, others) = found
     assert four["critic/loss"] == pytest.approx(one["critic/loss"], abs=1e-5)
@@ -181,6 +215,8 @@ def test_a_discount_between_turns_counts_turns_and_not_tokens():
 @pytest.mark.parametrize(
     ("groups", "sentence"),
     [
+        ({"task": {"cut_off": "bootstrap"}}, r"task.cut_off: bootstrap needs .* is gae; set that to egae"),
+        ({"algorithm": {"advantage": "egae"}}, r"advantage: egae is for .* set task.cut_off=bootstrap .* or take gae"),
         ({"critic": {"enabled": False}}, r"critic.enabled: algorithm.advantage=gae needs the values of a critic"),
         ({"algorithm": {"advantage": "grpo"}}, r"critic.enabled: algorithm.advantage=grpo reads no values"),
         (

@@ -41,13 +41,13 @@ def _algorithm(path, **fields):
     )
 
 
-def _log_probs(params, shape, tokens_BxT):
-    """Log-probabilities of every next token, at the run's temperature."""
+def _log_probs(params, shape, tokens_BxT, temperature=small_model.ROLLOUT.temperature):
+    """Log-probabilities of every next token."""
     positions = jnp.broadcast_to(jnp.arange(tokens_BxT.shape[1]), tokens_BxT.shape)
     options = transformer.ComputeOptions(packed=False)
     hidden = transformer.forward(params, shape, options, tokens_BxT, positions, jnp.ones_like(tokens_BxT))
     logits = hidden @ transformer.unembedding(params, shape)
-    return jax.nn.log_softmax(logits / small_model.ROLLOUT.temperature)
+    return jax.nn.log_softmax(logits / temperature)
 
 
 _compiled = jax.jit(_log_probs, static_argnums=1)
@@ -84,6 +84,32 @@ def test_each_tokens_advantage_is_the_log_ratio_of_teacher_and_policy(small, tea
         np.testing.assert_allclose(advantages[1:], 0.5 * (chosen - np.array(trajectory.log_probs[1:])), atol=1e-4)
 
 
+def test_a_teacher_behind_an_endpoint_teaches_what_one_on_the_mesh_does(small, teacher):
+    path, shape, params = teacher
+    batch, tokens = _sampled(small.params, small.shape, np.random.default_rng(2), 0)
+    found = np.asarray(_compiled(params, shape, tokens, 1.0))
+    prepared, metrics = [], []
+    for source in (path, "http://127.0.0.1:8000/v1"):
+        rollout = dataclasses.replace(small_model.ROLLOUT, temperature=1.0)
+        config = dataclasses.replace(
+            small.config(), algorithm=_algorithm(source, minibatches=1, epochs=2), rollout=rollout
+        )
+        learner = small.learner(config)
+        if source != path:
+            with pytest.raises(protocols.DataError, match="p/0: the teacher has scored 0 of its 10 tokens"):
+                batch_lib.prepare(config, batch, small.shape)
+            for row, trajectory in enumerate(batch.groups[0].trajectories):
+                trajectory.teacher_log_probs = [0.0, *found[row, np.arange(TOKENS - 1), tokens[row, 1:]].tolist()]
+        held = learner.refers, learner.layout.state.reference is not None
+        assert held == ((True, True) if source == path else (False, False))
+        made = batch_lib.prepare(config, batch, small.shape, learner.reference_log_probs if source == path else None)
+        prepared.append(made)
+        metrics.append(learner.train(made.packed, 1e-3, made.extras, made.minibatches))
+    for mesh, served in zip(*(one.advantages for one in prepared), strict=True):
+        np.testing.assert_allclose(mesh, served, atol=1e-3)
+    assert metrics[1] == pytest.approx(metrics[0], abs=1e-3)
+
+
 def test_the_policy_approaches_its_teacher_and_goes_on_after_a_restore(small, teacher, start_trainer, tmp_path):
     path, shape, params = teacher
     actor = start_trainer(
@@ -113,7 +139,7 @@ def test_the_policy_approaches_its_teacher_and_goes_on_after_a_restore(small, te
 def test_a_teacher_that_cannot_teach_is_refused_by_name(small, teacher, start_trainer, tmp_path):
     path, shape, _ = teacher
     for fields, sentence in (
-        ({"path": ""}, "teacher: must be a Hugging Face directory with algorithm.advantage=distillation"),
+        ({"path": ""}, "teacher: must be a Hugging Face directory or a URL with algorithm.advantage=distillation"),
         ({"kl_in_reward": False}, "kl_in_reward: must be True"),
         ({"kl_estimator": "k3"}, "kl_estimator: must be k1"),
         ({"advantage": "grpo", "kl_coefficient": 0.0, "kl_in_reward": False}, "teacher: has no effect with"),

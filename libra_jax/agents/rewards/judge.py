@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import reprlib
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config, protocols
+from libra_jax.agents import endpoints
 from libra_jax.agents.rewards import scoring
 
 RUBRIC = "the highest if the response answers the question as the reference does, the lowest if not, else between."
@@ -46,16 +46,13 @@ PATTERN = r'"score"\s*:\s*"?(-?\d+(?:\.\d+)?)'
 OWN_FIELDS = ("response", "text", "finish", "rubric", "lowest", "highest")
 """Names that a prompt may mention besides the columns of the task."""
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
 
 @dataclass(frozen=True)
 class Judge:
     """Asks a model for a score; see `judge`.
 
     Attributes:
-      client: An `openai.AsyncOpenAI`.
-      key: Key that errors must not repeat. Empty means none.
+      endpoint: Server of the model.
       request: Fields of every request, including the model.
       prompt: Template of the question to the model.
       fields: Fields that the prompt may mention besides the rollout's.
@@ -64,8 +61,7 @@ class Judge:
       highest: Highest score that the model may give.
     """
 
-    client: Any = field(repr=False)
-    key: str = field(repr=False)
+    endpoint: endpoints.Endpoint
     request: Mapping[str, Any]
     prompt: string.Template
     fields: Mapping[str, str]
@@ -92,16 +88,16 @@ class Judge:
         except KeyError as error:
             raise ValueError(f"the judge's prompt mentions ${error.args[0]}, which is no column of the task") from None
         try:
-            reply = await self.client.chat.completions.create(
+            reply = await self.endpoint.client.chat.completions.create(
                 model=self.request["model"],
                 messages=[{"role": "user", "content": content}],
                 # Unlike keywords, these may be fields that the package does not know, such as vLLM's own.
                 extra_body={name: value for name, value in self.request.items() if name != "model"},
             )
         except Exception as error:  # the package's own errors, and those of its transport
-            where = self._safe(f"the judge's endpoint, {self.client.base_url}, failed: {type(error).__name__}: {error}")
+            where = f"the judge's endpoint, {self.endpoint.client.base_url}, failed: {type(error).__name__}: {error}"
             # Without its cause, whose text may hold the key.
-            raise RuntimeError(f"{where}; is it up, and is that its address?") from None
+            raise RuntimeError(f"{self.endpoint.safe(where)}; is it up, and is that its address?") from None
         said = (reply.choices[0].message.content or "") if reply.choices else ""
         usage = getattr(reply, "usage", None)
         tokens = {"tokens": float(usage.total_tokens)} if usage is not None else {}
@@ -110,38 +106,18 @@ class Judge:
         try:
             value = float(found[-1])
         except (IndexError, TypeError, ValueError):
-            raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self._safe(said))}") from None
+            raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self.endpoint.safe(said))}") from None
         if not self.lowest <= value <= self.highest:
             raise ValueError(f"the judge's score {value:g} lies outside {self.lowest:g}..{self.highest:g}")
         return (value - self.lowest) / (self.highest - self.lowest), tokens
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self.client.close()
-
-    def _safe(self, text: str) -> str:
-        """Returns the text without the key, which an endpoint's error may repeat."""
-        return text.replace(self.key, "[key]") if self.key else text
+        await self.endpoint.client.close()
 
 
 def _check(condition: bool, problem: str) -> None:
     config.check(condition, "reward.functions", f"the judge's {problem}")
-
-
-def _key_of(variable: str) -> str:
-    """Returns the key in an environment variable. Empty if no variable is named.
-
-    The error never repeats the name of an unusable variable, which may be the key itself.
-    """
-    if not variable:
-        return ""
-    _check(
-        _VARIABLE.fullmatch(variable) is not None,
-        "api_key_env must be the name of an environment variable that holds the key, never the key itself",
-    )
-    key = os.environ.get(variable, "")
-    _check(bool(key), f"api_key_env names {variable}, which is not set where the reward actors run")
-    return key
 
 
 def judge(
@@ -171,23 +147,22 @@ def judge(
       api_key_env: Environment variable with the key, which the actor reads. Empty if the endpoint needs no key.
       seconds: Deadline of one request in seconds.
       retries: Number of retries of a request that timed out, did not connect, or was refused for the moment (408, 409,
-        429, 5xx). Waits between them double from 0.5 s to 8 s, with jitter, or follow the endpoint's Retry-After. The
-        `openai` package does this.
+        429, 5xx). See `endpoints.Endpoint` for the waits between them.
       request: Further fields of the request. Defaults: temperature 0 and at most 1024 tokens.
 
     Raises:
       ConfigError: The package `openai` is missing, the key is not set, or an argument is invalid.
     """
-    try:
-        import openai  # imported here: it is optional and takes a second to import
-    except ModuleNotFoundError as error:
-        raise protocols.ConfigError(
-            "config.reward.functions: the judge needs the package openai; install it with `pip install openai`"
-        ) from error
-    _check(base_url.startswith(("http://", "https://")), "base_url must start with http:// or https://")
+    endpoint = endpoints.create(
+        base_url,
+        api_key_env=api_key_env,
+        seconds=seconds,
+        retries=retries,
+        field_name="reward.functions",
+        whose="the judge's ",
+    )
     _check(bool(model), "model must be the endpoint's name of one")
     _check(-math.inf < lowest < highest < math.inf, f"scores must rise from lowest ({lowest}) to highest ({highest})")
-    _check(0 < seconds < math.inf and retries >= 0, "seconds must be positive, and its retries not negative")
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -198,10 +173,7 @@ def judge(
     # Not str.format: the braces of a JSON object in the prompt have to stay as they are.
     template = string.Template(prompt)
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
-    key = _key_of(api_key_env)
-    # The package refuses an empty key, also for an endpoint that needs none.
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", timeout=seconds, max_retries=retries)
     fields = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
     # The model comes last: a further field must not replace it.
     whole = {"temperature": 0.0, "max_tokens": 1024, **(request or {}), "model": model}
-    return Judge(client, key, whole, template, fields, compiled, lowest, highest)
+    return Judge(endpoint, whole, template, fields, compiled, lowest, highest)
