@@ -51,13 +51,16 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
 
     Args:
       bench: where it runs.
-      packing_of_rows: "packed": rows of several sequences, one of them with as many as a row may hold; "unpacked": rows
-        of one sequence.
+      packing_of_rows: "packed": rows of several sequences, one of them with as many as a row may hold; "few": one of
+        them with as many as the first programs take; "unpacked": rows of one sequence.
     """
-    sizes, packed = TINY if bench.tiny else REAL, packing_of_rows == "packed"
+    sizes, packed = TINY if bench.tiny else REAL, packing_of_rows != "unpacked"
     device = jax.devices(bench.platform)[0]
     on = attention.target(device)
-    segments_BxT = jnp.asarray(_segments(sizes.tokens, packed))
+    bounds = packing.segment_bounds(sizes.tokens, packed)
+    most = bounds[0] if packing_of_rows == "few" else bounds[-1]
+    segments_BxT = jnp.asarray(_segments(sizes.tokens, most))
+    lengths_BxM = jnp.sum(segments_BxT[..., None] == jnp.arange(1, most + 1), axis=1, dtype=jnp.int32)
     kernel = feasibility.choose_attention("auto", on, sizes.tokens, sizes.head_dim, sizes.dtype, packed)
     inputs = _inputs(sizes, len(segments_BxT))
     found: dict[str, Results] = {}
@@ -65,6 +68,7 @@ def measure(bench: rows.Bench, packing_of_rows: str) -> rows.Outcome:
     for name in dict.fromkeys((kernel, "chunked")):
         attend = attention.prepare(
             segments_BxT,
+            lengths_BxM,
             kernel=name,
             chunk=sizes.chunk,
             heads=sizes.heads,
@@ -115,7 +119,7 @@ def problem(figures: rows.Figures, forward: bool, gradient: bool, padding: int) 
     return f"{kernel} gave {padding} numbers at padding that are not 0" if padding else ""
 
 
-def _segments(tokens: int, packed: bool) -> np.ndarray:
+def _segments(tokens: int, most: int) -> np.ndarray:
     """Returns four rows: sequences and padding; padding alone; one sequence; and the extreme.
 
     A packed row begins with five sequences, and the extreme has as many as a row may hold. An unpacked row begins with
@@ -123,11 +127,10 @@ def _segments(tokens: int, packed: bool) -> np.ndarray:
     """
     segments = np.zeros((4, tokens), np.int32)
     segments[2] = 1
-    if packed:
+    if most > 1:
         edges = [0, tokens // 2, tokens // 2 + 1, tokens // 2 + 4, tokens * 3 // 4, tokens * 7 // 8]
         for number, (first, last) in enumerate(itertools.pairwise(edges), start=1):
             segments[0, first:last] = number
-        most = packing.max_segments(tokens, True)
         segments[3] = 1 + np.arange(tokens) * most // tokens
     else:
         segments[0, : tokens * 3 // 4] = 1

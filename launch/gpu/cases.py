@@ -40,6 +40,7 @@ class Case:
 
 CASES: tuple[Case, ...] = (
     Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
+    Case("attention/few", "gpu.attention_parity:measure", ("few",)),
     Case("attention/unpacked", "gpu.attention_parity:measure", ("unpacked",)),
     Case("experts", "gpu.expert_parity:measure", (), 40.0, 200.0),
     Case("dlpack", "gpu.moving:dlpack", (), 5.0),

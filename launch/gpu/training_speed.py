@@ -184,7 +184,7 @@ def _micro_batch(made: learner_lib.Learner, vocabulary: int, tokens: int) -> dic
     packed = packing.pack([example], made.config.trainer)
     advantages = packed.scatter([rng.standard_normal(count).astype(np.float32)])[0]
     batch = made.micro_batch(learner_lib.POLICY, tokens)
-    return batch | dict(vars(packed.micro_batches[0])) | {"advantages": advantages}
+    return batch | made.arrays(packed.micro_batches[0], {"advantages": advantages})
 
 
 def vocabulary(bench: rows.Bench, chunk: int) -> rows.Outcome:

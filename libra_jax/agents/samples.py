@@ -39,7 +39,7 @@ class Samples:
           step: Training step, as in `metrics.jsonl`.
           groups: Groups that the step trained on.
         """
-        rollouts = [(trajectory, group) for group in groups for trajectory in group.trajectories]
+        rollouts = [(trajectory, group) for group in groups for trajectory in group.rollouts]
         chosen = choose([trajectory for trajectory, _ in rollouts], self.count, self.seed)
         groups_by_id = {trajectory.trajectory_id: group for trajectory, group in rollouts}
         records = []

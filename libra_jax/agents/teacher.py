@@ -205,10 +205,18 @@ def served(
     return Teacher(base_url, endpoint, model, whole, asyncio.Semaphore(concurrency))
 
 
+def check(config: configuration.AlgorithmConfig) -> None:
+    """Raises ConfigError if `served` does not take `algorithm.teacher_arguments`. Needs no key and no package."""
+    resolving.check_arguments(served, f"{__name__}:served", _arguments(config), f"{FIELD}_arguments")
+
+
 def made(config: configuration.AlgorithmConfig) -> Teacher:
     """Returns the config's teacher behind an endpoint. Asks no server. Raises ConfigError as `served`."""
-    arguments = {"base_url": config.teacher, **config.teacher_arguments}
-    return resolving.call(served, f"{__name__}:served", arguments, f"{FIELD}_arguments")
+    return resolving.call(served, f"{__name__}:served", _arguments(config), f"{FIELD}_arguments")
+
+
+def _arguments(config: configuration.AlgorithmConfig) -> dict[str, Any]:
+    return {"base_url": config.teacher, **config.teacher_arguments}
 
 
 @contextlib.asynccontextmanager

@@ -32,6 +32,10 @@ class AdvantageInputs(NamedTuple):
       values_NxT: the critic's value before each token; None without a critic.
       truncated_N: true for trajectories that a limit cut off and `task.cut_off=bootstrap` trains; their rewards are 0.
         None: no trajectory.
+      score_norms_N: norm of each trajectory's score, the gradient of the log-probability of its trained tokens. None
+        unless `algorithm.baseline` is minimum_variance.
+      log_weights_N: logarithm of each trajectory's importance weight π/π_b; None as for `score_norms_N`.
+      relative_N: rewards less `algorithm.baseline`; None if that is the mean.
     """
 
     rewards_N: jax.Array
@@ -41,10 +45,17 @@ class AdvantageInputs(NamedTuple):
     penalties_NxT: jax.Array
     values_NxT: jax.Array | None = None
     truncated_N: jax.Array | None = None
+    score_norms_N: jax.Array | None = None
+    log_weights_N: jax.Array | None = None
+    relative_N: jax.Array | None = None
 
 
-def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def centred(
+    rewards_N: jax.Array, groups_N: jax.Array, weights_N: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns rewards minus their group's mean (a group of one keeps its reward), group sizes, and group numbers.
+
+    With weights the mean is weighted; a group without any weight, or with one that is not finite, has a plain mean.
 
     The mean is subtracted twice: the second pass removes the rounding error of the first. If all rewards of a group are
     equal, division by the standard deviation would blow that error up. Group numbers are below N.
@@ -56,9 +67,15 @@ def _centred(rewards_N: jax.Array, groups_N: jax.Array) -> tuple[jax.Array, jax.
     # Numbered 0, 1, ... by a sort, so that time and memory grow with N, not with N squared.
     _, number_N = jnp.unique(groups_N, return_inverse=True, size=groups_N.shape[0])
     size_N = _group_sum(jnp.ones_like(rewards_N), number_N)
-    centred_N = rewards_N
+    centred_N, total_N = rewards_N, size_N
+    if weights_N is None:
+        weights_N = jnp.ones_like(rewards_N)
+    else:
+        total_N = _group_sum(weights_N, number_N)
+        usable_N = jnp.isfinite(total_N) & (total_N > 0)
+        weights_N, total_N = jnp.where(usable_N, weights_N, 1.0), jnp.where(usable_N, total_N, size_N)
     for _ in range(2):
-        centred_N = centred_N - _group_sum(centred_N, number_N) / size_N
+        centred_N = centred_N - _group_sum(weights_N * centred_N, number_N) / total_N
     return jnp.where(size_N > 1, centred_N, rewards_N), size_N, number_N
 
 
@@ -67,7 +84,9 @@ def _group_sum(values_N: jax.Array, number_N: jax.Array) -> jax.Array:
     return jax.ops.segment_sum(values_N, number_N, num_segments=values_N.shape[0])[number_N]
 
 
-def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+def grpo(
+    rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6, relative_N: jax.Array | None = None
+) -> jax.Array:
     """Computes group-relative advantages: A_i = (R_i - mean(R)) / (std(R) + eps) over i's group.
 
     Uses the sample standard deviation (divisor n - 1), as in verl; the paper does not specify it.
@@ -76,6 +95,8 @@ def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax
       rewards_N: one reward per trajectory.
       groups_N: integer id of each trajectory's group; any integers, in any order.
       eps: constant added to the standard deviation.
+      relative_N: rewards less another baseline than the mean; None: the mean. With one, a standard deviation below
+        `eps` does not divide: equal rewards need not be at that baseline.
 
     Returns:
       Advantages of shape [N].
@@ -91,12 +112,14 @@ def grpo(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax
     References:
       Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
     """
-    centred_N, size_N, number_N = _centred(rewards_N, groups_N)
+    centred_N, size_N, number_N = centred(rewards_N, groups_N)
     # The maximum avoids 0 / 0 in a group of one, whose scale is set below.
     variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
     # With equal rewards the centred rewards are exactly 0, so eps gives 0 / eps = 0.
     scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
-    return centred_N / scale_N
+    if relative_N is None:
+        return centred_N / scale_N
+    return relative_N / jnp.where(scale_N > 2 * eps, scale_N, 1.0)
 
 
 def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
@@ -122,7 +145,7 @@ def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
     References:
       Liu et al., arXiv 2503.20783, section 3; belongs with aggregation `sequence_sum`.
     """
-    return _centred(rewards_N, groups_N)[0]
+    return centred(rewards_N, groups_N)[0]
 
 
 def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
@@ -146,7 +169,7 @@ def rloo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
     References:
       Ahmadian et al., arXiv 2402.14740.
     """
-    centred_N, size_N, _ = _centred(rewards_N, groups_N)
+    centred_N, size_N, _ = centred(rewards_N, groups_N)
     # R_i minus the mean of the others is R_i minus the whole mean, times this factor.
     return jnp.where(size_N > 1, centred_N * size_N / jnp.maximum(size_N - 1, 1), centred_N)
 
@@ -171,14 +194,7 @@ def opo(rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array) -> jax.A
     References:
       Hao et al. (OPO), arXiv 2505.23585, eq. 9.
     """
-    _, size_N, number_N = _centred(rewards_N, groups_N)
-    length_N = jnp.sum(mask_NxT != 0, axis=1, dtype=rewards_N.dtype)
-    total_N = jnp.maximum(_group_sum(length_N, number_N), 1)
-    baseline_N = _group_sum(length_N * rewards_N, number_N) / total_N
-    # A second pass removes the rounding error of the first, as in `_centred`.
-    centred_N = rewards_N - baseline_N
-    centred_N = centred_N - _group_sum(length_N * centred_N, number_N) / total_N
-    return jnp.where(size_N > 1, centred_N, rewards_N)
+    return centred(rewards_N, groups_N, jnp.sum(mask_NxT != 0, axis=1, dtype=jnp.result_type(rewards_N)))[0]
 
 
 def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> jax.Array:
@@ -204,7 +220,7 @@ def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> 
     counted_NxT = mask_NxT != 0
     centred_NxT = jnp.where(counted_NxT, checks.floats(values_NxT, "values_NxT"), 0.0)
     count = jnp.sum(counted_NxT)
-    for _ in range(2):  # twice, for the reason given in _centred
+    for _ in range(2):  # twice, for the reason given in `centred`
         mean = jnp.sum(centred_NxT) / jnp.maximum(count, 1)
         centred_NxT = jnp.where(counted_NxT, centred_NxT - mean, 0.0)
     # The maximum avoids 0 / 0 with a single token, whose centred value is 0.
@@ -286,7 +302,12 @@ def reinforce_plus_plus(
 
 
 def reinforce_plus_plus_baseline(
-    rewards_N: jax.Array, groups_N: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8
+    rewards_N: jax.Array,
+    groups_N: jax.Array,
+    mask_NxT: jax.Array,
+    *,
+    eps: float = 1e-8,
+    relative_N: jax.Array | None = None,
 ) -> jax.Array:
     """Computes REINFORCE++ with baseline: R_i - mean(R) of i's group on every trained token, whitened over the batch.
 
@@ -295,6 +316,7 @@ def reinforce_plus_plus_baseline(
       groups_N: integer id of each trajectory's group.
       mask_NxT: true (non-zero) on trained tokens.
       eps: constant added to the variance.
+      relative_N: rewards less another baseline than the mean; None: the mean.
 
     Returns:
       Advantages of shape [N, T].
@@ -305,7 +327,7 @@ def reinforce_plus_plus_baseline(
     References:
       Hu et al., arXiv 2501.03262.
     """
-    centred_N = _centred(rewards_N, groups_N)[0]
+    centred_N = centred(rewards_N, groups_N)[0] if relative_N is None else relative_N
     return whiten(jnp.broadcast_to(centred_N[:, None], mask_NxT.shape), mask_NxT, eps=eps)
 
 

@@ -43,6 +43,8 @@ def check(config: config_lib.AlgorithmConfig) -> None:
         check_loss(config)
     if ":" in config.advantage:
         check_advantage(config)
+    if ":" in config.baseline:
+        check_advantage(config, "algorithm.baseline")
 
 
 def check_loss(config: config_lib.AlgorithmConfig) -> None:
@@ -118,9 +120,9 @@ def _rows(config: config_lib.AlgorithmConfig, *, packed: bool) -> losses.LossInp
     )
 
 
-def check_advantage(config: config_lib.AlgorithmConfig) -> None:
-    """Checks the config's advantage. See `check`."""
-    rng, field = np.random.default_rng(0), "algorithm.advantage"
+def check_advantage(config: config_lib.AlgorithmConfig, field: str = "algorithm.advantage") -> None:
+    """Checks the config's advantage, and blames the function of `field`: itself, or its baseline. See `check`."""
+    rng, name = np.random.default_rng(0), getattr(config, field.rpartition(".")[2])
     rewards_N = rng.integers(0, 3, 12).astype(np.float32)
     groups_N = np.repeat(np.arange(3), 4)
     mask_NxT = np.arange(LENGTH) >= rng.integers(1, 5, (12, 1))
@@ -135,23 +137,23 @@ def check_advantage(config: config_lib.AlgorithmConfig) -> None:
             advantages.spread_rewards(rewards, mask),
             jnp.zeros(mask.shape, jnp.float32),
         )
-        return _called(lambda: np.asarray(estimators.find(config)(inputs)), config.advantage, field)
+        return _called(lambda: np.asarray(estimators.find(config)(inputs)), name, field)
 
     order = np.arange(12)
     found_NxT = estimate(order)
-    _hold(np.isfinite(found_NxT).all(), field, config.advantage, "must be finite on every trained token")
-    _hold(_equal(estimate(order), found_NxT), field, config.advantage, "must be a pure function: two calls differed")
+    _hold(np.isfinite(found_NxT).all(), field, name, "must be finite on every trained token")
+    _hold(_equal(estimate(order), found_NxT), field, name, "must be a pure function: two calls differed")
     shuffled = rng.permutation(12)
     _hold(
         _equal(estimate(shuffled), found_NxT[shuffled]),
         field,
-        config.advantage,
+        name,
         "must not depend on the order of trajectories in the batch",
     )
     _hold(
         _equal(estimate(order, columns=LENGTH)[:, :LENGTH], found_NxT),
         field,
-        config.advantage,
+        name,
         "must not depend on padding: use inputs.mask_NxT",
     )
 

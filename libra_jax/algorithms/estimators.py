@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,19 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.algorithms import advantages, checks, truncated
+from libra_jax.algorithms import advantages, baselines, checks, truncated
+
+
+class Scores(NamedTuple):
+    """The scores of a batch's trajectories under the policy, float32 [N] each.
+
+    Attributes:
+      norms_N: norms of the gradients of the trajectories' log-probabilities (`AdvantageInputs.score_norms_N`).
+      log_weights_N: logarithms of the trajectories' importance weights.
+    """
+
+    norms_N: np.ndarray
+    log_weights_N: np.ndarray
 
 
 def compute(
@@ -28,6 +41,7 @@ def compute(
     kl_NxT: np.ndarray | None = None,
     values_NxT: np.ndarray | None = None,
     truncated_N: np.ndarray | None = None,
+    scores: Scores | None = None,
 ) -> np.ndarray:
     """Computes the advantages of a whole training batch with the config's estimator: host arrays in, host arrays out.
 
@@ -43,6 +57,7 @@ def compute(
       kl_NxT: estimate of KL(π ‖ π_ref) per token (`kl.estimate`); required with `kl_in_reward` and a coefficient.
       values_NxT: the critic's value before each token; required by `gae` and `egae`.
       truncated_N: true for trajectories without an outcome; their rewards are not looked at.
+      scores: required by `algorithm.baseline=minimum_variance`.
 
     Returns:
       Advantages of shape [N, T], float32, zero on untrained tokens.
@@ -60,6 +75,10 @@ def compute(
              [-1., -1.]], dtype=float32)
     """
     inputs = _inputs(config, rewards_N, groups_N, mask_NxT, kl_NxT, values_NxT, truncated_N)
+    if scores is not None:
+        inputs = inputs._replace(
+            score_norms_N=jnp.asarray(scores.norms_N), log_weights_N=jnp.asarray(scores.log_weights_N)
+        )
     return np.asarray(find(config)(inputs))[:, : np.shape(mask_NxT)[1]]
 
 
@@ -166,13 +185,15 @@ def _gae(
 
 
 _BUILT_IN: dict[str, Callable[..., jax.Array]] = {
-    "grpo": lambda inputs: advantages.grpo(inputs.rewards_N, inputs.groups_N),
-    "dr_grpo": lambda inputs: advantages.dr_grpo(inputs.rewards_N, inputs.groups_N),
+    "grpo": lambda inputs: advantages.grpo(inputs.rewards_N, inputs.groups_N, relative_N=inputs.relative_N),
+    "dr_grpo": lambda inputs: (
+        advantages.dr_grpo(inputs.rewards_N, inputs.groups_N) if inputs.relative_N is None else inputs.relative_N
+    ),
     "rloo": lambda inputs: advantages.rloo(inputs.rewards_N, inputs.groups_N),
     "opo": lambda inputs: advantages.opo(inputs.rewards_N, inputs.groups_N, inputs.mask_NxT),
     "reinforce_plus_plus": lambda inputs: advantages.reinforce_plus_plus(inputs.token_rewards_NxT, inputs.mask_NxT),
     "reinforce_plus_plus_baseline": lambda inputs: advantages.reinforce_plus_plus_baseline(
-        inputs.rewards_N, inputs.groups_N, inputs.mask_NxT
+        inputs.rewards_N, inputs.groups_N, inputs.mask_NxT, relative_N=inputs.relative_N
     ),
     "distillation": _distillation,
     "gae": _gae,
@@ -186,24 +207,33 @@ def find(config: config_lib.AlgorithmConfig) -> Callable[[advantages.AdvantageIn
     The result has the shape [N, T]. A user's function may return [N].
 
     Raises:
-      ConfigError: there is no such function, or it does not take `advantage_arguments`.
+      ConfigError: there is no such function, or it does not take `advantage_arguments`; or the same of the baseline.
     """
-    try:
-        encoded = json.dumps(dict(config.advantage_arguments), sort_keys=True)
-    except TypeError as error:
-        raise protocols.ConfigError(
-            f"config.algorithm.advantage_arguments: must be numbers, texts, lists or mappings ({error})"
-        ) from error
-    return _found(config.advantage, encoded)
+    encoded = []
+    for name in ("advantage", "baseline"):
+        try:
+            encoded.append(json.dumps(dict(getattr(config, f"{name}_arguments")), sort_keys=True))
+        except TypeError as error:
+            raise protocols.ConfigError(
+                f"config.algorithm.{name}_arguments: must be numbers, texts, lists or mappings ({error})"
+            ) from error
+    return _found(config.advantage, config.baseline, *encoded)
 
 
 @functools.lru_cache(maxsize=64)  # one compiled program for each estimator, not one a call
-def _found(name: str, encoded: str) -> Callable[[advantages.AdvantageInputs], jax.Array]:
-    arguments = json.loads(encoded)
+def _found(
+    name: str, baseline: str, encoded: str, encoded_baseline: str
+) -> Callable[[advantages.AdvantageInputs], jax.Array]:
+    arguments, of_baseline = json.loads(encoded), json.loads(encoded_baseline)
+    relative = baselines.find(
+        config_lib.AlgorithmConfig(advantage=name, baseline=baseline, baseline_arguments=of_baseline)
+    )
     function = resolving.resolve(name, "algorithm.advantage") if ":" in name else _BUILT_IN[name]
     resolving.check_arguments(function, name, {"inputs": None, **arguments}, "algorithm.advantage_arguments")
 
     def estimate(inputs: advantages.AdvantageInputs) -> jax.Array:
+        if relative is not None:
+            inputs = inputs._replace(relative_N=relative(inputs))
         found = checks.floats(function(inputs=inputs, **arguments), "the advantages")
         count, tokens = inputs.mask_NxT.shape
         if found.shape not in ((count,), (count, tokens)):

@@ -8,6 +8,8 @@ value checked and frozen. Standard library only, so that reading a config import
 from libra_jax.config.algorithm import (
     ADVANTAGES,
     AGGREGATIONS,
+    BASELINE_ADVANTAGES,
+    BASELINES,
     BATCH_LOSSES,
     CORRECTIONS,
     CRITIC_ADVANTAGES,
@@ -55,6 +57,8 @@ __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "ALIASES",
+    "BASELINES",
+    "BASELINE_ADVANTAGES",
     "BATCH_LOSSES",
     "CORRECTIONS",
     "CRITIC_ADVANTAGES",

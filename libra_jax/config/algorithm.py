@@ -22,6 +22,9 @@ ADVANTAGES = (
 )
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
+BASELINES = ("mean", "leave_one_out", "length", "minimum_variance")
+BASELINE_ADVANTAGES = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
+"""Advantages whose formula has the mean of a group, which `algorithm.baseline` replaces."""
 CRITIC_ADVANTAGES = ("gae", "egae")
 """Advantages that read the values of a critic."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
@@ -30,6 +33,7 @@ BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 FILTERS = ("none", "zero_variance")
 BUDGETS = ("uniform", "knapsack")
+REPLAYS = ("none", "success")
 CORRECTIONS = ("none", "truncated", "masked")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 
@@ -46,6 +50,13 @@ class AlgorithmConfig:
     # Keyword arguments of the advantage: reward_weight of distillation; discount, turn_discount, trace_decay and
     # whitened of gae and egae; length_scale, ignored_tokens and bound of egae; or those of your function.
     advantage_arguments: Mapping[str, Any] = field(default_factory=dict)
+    # What grpo, dr_grpo and reinforce_plus_plus_baseline subtract from a reward: mean (of the group), leave_one_out (of
+    # the others), length (mean weighted by length), minimum_variance (VCPO's mean weighted by squared gradients, at
+    # the price of a further backward pass), or "package.module:function" (see docs/guides/own_loss.md). The advantages
+    # rloo and opo are dr_grpo with leave_one_out and length.
+    baseline: str = "mean"
+    # Keyword arguments of the baseline: weighted, cap and by_length of minimum_variance, or those of your function.
+    baseline_arguments: Mapping[str, Any] = field(default_factory=dict)
     # Policy loss: clipped (PPO's), gspo (ratio of a sequence), cispo (clipped importance weight), sapo (soft gate),
     # gmpo (geometric mean), bapo (adaptive bounds), clip_cov, kl_cov (covariance of advantage and log-probability), or
     # "package.module:function" (see docs/guides/own_loss.md).
@@ -112,7 +123,19 @@ class AlgorithmConfig:
     budget_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of your budget
     budget_least: int = 2  # fewest rollouts of a prompt, unless the budget is uniform
     budget_most: int = 0  # most rollouts of a prompt, unless the budget is uniform; 0: 4 x coordinator.group_size
-    # Reward, without shaping, from which on a rollout is a success. Read by algorithm.budget and task.order.
+    # Stored rollouts that are trained again: none, success (a group in which no rollout succeeds gets a success that an
+    # earlier group of its prompt had, as one more trajectory; DART, arXiv 2509.23866). A replayed one counts as no
+    # rollout in metrics, success rates and scheduling.
+    replay: str = "none"
+    replay_per_prompt: int = 1  # most stored successes of a prompt, the newest
+    replay_tokens: int = 1_000_000  # most stored tokens, about 35 bytes each, also in every checkpoint
+    # Most training steps between the oldest token of a replayed rollout and the step that trains it.
+    replay_max_staleness: int = 16
+    # Share of the turns of a group that are trained, those of the highest entropy (DART takes 0.8). The entropy of a
+    # turn is estimated by the mean of -log-probability of its tokens when they were sampled.
+    entropy_share: float = 1.0
+    # Reward, without shaping, from which on a rollout is a success. Read by algorithm.budget, algorithm.replay and
+    # task.order.
     success_reward: float = 1.0
     # Rollouts of a prompt that its success rate remembers: each further one takes 1/success_window off the weight of
     # those before.
@@ -120,6 +143,24 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         check_function(self.advantage, ADVANTAGES, self.advantage_arguments, "algorithm.advantage")
+        check_function(self.baseline, BASELINES, self.baseline_arguments, "algorithm.baseline")
+        check(
+            self.baseline == "mean" or self.advantage in BASELINE_ADVANTAGES,
+            "algorithm.baseline",
+            f"{self.baseline} has no effect with algorithm.advantage={self.advantage}, which has its own or compares "
+            f"no group; leave it at mean, or set algorithm.advantage to one of {', '.join(BASELINE_ADVANTAGES)}",
+        )
+        known = {"leave_one_out": "rloo", "length": "opo"}.get(self.baseline, "")
+        check(
+            not known or self.advantage != "dr_grpo",
+            "algorithm.baseline",
+            f"dr_grpo with {self.baseline} is algorithm.advantage={known}; set that, and leave the baseline at mean",
+        )
+        check(
+            ":" in self.baseline or self.baseline == "minimum_variance" or not self.baseline_arguments,
+            "algorithm.baseline_arguments",
+            f"algorithm.baseline={self.baseline} takes none; leave it empty, or name a function of your own there",
+        )
         check_function(self.loss, LOSSES, self.loss_arguments, "algorithm.loss")
         check_function(self.filter, FILTERS, self.filter_arguments, "algorithm.filter")
         check(
@@ -146,6 +187,20 @@ class AlgorithmConfig:
                 f"algorithm.{name}",
                 f"has no effect with algorithm.budget=uniform; leave it at {default}, or set algorithm.budget=knapsack",
             )
+        check_choice(self.replay, REPLAYS, "algorithm.replay")
+        for name, default in (("replay_per_prompt", 1), ("replay_tokens", 1_000_000), ("replay_max_staleness", 16)):
+            value = getattr(self, name)
+            check(value > 0, f"algorithm.{name}", f"must be positive, not {value}")
+            check(
+                self.replay != "none" or value == default,
+                f"algorithm.{name}",
+                f"has no effect with algorithm.replay=none; leave it at {default}, or set algorithm.replay=success",
+            )
+        check(
+            0 < self.entropy_share <= 1,
+            "algorithm.entropy_share",
+            f"must lie in (0, 1], not {self.entropy_share:g}; 1 trains all turns",
+        )
         check_finite(self.success_reward, "algorithm.success_reward")
         check(self.success_window > 0, "algorithm.success_window", f"must be positive, not {self.success_window}")
         check(self.overlong_buffer >= 0, "algorithm.overlong_buffer", "must not be negative; 0 is off")
@@ -189,6 +244,38 @@ class AlgorithmConfig:
         check(self.kl_coefficient >= 0, "algorithm.kl_coefficient", "must not be negative")
         check(self.sequence_length_constant > 0, "algorithm.sequence_length_constant", "must be positive")
 
+    def check_replay(self, max_staleness: int) -> None:
+        """Refuses replays that nothing compares or corrects, or that are always too old.
+
+        Args:
+          max_staleness: `coordinator.max_staleness`.
+        """
+        if self.replay == "none":
+            return
+        check(
+            self.advantage not in ("distillation", *CRITIC_ADVANTAGES),
+            "algorithm.replay",
+            f"a success helps rewards that are compared, and algorithm.advantage={self.advantage} compares none; set "
+            "it to none, or take grpo",
+        )
+        check(
+            self.objective == "behaviour" or self.correction != "none",
+            "algorithm.replay",
+            "an older policy sampled what is replayed, and algorithm.correction=none ignores that with "
+            "algorithm.objective=decoupled; set algorithm.correction=truncated or masked",
+        )
+        check(
+            self.routing_replay == "off",
+            "algorithm.replay",
+            "a stored rollout has no experts for algorithm.routing_replay=rollout; set either to its default",
+        )
+        check(
+            self.replay_max_staleness > max_staleness,
+            "algorithm.replay_max_staleness",
+            f"{self.replay_max_staleness} must be above coordinator.max_staleness = {max_staleness}: a group takes "
+            "successes of groups that have been trained for sure",
+        )
+
     @property
     def teacher_served(self) -> bool:
         """True if the teacher answers behind a URL."""
@@ -216,8 +303,9 @@ class AlgorithmConfig:
 
     @property
     def scorings(self) -> int:
-        """Passes of a step in which the policy only scores its batch."""
-        return self.scores_proximal + self.epochs * (self.loss in BATCH_LOSSES)
+        """Passes of a step in which the policy only scores its batch; a backward pass counts as two of them."""
+        further = 3 * (self.baseline == "minimum_variance")
+        return self.scores_proximal + self.epochs * (self.loss in BATCH_LOSSES) + further
 
 
 @group

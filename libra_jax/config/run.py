@@ -112,6 +112,7 @@ class RunConfig:
         self._check_lora()
         self._check_critic()
         self._check_teacher()
+        self.algorithm.check_replay(self.coordinator.max_staleness)
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
             longest >= self.rollout.max_context,
@@ -162,9 +163,10 @@ class RunConfig:
             f"{self.coordinator.group_size} is the mean number of rollouts of a prompt, and algorithm.budget gives "
             f"{algorithm.budget_least} to {self.most_rollouts} (algorithm.budget_least, budget_most); change either",
         )
-        for name in ("success_reward", "success_window"):
+        replays = algorithm.replay != "none"
+        for name, read in (("success_reward", self.uses_success or replays), ("success_window", self.uses_success)):
             check(
-                self.uses_success or getattr(algorithm, name) == getattr(defaults, name),
+                read or getattr(algorithm, name) == getattr(defaults, name),
                 f"algorithm.{name}",
                 f"has no effect: nothing looks at success rates; leave it at {getattr(defaults, name):g}, or set "
                 "algorithm.budget=knapsack or task.order=success",
@@ -384,6 +386,12 @@ class RunConfig:
             "elastic.hybrid",
             f"training sides see a part of an update's tokens, and algorithm.loss={self.algorithm.loss} takes "
             "statistics of all; set elastic.hybrid=0, or another loss",
+        )
+        check(
+            self.algorithm.baseline != "minimum_variance",
+            "elastic.hybrid",
+            "training sides compute no gradients of single rollouts, as algorithm.baseline=minimum_variance needs; set "
+            "elastic.hybrid=0, or another baseline",
         )
         check(
             self.algorithm.kl_coefficient == 0,

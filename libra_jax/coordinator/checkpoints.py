@@ -14,75 +14,20 @@ run's late rename touches no file of its successor (`fencing`). `checkpoint_stor
 
 from __future__ import annotations
 
-import array
-import base64
 import contextlib
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
-from libra_jax.coordinator import prompts
+from libra_jax.coordinator import prompts, records, replay
 from libra_jax.elastic import hybrid
 
 EXPORT = "config.json"
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Experts of a trajectory's routed tokens, as they were when the checkpoint began (`Trajectory.routing`)."""
-
-    rows: tuple[bytes, ...]
-
-
-class RoutingPlace(TypedDict):
-    """Place of a trajectory's experts in the file of all of them, in bytes."""
-
-    first: int
-    nbytes: int
-    tokens: int
-
-
-class TrajectoryRecord(TypedDict):
-    """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
-
-    `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`. Earlier versions wrote
-    base64 of all experts, and their number of tokens to `routed_tokens`.
-    """
-
-    token_ids: str
-    sources: str
-    loss_mask: str
-    log_probs: str
-    policy_versions: str
-    routing: NotRequired[Routing]
-    teacher_log_probs: NotRequired[str]
-    trajectory_id: str
-    prompt_id: str
-    turns: list[dict[str, Any]]
-    reward: float | None
-    environment_reward: float | None
-    finish: str | None
-    metrics: dict[str, float]
-    start_seconds: float
-    seconds: float
-    snapshot: dict[str, Any] | None
-
-
-class GroupRecord(TypedDict):
-    """A group that is finished or in flight. It has one trajectory for each rollout, begun or not, and so its size."""
-
-    group_id: int
-    prompt_id: str
-    repeats: NotRequired[str]
-    payload: dict[str, Any]
-    dispatch_version: int
-    trajectories: list[TrajectoryRecord]
 
 
 class GroupsState(TypedDict):
@@ -95,8 +40,8 @@ class GroupsState(TypedDict):
     replaced_tokens: int
     replaced_rollouts: NotRequired[int]
     first_replacement: str
-    finished: list[GroupRecord]
-    running: list[GroupRecord]
+    finished: list[records.GroupRecord]
+    running: list[records.GroupRecord]
 
 
 class Allocation(TypedDict):
@@ -116,6 +61,7 @@ class CoordinatorState(TypedDict):
     """Version of the last evaluation."""
     data_position: int
     prompts: NotRequired[prompts.PromptsState]
+    replay: NotRequired[replay.ReplayState]
     warm_start_steps: int
     scheduler: Mapping[str, Any]
     allocation: list[Allocation]
@@ -133,19 +79,19 @@ class Encoded(NamedTuple):
     """
 
     text: str
-    routing: Sequence[Routing]
+    routing: Sequence[records.Routing]
 
 
 def encode(state: CoordinatorState) -> Encoded:
     """Encodes the coordinator's part. Later changes of what `state` refers to have no effect on the result."""
-    found: list[Routing] = []
+    found: list[records.Routing] = []
     end = 0
 
-    def place(value: object) -> RoutingPlace:
+    def place(value: object) -> records.RoutingPlace:
         nonlocal end
-        if not isinstance(value, Routing):
+        if not isinstance(value, records.Routing):
             raise TypeError(f"a checkpoint cannot hold {value!r}")
-        made: RoutingPlace = {"first": end, "nbytes": sum(map(len, value.rows)), "tokens": len(value.rows)}
+        made: records.RoutingPlace = {"first": end, "nbytes": sum(map(len, value.rows)), "tokens": len(value.rows)}
         found.append(value)
         end += made["nbytes"]
         return made
@@ -413,10 +359,10 @@ def _take_routing(groups: GroupsState, data: bytes) -> None:
     """Replaces each trajectory's place in the file of all experts by the experts there."""
     for group in (*groups["finished"], *groups["running"]):
         for record in group["trajectories"]:
-            if (place := cast("RoutingPlace | None", record.get("routing"))) is not None:
+            if (place := cast("records.RoutingPlace | None", record.get("routing"))) is not None:
                 width = max(1, place["nbytes"] // place["tokens"])
                 starts = range(place["first"], place["first"] + place["nbytes"], width)
-                record["routing"] = Routing(tuple(data[start : start + width] for start in starts))
+                record["routing"] = records.Routing(tuple(data[start : start + width] for start in starts))
 
 
 def _write_durably(path: Path, pieces: Iterable[bytes], check: Callable[[], None] = lambda: None) -> None:
@@ -435,89 +381,3 @@ def _write_durably(path: Path, pieces: Iterable[bytes], check: Callable[[], None
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-# Groups as JSON. Per-token lists are packed binary: spelling out millions of floats would stall the event loop.
-
-
-def encode_group(group: protocols.Group) -> GroupRecord:
-    """Encodes a finished or running group as plain JSON values, save for its `Routing`."""
-    record: GroupRecord = {
-        "group_id": group.group_id,
-        "prompt_id": group.task.prompt_id,
-        "repeats": group.task.repeats,
-        "payload": dict(group.task.payload),
-        "dispatch_version": group.dispatch_version,
-        "trajectories": [
-            {
-                "token_ids": _pack("q", trajectory.token_ids),
-                "sources": _pack("b", trajectory.sources),
-                "loss_mask": _pack("b", trajectory.loss_mask),
-                "log_probs": _pack("d", trajectory.log_probs),
-                "policy_versions": _pack("q", trajectory.policy_versions),
-                "trajectory_id": trajectory.trajectory_id,
-                "prompt_id": trajectory.prompt_id,
-                "turns": [
-                    {**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns
-                ],
-                "reward": trajectory.reward,
-                "environment_reward": trajectory.environment_reward,
-                "finish": trajectory.finish,
-                "metrics": dict(trajectory.metrics),
-                "start_seconds": trajectory.start_seconds,
-                "seconds": trajectory.seconds,
-                "snapshot": asdict(trajectory.snapshot) if trajectory.snapshot is not None else None,
-            }
-            for trajectory in group.trajectories
-        ],
-    }
-    for written, trajectory in zip(record["trajectories"], group.trajectories, strict=True):
-        if trajectory.routing:
-            # References only: the bytes are joined where the checkpoint is written, off the event loop.
-            written["routing"] = Routing(tuple(trajectory.routing))
-        if trajectory.teacher_log_probs:
-            written["teacher_log_probs"] = _pack("d", trajectory.teacher_log_probs)
-    return record
-
-
-def decode_group(record: GroupRecord) -> protocols.Group:
-    """Decodes a group from the result of `encode_group`."""
-    trajectories = []
-    for written in record["trajectories"]:
-        # Fields that an earlier version did not write keep their defaults.
-        fields: dict[str, Any] = dict(written)
-        for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
-            fields[name] = _unpack(code, fields[name])
-        fields["teacher_log_probs"] = _unpack("d", written.get("teacher_log_probs", ""))
-        fields["loss_mask"] = [bool(value) for value in _unpack("b", written["loss_mask"])]
-        count, routing = fields.pop("routed_tokens", 0), fields.get("routing", Routing(()))
-        if isinstance(routing, str):
-            data = base64.b64decode(routing)
-            width = len(data) // max(count, 1)
-            routing = Routing(tuple(data[first * width : (first + 1) * width] for first in range(count)))
-        fields["routing"] = list(routing.rows)
-        fields["turns"] = []
-        for turn in written["turns"]:
-            moves = tuple(
-                protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])})
-                for move in turn.get("moves", ())
-            )
-            fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
-        if (snapshot := fields.get("snapshot")) is not None:
-            messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
-            fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
-        trajectories.append(protocols.Trajectory(**fields))
-    return protocols.Group(
-        group_id=record["group_id"],
-        task=protocols.Task(record["prompt_id"], record["payload"], record.get("repeats", "")),
-        dispatch_version=record["dispatch_version"],
-        trajectories=trajectories,
-    )
-
-
-def _pack(code: str, values: Sequence[float]) -> str:
-    return base64.b64encode(array.array(code, values).tobytes()).decode()
-
-
-def _unpack(code: str, text: str) -> list[Any]:
-    return array.array(code, base64.b64decode(text)).tolist()

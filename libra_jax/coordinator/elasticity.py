@@ -152,7 +152,7 @@ class PlanFollower:
             self._losses = self._engines.losses
         # A move that ends later touches the step after this one too.
         self.disturbed = moving
-        trained = [trajectory for group in report.groups for trajectory in group.trajectories]
+        trained = [trajectory for group in report.groups for trajectory in group.rollouts]
         try:
             decision, metrics = self._planner.after(step, measured, trained, may_move=not moving)
         except protocols.LibraError as error:

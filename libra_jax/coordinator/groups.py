@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import checkpoints, filters, overlong, prompts, rollouts, saving, success
+from libra_jax.coordinator import checkpoints, filters, overlong, prompts, records, replay, rollouts, saving, success
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -29,6 +29,7 @@ class Groups:
         The run ends if too many groups have to be replaced.
       runner: runs one rollout.
       rates: counts the successes of groups whose rollouts are all scored.
+      replays: stores the successes of such groups, and gives stored ones to groups without any.
 
     Attributes:
       running: groups in flight, by number.
@@ -40,7 +41,9 @@ class Groups:
       scored: number of groups with a rollout that the environment ended, not a limit.
     """
 
-    def __init__(self, run: protocols.RunContext, runner: rollouts.Rollouts, rates: success.Rates) -> None:
+    def __init__(
+        self, run: protocols.RunContext, runner: rollouts.Rollouts, rates: success.Rates, replays: replay.Replay
+    ) -> None:
         self._config = run.config
         self._recorder = run.recorder
         self._scope = run.scope
@@ -48,6 +51,7 @@ class Groups:
         self._clock = run.clock
         self._runner = runner
         self._rates = rates
+        self._replays = replays
         self._filtered, self._filter = filters.make(run.config)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy_since = 0.0
@@ -93,8 +97,8 @@ class Groups:
             "replaced_tokens": self.replaced_tokens,
             "replaced_rollouts": self.replaced_rollouts,
             "first_replacement": self._first_replacement,
-            "finished": [checkpoints.encode_group(group) for group in self.finished.values()],
-            "running": [checkpoints.encode_group(group) for group in self.running.values()],
+            "finished": [records.encode_group(group) for group in self.finished.values()],
+            "running": [records.encode_group(group) for group in self.running.values()],
         }
 
     def restore(self, state: checkpoints.GroupsState) -> None:
@@ -105,10 +109,10 @@ class Groups:
         self.replaced_tokens = state["replaced_tokens"]
         self.replaced_rollouts = state.get("replaced_rollouts", 0)
         self._first_replacement = state["first_replacement"]
-        finished = map(checkpoints.decode_group, state["finished"])
+        finished = map(records.decode_group, state["finished"])
         self.finished.update((group.group_id, group) for group in finished)
         for record in state["running"]:
-            self.start(checkpoints.decode_group(record))
+            self.start(records.decode_group(record))
 
     def busy_seconds(self) -> float:
         """Returns the seconds in which any group ran, since the last call."""
@@ -142,6 +146,8 @@ class Groups:
         self.scored += any(trajectory.finish == "answered" for trajectory in group.trajectories)
         if crash is None:
             self._rates.add(group)
+            self._replays.add(group)
+            self._replays.join(group)
         if crash is not None:
             reward, teacher = (isinstance(crash, kind) for kind in (protocols.RewardFailed, protocols.TeacherFailed))
             broken = REWARD if reward else TEACHER if teacher else ENVIRONMENT
@@ -175,8 +181,8 @@ class Groups:
     def _count(self, group: protocols.Group, reason: str, why: str) -> None:
         """Counts a replaced group. Raises LibraError, which ends the run, if too many groups were replaced."""
         self.replaced[reason] += 1
-        self.replaced_rollouts += len(group.trajectories)
-        self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.trajectories)
+        self.replaced_rollouts += len(group.rollouts)
+        self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.rollouts)
         # The config asks for the other reasons, which may occur by the thousand.
         if reason in FAILED:
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")
@@ -232,6 +238,7 @@ class Batches:
     Args:
       run: what the parts of the run share (`coordinator`, `steps`). Each GroupSettled may complete a batch.
       prompts: chooses the task and the number of rollouts of each group.
+      replays: chooses a stored success for each group.
       groups: runs the groups.
       runner: begins the rollouts of new groups.
       weight_sync: knows the served version, which becomes a group's dispatch version.
@@ -248,6 +255,7 @@ class Batches:
         run: protocols.RunContext,
         *,
         prompts: prompts.Prompts,
+        replays: replay.Replay,
         groups: Groups,
         runner: rollouts.Rollouts,
         weight_sync: sync.WeightSync,
@@ -259,6 +267,7 @@ class Batches:
         self._bound = admission.Bound(limits.groups_per_step, limits.max_staleness, run.config.steps, spare)
         self._replaces = limits.stale == "replace"
         self._prompts = prompts
+        self._replays = replays
         self._groups = groups
         self._runner = runner
         self._weight_sync = weight_sync
@@ -288,7 +297,9 @@ class Batches:
             task, size = self._prompts.next(self.data_position)
             names = [f"{task.prompt_id}/{sample}" for sample in range(size)]
             trajectories = [self._runner.begin(name, task) for name in names]
-            self._groups.start(protocols.Group(self.data_position, task, version, trajectories))
+            group = protocols.Group(self.data_position, task, version, trajectories)
+            self._replays.choose(group)
+            self._groups.start(group)
             self.data_position += 1
 
     async def next(self) -> tuple[protocols.Group, ...]:

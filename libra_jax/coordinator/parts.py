@@ -17,6 +17,7 @@ from libra_jax.coordinator import (
     dispatch,
     elasticity,
     instances,
+    replay,
     rollouts,
     saving,
     stopping,
@@ -192,6 +193,7 @@ class Parts:
       runner: runs rollouts.
       groups: groups in flight and finished groups.
       prompts: chooses tasks and the sizes of their groups.
+      replays: stores successful rollouts for later groups of their prompts.
       batches: selects the batches of coming steps.
       weight_sync: syncs the weights of each version to the engines.
       saver: writes and reads checkpoints.
@@ -205,6 +207,7 @@ class Parts:
     runner: rollouts.Rollouts
     groups: groups_lib.Groups
     prompts: prompts_lib.Prompts
+    replays: replay.Replay
     batches: groups_lib.Batches
     weight_sync: sync.WeightSync
     saver: saving.Saver
@@ -250,10 +253,18 @@ def wire(
     dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
     runner = rollouts.Rollouts(run, agent, dispatcher)
     rates = success.Rates(run.config)
-    groups = groups_lib.Groups(run, runner, rates)
+    replays = replay.Replay(run.config)
+    groups = groups_lib.Groups(run, runner, rates, replays)
     prompts = prompts_lib.Prompts(run.config, agent.tasks, rates)
     batches = groups_lib.Batches(
-        run, prompts=prompts, groups=groups, runner=runner, weight_sync=weight_sync, saver=saver, recovery=recovery
+        run,
+        prompts=prompts,
+        replays=replays,
+        groups=groups,
+        runner=runner,
+        weight_sync=weight_sync,
+        saver=saver,
+        recovery=recovery,
     )
     elastic = elasticity.Elasticity(
         run, workers, dispatcher=dispatcher, resizing=resizing, weight_sync=weight_sync, planner=planner
@@ -264,4 +275,17 @@ def wire(
         protocols.EngineLoaded,
         lambda event: recovery.through(functools.partial(weight_sync.catch_up, engines.engines[event.name])),
     )
-    return Parts(trainer, dispatcher, runner, groups, prompts, batches, weight_sync, saver, elastic, resizing, recovery)
+    return Parts(
+        trainer=trainer,
+        dispatcher=dispatcher,
+        runner=runner,
+        groups=groups,
+        prompts=prompts,
+        replays=replays,
+        batches=batches,
+        weight_sync=weight_sync,
+        saver=saver,
+        elastic=elastic,
+        resizing=resizing,
+        recovery=recovery,
+    )

@@ -27,22 +27,30 @@ class PromptsState(TypedDict):
 
 
 def check(config: configuration.RunConfig, tasks: protocols.TaskSource) -> None:
-    """Refuses settings that look at success rates if the prompts of the source never come again.
+    """Refuses settings that go by past rollouts of a prompt if the prompts of the source never come again, or too late.
 
     Raises:
-      ConfigError: `task.order=success` or `algorithm.budget=knapsack`, over a source that does not know its number of
-        tasks.
+      ConfigError: `task.order=success`, `algorithm.budget=knapsack` or `algorithm.replay=success`, over a source that
+        does not know its number of tasks; or replays are too old before a prompt comes again.
     """
+    total = len(tasks) if callable(getattr(type(tasks), "__len__", None)) else 0  # type: ignore[arg-type]
     for name, chosen, refused, usual in (
         ("task.order", config.task.order, "success", "sequential"),
         ("algorithm.budget", config.algorithm.budget, "knapsack", "uniform"),
+        ("algorithm.replay", config.algorithm.replay, "success", "none"),
     ):
-        if chosen != refused or (callable(getattr(type(tasks), "__len__", None)) and len(tasks)):  # type: ignore[arg-type]
+        if chosen != refused or total:
             continue
         raise protocols.ConfigError(
             f"config.{name}: {chosen} goes by past rollouts of prompts that come again, and the source "
             f"{resolving.shown(config.task.source)} has no end, or no method __len__; take {usual}, or a source of a "
             "table, such as libra_jax.agents.datasets:task_source"
+        )
+    steps, most = total / config.coordinator.groups_per_step, config.algorithm.replay_max_staleness
+    if config.algorithm.replay != "none" and config.task.order == "sequential" and steps > most:
+        raise protocols.ConfigError(
+            f"config.algorithm.replay_max_staleness: no success is replayed, because each of the {total} prompts comes "
+            f"again after {steps:.1f} steps, and {most} is less; raise it, or take task.order=success or fewer tasks"
         )
 
 

@@ -54,6 +54,7 @@ class StepReport:
       task: says which rollouts the trainer masks (`TaskConfig.masks`).
       voids: number of rollouts that a crash of the environment voided since the step before, by prompt.
       evaluation: metrics of the evaluation after the step, if it took place.
+      replay: numbers of what is stored for replays; empty if the run replays nothing.
       plan: the planner's metrics, including its prediction of the step; empty without a planner.
       peak_flops: peak FLOP/s of one of the trainer's devices; None if unknown.
       rollout_devices: devices of the serving engines at the step's end.
@@ -71,15 +72,16 @@ class StepReport:
     task: configuration.TaskConfig = field(default_factory=configuration.TaskConfig)
     voids: Mapping[str, int] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    replay: Mapping[str, float] = field(default_factory=dict)
     plan: Mapping[str, float] = field(default_factory=dict)
     peak_flops: float | None = None
     rollout_devices: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Returns the step's scalars. `policy_version` is the version that the step produced."""
-        trajectories = [trajectory for group in self.groups for trajectory in group.trajectories]
+        trajectories = [trajectory for group in self.groups for trajectory in group.rollouts]
         rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-        sizes = [len(group.trajectories) for group in self.groups]
+        sizes = [len(group.rollouts) for group in self.groups]
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.generated_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
@@ -121,8 +123,23 @@ class StepReport:
             **{f"finish/{name}": finishes[name] / len(trajectories) for name in protocols.FINISHES},
             **mean_metrics(trajectories),
             **tool_metrics(trajectories),
+            **self._replayed(),
             **self.plan,
             **self.evaluation,
+        }
+
+    def _replayed(self) -> dict[str, float]:
+        """Returns the metrics of replayed rollouts, which count nowhere else; empty if the run replays nothing."""
+        if not self.replay:
+            return {}
+        replayed = [trajectory for group in self.groups for trajectory in group.trajectories if trajectory.replayed]
+        sampled = [[version for version in item.policy_versions if version >= 0] for item in replayed]
+        return {
+            **self.replay,
+            "replay/rollouts": len(replayed),
+            "replay/groups": statistics.fmean(len(group.trajectories) > len(group.rollouts) for group in self.groups),
+            "replay/tokens": sum(map(len, sampled)),
+            **({"replay/staleness_max": self.version - min(map(min, sampled))} if replayed else {}),
         }
 
 
@@ -247,7 +264,9 @@ class Watch:
         """Checks a step's metrics. After `PATIENCE` useless steps in a row, notes the reason, once for each reason."""
         # Simulated trainers report no gradient norm.
         learns = "grad_norm" not in metrics or (
-            metrics.get("groups/without_gradient") != 1 and metrics["grad_norm"] != 0 and metrics["reward/std"] != 0
+            metrics.get("groups/without_gradient") != 1
+            and metrics["grad_norm"] != 0
+            and (metrics["reward/std"] != 0 or metrics.get("replay/rollouts", 0) > 0)
         )
         if learns:
             self._in_a_row = 0

@@ -209,6 +209,8 @@ class Coordinator:
         self._parts.batches.data_position = state["data_position"]
         if (held_prompts := state.get("prompts")) is not None:  # checkpoints of earlier versions lack it
             self._parts.prompts.restore(held_prompts)
+        if (held_replay := state.get("replay")) is not None:
+            self._parts.replays.restore(held_replay)
         self._warm_start.taken = state["warm_start_steps"]
         self._scheduler.restore(state["scheduler"])
         if (workers := self._parts.elastic.hybrid) is not None and (held := state.get("hybrid")) is not None:
@@ -226,6 +228,7 @@ class Coordinator:
             "evaluated": self._evaluated,
             "data_position": self._parts.batches.data_position,
             "prompts": self._parts.prompts.state(),
+            "replay": self._parts.replays.state(),
             "warm_start_steps": self._warm_start.taken,
             "scheduler": dict(self._scheduler.snapshot()),
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
@@ -367,10 +370,11 @@ class Coordinator:
         report.times.rollout = self._parts.groups.busy_seconds()
         report.times.checkpoint = self._parts.saver.take_seconds()
         report.rollout_devices = sum(instance.tensor_parallel for instance in self._workers.engines.serving())
+        report.replay = self._parts.replays.metrics()
         report.plan = self._parts.elastic.after(self._step, report)
         metrics = {**report.metrics(), **self._parts.recovery.take_metrics()}
         for group in report.groups:
-            for trajectory in group.trajectories:
+            for trajectory in group.rollouts:
                 self._recorder.trajectory(reports.trace_record(trajectory, group, report.version + 1))
         if self._context.samples is not None:
             for record in self._context.samples.of_step(self._step, report.groups):

@@ -9,6 +9,20 @@ from libra_jax import protocols
 from libra_jax.coordinator import filters
 
 
+def outcomes(config: configuration.RunConfig, group: protocols.Group) -> list[tuple[protocols.Trajectory, bool]]:
+    """Returns the scored rollouts of a group that count, each with True if it is a success.
+
+    A rollout is a success if its reward, without the shaping of reward functions, reaches `algorithm.success_reward`.
+    Rollouts whose reward is left out because a limit cut them off (`task.cut_off`) do not count.
+    """
+    found = []
+    for trajectory in group.trajectories:
+        if not config.task.cuts(trajectory.finish):
+            reward = filters.compared_reward(config, trajectory)
+            found.append((trajectory, reward is not None and reward >= config.algorithm.success_reward))
+    return found
+
+
 class RatesState(TypedDict):
     """Weighted successes and rollouts by prompt, and prompt, successes and rollouts of each group not counted yet."""
 
@@ -19,9 +33,8 @@ class RatesState(TypedDict):
 class Rates:
     """The success rate of each prompt that has finished rollouts.
 
-    A rollout is a success if its reward, without the shaping of reward functions, reaches `algorithm.success_reward`.
-    Rollouts whose reward is left out because a limit cut them off (`task.cut_off`) do not count. Each further rollout
-    of a prompt makes the earlier ones weigh less, by 1 - 1 / `algorithm.success_window`.
+    `outcomes` says which rollouts count, and which are successes. Each further rollout of a prompt makes the earlier
+    ones weigh less, by 1 - 1 / `algorithm.success_window`.
 
     Groups are counted in the order of their numbers, once `advance` says so. So rates depend on no timing. An entry is
     two numbers. There are at most as many as groups that finished, so nothing is ever dropped.
@@ -38,13 +51,9 @@ class Rates:
 
     def add(self, group: protocols.Group) -> None:
         """Takes a group whose rollouts are all scored."""
-        counted = [one for one in group.trajectories if not self._config.task.cuts(one.finish)]
-        if not self._used or not counted:
-            return
-        rewards = [filters.compared_reward(self._config, trajectory) for trajectory in counted]
-        threshold = self._config.algorithm.success_reward
-        solved = sum(reward is not None and reward >= threshold for reward in rewards)
-        self._later[group.group_id] = group.task.prompt, solved, len(counted)
+        found = outcomes(self._config, group) if self._used else []
+        if found:
+            self._later[group.group_id] = group.task.prompt, sum(solves for _, solves in found), len(found)
 
     def advance(self, before: int) -> None:
         """Counts the groups with numbers below `before`."""

@@ -5,7 +5,7 @@ another device. If `context` splits the tokens of rows, the devices exchange hea
 A platform's own kernel (Splash on TPU, cuDNN on GPU) takes the rows where it can compute them.
 
 Letters: B rows, T queries, S keys, C chunk, I query blocks, H query heads, N key and value heads, G = H / N query heads
-a key head, K head width.
+a key head, K head width, M sequences that a row may hold.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def target(device: jax.Device) -> feasibility.Target:
 
 def prepare(
     segments_BxT: jax.Array,
+    lengths_BxM: jax.Array | None = None,
     *,
     kernel: str,
     chunk: int,
@@ -55,8 +56,10 @@ def prepare(
     """Returns the attention function for these segments, after it has computed what all layers share.
 
     Args:
-      segments_BxT: int; 0 is padding. "cudnn" needs the sequences of a row numbered from 1, each in one piece, and at
-        most `planning.rows.max_segments` of them, as `training.packing` lays them out.
+      segments_BxT: int; 0 is padding. "cudnn" needs the sequences of a row numbered from 1, one after another from
+        its first column, and at most `planning.rows.max_segments` of them, as `training.packing` lays them out.
+      lengths_BxM: int32 tokens of each sequence, 0 for sequences that do not exist. Only "cudnn" reads it, whose time
+        and memory grow with M. None: M is `planning.rows.max_segments`.
       kernel: "chunked"; "splash" (TPU); "cudnn" (GPU, bfloat16); "auto" takes the platform's kernel if it can compute
         this case, else "chunked".
       chunk: number of queries and keys in a block of "chunked"; rows up to this length are one dense block.
@@ -84,7 +87,9 @@ def prepare(
         shared += (splash_attention.needed_blocks(segments_BxT),)
     elif chosen == "cudnn":
         local = cudnn_attention.attend
-        shared += cudnn_attention.layout(segments_BxT, rows.max_segments(tokens, packed))
+        if lengths_BxM is None:
+            lengths_BxM = cudnn_attention.sequence_lengths(segments_BxT, rows.max_segments(tokens, packed))
+        shared += cudnn_attention.layout(lengths_BxM)
     if (mesh := sharding.current_mesh()) is not None:
         if context > 1:
             part = functools.partial(chunked_part, chunk=chunk)

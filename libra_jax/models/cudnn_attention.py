@@ -42,25 +42,41 @@ class Fused(Protocol):
         ...
 
 
-def layout(segments_BxT: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+def takes_grouped() -> bool:
+    """Returns whether the installed JAX finds packed keys of grouped heads.
+
+    Releases before 0.11.1 count the keys' offsets with the number of query heads (`_fix_seqlen_offsets`). So `attend`
+    copies keys and values to every query head.
+    """
+    return jax.__version_info__ >= (0, 11, 1)
+
+
+def sequence_lengths(segments_BxT: jax.Array, most: int) -> jax.Array:
+    """Returns the tokens of each sequence, int32 [B, M]; 0 for sequences that do not exist.
+
+    Args:
+      segments_BxT: int; the sequences of a row are numbered from 1; 0 is padding.
+      most: M, at least the largest number (static).
+    """
+    return (segments_BxT[:, None, :] == jnp.arange(1, most + 1)[:, None]).sum(-1, dtype=jnp.int32)
+
+
+def layout(lengths_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns where the sequences of each row begin and how long they are, as cuDNN takes them.
 
     A row without a sequence counts as one sequence of its first token, because a call without any sequence is not
     covered by JAX's tests of the kernel. `attend` clears what the kernel computes for this token.
 
     Args:
-      segments_BxT: int; the sequences of a row are numbered from 1 and lie in one piece each; 0 is padding.
-      most: M, at least the largest number (static).
+      lengths_BxM: int32 tokens of each sequence; 0 for sequences that do not exist. The sequences of a row follow one
+        another from its first column.
 
     Returns:
       Starts [B, M + 1] and lengths [B, M], int32; -1 for sequences that do not exist. The last start is always -1.
     """
-    member_BxMxT = segments_BxT[:, None, :] == jnp.arange(1, most + 1)[:, None]
-    lengths_BxM = member_BxMxT.sum(-1, dtype=jnp.int32)
-    first_M = jnp.arange(most) == 0
+    first_M = jnp.arange(lengths_BxM.shape[1]) == 0
     lengths_BxM = jnp.where((lengths_BxM.max(-1, keepdims=True) == 0) & first_M, 1, lengths_BxM)
-    # argmax finds the first member; it is 0 for a row without a sequence, as the replacement needs.
-    starts_BxM = jnp.argmax(member_BxMxT, axis=-1).astype(jnp.int32)
+    starts_BxM = jnp.cumsum(lengths_BxM, axis=-1) - lengths_BxM
     exists_BxM = lengths_BxM > 0
     starts_BxM, lengths_BxM = (jnp.where(exists_BxM, x, -1) for x in (starts_BxM, lengths_BxM))
     return jnp.pad(starts_BxM, ((0, 0), (0, 1)), constant_values=-1), lengths_BxM
@@ -107,9 +123,10 @@ def attend(
         return jnp.where(real_BxTx1x1, x_BxTxHxK, jnp.zeros((), x_BxTxHxK.dtype))
 
     def widen(x_BxTxNxK: jax.Array) -> jax.Array:
-        # JAX (0.10.2, _fix_seqlen_offsets) computes offsets of packed keys with the number of query heads.
+        if takes_grouped() or not packed:
+            return x_BxTxNxK
         shape = (*x_BxTxNxK.shape[:3], heads // kv_heads, head_dim)
-        return jnp.broadcast_to(x_BxTxNxK[:, :, :, None], shape).reshape(q_BxTxHxK.shape) if packed else x_BxTxNxK
+        return jnp.broadcast_to(x_BxTxNxK[:, :, :, None], shape).reshape(q_BxTxHxK.shape)
 
     starts, lengths = (starts_BxS, lengths_BxM) if packed else (None, lengths_BxM[:, 0])
     out_BxTxHxK = (fused or stablehlo.dot_product_attention)(

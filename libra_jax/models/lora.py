@@ -26,6 +26,11 @@ LEAVES = ("lora_a", "lora_b")
 """Names of the trained leaves."""
 
 
+def is_leaf(path: tuple[Any, ...]) -> bool:
+    """Tells whether a path of `jax.tree_util`, in a tree of the policy, leads to a leaf of the adapter."""
+    return any(getattr(part, "key", None) in LEAVES for part in path)
+
+
 def split(tree: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the adapter and the rest of a tree, each in the tree's nesting without empty dicts."""
     adapter: dict[str, Any] = {}

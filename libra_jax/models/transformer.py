@@ -4,7 +4,8 @@ The modules define the parameters and the computation of a layer. Other rooms us
 a nested plain dict of arrays, and `forward` is a pure function of the dict. Axis 0 of the leaves under "layers" is the
 layer. If the shape has an adapter, its leaves are part of the dict (`models.lora`).
 
-Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers.
+Letters: B rows, T tokens, D hidden size, V vocabulary, H query heads, N key and value heads, K head width, L layers,
+M sequences that a row may hold.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class ComputeOptions:
         return cls(model.compute_dtype, model.remat, model.attention, model.attention_chunk, packed, target)
 
 
+Tap = Callable[[Any], Any]
+"""Returns a tree of parameters unchanged, and looks at its gradient on the way back (`training.score_norms`)."""
+
+
 class Scanned(NamedTuple):
     """One layer's part of the arrays that the scan over the layers takes.
 
@@ -103,6 +108,8 @@ class Transformer(nnx.Module):
         segments_BxT: jax.Array,
         options: ComputeOptions,
         given: router.Given | None,
+        lengths_BxM: jax.Array | None,
+        tap: Tap | None = None,
     ) -> tuple[jax.Array, router.Losses | None]:
         config = self.config
         angles = rope.tables(config.rope, config.head_dim, positions_BxT)
@@ -110,6 +117,7 @@ class Transformer(nnx.Module):
         cos, sin = (sharding.constrain(table, sharding.WHOLE_TOKENS) for table in angles)
         attend = attention.prepare(
             segments_BxT,
+            lengths_BxM,
             kernel=options.attention,
             chunk=options.attention_chunk,
             heads=config.num_heads,
@@ -126,6 +134,8 @@ class Transformer(nnx.Module):
 
         def layer(x_BxTxD: jax.Array, own: Scanned) -> tuple[jax.Array, router.Losses | None]:
             state, experts_BxTxK = own
+            # Here and not on the stack, so that the gradients of one layer at a time exist.
+            state = state if tap is None else tap(state)
             if options.remat == "offload":
                 x_BxTxD = checkpoint_name(x_BxTxD, LAYER_INPUT)
             own_given = None if given is None else given._replace(experts=experts_BxTxK)
@@ -185,9 +195,10 @@ def forward(
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
     given: router.Given | None = None,
+    lengths_BxM: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the hidden states after the final norm, as `forward_and_losses`."""
-    return forward_and_losses(params, config, options, tokens_BxT, positions_BxT, segments_BxT, given)[0]
+    return forward_and_losses(params, config, options, tokens_BxT, positions_BxT, segments_BxT, given, lengths_BxM)[0]
 
 
 def forward_and_losses(
@@ -198,6 +209,8 @@ def forward_and_losses(
     positions_BxT: jax.Array,
     segments_BxT: jax.Array,
     given: router.Given | None = None,
+    lengths_BxM: jax.Array | None = None,
+    tap: Tap | None = None,
 ) -> tuple[jax.Array, router.Losses | None]:
     """Returns the hidden states after the final norm, and the losses of the routers.
 
@@ -210,6 +223,8 @@ def forward_and_losses(
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
         earlier tokens of its segment.
       given: experts of a mixture's tokens in all layers, chosen elsewhere; None: the routers choose.
+      lengths_BxM: int32 tokens of each sequence of a row, for cuDNN's attention (`attention.prepare`).
+      tap: goes over the parameters of each layer, not over those outside the layers.
 
     Returns:
       [B, T, D] in the compute dtype; values at padding are finite and meaningless. The losses are None without experts.
@@ -217,7 +232,7 @@ def forward_and_losses(
     graph, state = _abstract(config)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given)
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given, lengths_BxM, tap)
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:

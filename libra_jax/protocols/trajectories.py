@@ -152,6 +152,8 @@ class Trajectory:
         token's experts, layers first: 1 byte up to 256 experts, else 2, little-endian.
       teacher_log_probs: log-probability of each token under a teacher behind an endpoint, at temperature 1; 0.0 for the
         first one. Empty without such a teacher, and until it has scored the rollout.
+      replayed: True for a stored success of earlier groups (`algorithm.replay`). It is trained and counts as no rollout
+        of its group anywhere else.
       turns: one entry per model output.
       reward: scalar reward; None until the environment has scored the rollout.
       environment_reward: the environment's own part of `reward`, before weights and reward functions. 0 if a limit
@@ -183,6 +185,7 @@ class Trajectory:
     snapshot: RolloutSnapshot | None = None
     environment_reward: float | None = None
     teacher_log_probs: list[float] = field(default_factory=list)
+    replayed: bool = False
 
     def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:
         """Appends tokens that no policy sampled (prompt or tool return)."""
@@ -245,13 +248,20 @@ class Group:
       group_id: admission number, unique and increasing in a run.
       task: the task of all rollouts.
       dispatch_version: policy version at the group's first dispatch; the group's staleness is counted from here.
-      trajectories: finished rollouts, in sample order.
+      trajectories: finished rollouts, in sample order; then the replayed one, if there is one.
+      replay: stored success of the prompt that joins the rollouts if none of them succeeds; None once they are scored.
     """
 
     group_id: int
     task: Task
     dispatch_version: int
     trajectories: list[Trajectory] = field(default_factory=list)
+    replay: Trajectory | None = None
+
+    @property
+    def rollouts(self) -> list[Trajectory]:
+        """The group's own rollouts: all trajectories that are not replayed."""
+        return [trajectory for trajectory in self.trajectories if not trajectory.replayed]
 
 
 class TurnRecord(TypedDict):

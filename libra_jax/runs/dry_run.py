@@ -122,11 +122,12 @@ def _learning(config: libra_config.RunConfig) -> list[str]:
         reference = "the frozen weights" if config.model.lora.rank else "the initial policy"
         reference = algorithm.teacher or reference
         kl = f"{algorithm.kl_coefficient:g} x {algorithm.kl_estimator} to {reference}, in {where}"
+    less = "" if algorithm.baseline == "mean" else f" less {resolving.shown(algorithm.baseline)}"
     warmup = f" after {optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else ""
     rate = f"learning rate {optimizer.learning_rate:g}, {resolving.shown(optimizer.schedule)}{warmup}"
     clip = f"norm clipped at {optimizer.clip_norm:g}" if optimizer.clip_norm else "norm not clipped"
     return [
-        f"algorithm   {algorithm.advantage} advantages, {algorithm.loss} loss ({ratio}), "
+        f"algorithm   {algorithm.advantage} advantages{less}, {algorithm.loss} loss ({ratio}), "
         f"{algorithm.aggregation}, objective {algorithm.objective}, correction {algorithm.correction}{several}",
         f"KL          {kl}",
         *([f"critic      learning rate {config.critic.learning_rate:g}{warming}"] * config.critic.enabled),

@@ -67,7 +67,7 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     filters.make(config)
     budgets.make(config)
     if config.algorithm.teacher_served:
-        teachers.made(config.algorithm)
+        teachers.check(config.algorithm)
     _check_functions(config)
     if shape is None:
         return
@@ -165,7 +165,7 @@ def _check_shape(config: libra_config.RunConfig, shape: model_config.Transformer
 
 def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset()) -> list[str]:
     """Lists what a run of this config lacks on this machine, one sentence each: weights, an adapter to start from,
-    tokenizer files, tasks, files of tools.
+    tokenizer files, tasks, a teacher's key, files of tools.
 
     Args:
       config: configuration of the run.
@@ -196,6 +196,11 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
             factories.task_source(config.task, config.seed)
         except protocols.DataError as error:
             found.append(f"config.task.path: {error}")
+    if config.algorithm.teacher_served:
+        try:
+            teachers.made(config.algorithm)
+        except protocols.ConfigError as error:
+            found.append(str(error))
     return found + toolkit.Toolkit(config.tools, config.sandbox).missing()
 
 
@@ -223,6 +228,12 @@ def _check_functions(config: libra_config.RunConfig) -> None:
             "advantage_arguments",
             algorithm.advantage,
             {"inputs": None, **algorithm.advantage_arguments},
+        ),
+        (
+            "algorithm.baseline",
+            "baseline_arguments",
+            algorithm.baseline,
+            {"inputs": None, **algorithm.baseline_arguments},
         ),
         ("optimizer.name", "arguments", optimizer.name, {"config": optimizer, **optimizer.arguments}),
         ("optimizer.schedule", "schedule_arguments", optimizer.schedule, schedule),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from libra_jax.runs import wiring
 
 if TYPE_CHECKING:
     from libra_jax.training import learner as learner_lib
+    from libra_jax.training import packing
 
 COLUMN = "messages"
 METRICS = "metrics.jsonl"
@@ -126,6 +127,7 @@ def tune(
     os.environ.update(wiring.trainer_spec(config, asked.output).environment)
     from libra_jax.training import batch as batch_lib
     from libra_jax.training import optimizer, trainer
+    from libra_jax.training import sequences as sequences_lib
 
     # No rollouts follow, and no objective but this one: the optimizer starts fresh, and stays.
     actor = trainer.create(libra_config.to_dict(config), str(asked.output))
@@ -140,10 +142,11 @@ def tune(
         learner.compile("supervised")
         status(f"{info.parameters:,} parameters on {info.device_kind}; {len(trained)} chats, {len(held)} held out")
         picked = _batches(trained, asked.batch_size, steps, rng)
+        held_out = batch_lib.pack(config, sequences_lib.examples(held, 0, learner.model)) if held else None
         skipped, began = 0, time.monotonic()
         with (asked.output / METRICS).open("w") as file:
             for step, batch in enumerate(picked, 1):
-                packed = batch_lib.pack(config, batch_lib.examples(batch, 0, learner.model))
+                packed = batch_lib.pack(config, sequences_lib.examples(batch, 0, learner.model))
                 metrics = learner.update("supervised", packed, float(schedule(step - 1)))
                 skipped = skipped + 1 if metrics["skipped"] else 0
                 if skipped > config.trainer.max_skipped_steps:
@@ -151,8 +154,8 @@ def tune(
                         f"{skipped} steps in a row were not finite; lower optimizer.learning_rate or look at the data"
                     )
                 if step == steps or step % max(1, steps // 20) == 0:
-                    if held:
-                        metrics["held_out_loss"] = _loss(learner, batch_lib, config, held)
+                    if held_out is not None:
+                        metrics["held_out_loss"] = _loss(learner, held_out)
                     left = (time.monotonic() - began) / step * (steps - step)
                     shown = f", held out {metrics['held_out_loss']:.4f}" if held else ""
                     status(f"step {step}/{steps}, loss {metrics['loss']:.4f}{shown}, {left:.0f} s left")
@@ -175,14 +178,8 @@ def _batches(
     return [[chosen[index] for index in order[start : start + size]] for start in range(0, steps * size, size)]
 
 
-def _loss(
-    learner: learner_lib.Learner,
-    batch_lib: Any,
-    config: libra_config.RunConfig,
-    held: Sequence[protocols.Trajectory],
-) -> float:
+def _loss(learner: learner_lib.Learner, packed: packing.Packed) -> float:
     """Returns the mean cross entropy of the held-out chats."""
-    packed = batch_lib.pack(config, batch_lib.examples(held, 0, learner.model))
     indices = range(len(packed.micro_batches))
     sums, _ = learner.sums("supervised", learner.policy, packed, [{} for _ in indices], indices)
     return float(sums.loss) / float(sums.count)

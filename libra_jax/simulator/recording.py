@@ -128,6 +128,7 @@ def read(workdir: Path) -> Recording:
     config = _config(workdir / CONFIG_FILE)
     for name, chosen, usual in (
         ("algorithm.budget", config.algorithm.budget, "uniform"),
+        ("algorithm.replay", config.algorithm.replay, "none"),
         ("task.order", config.task.order, "sequential"),
     ):
         if chosen != usual:

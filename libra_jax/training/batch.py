@@ -8,10 +8,10 @@ Letters: N trajectories, T tokens.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -19,14 +19,18 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import estimators, kl
+from libra_jax.algorithms import estimators, kl, turn_selection
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding
 from libra_jax.training import packing, world
+from libra_jax.training import sequences as sequences_lib
 
 Score = Callable[[packing.Packed, Sequence[dict[str, Any]]], "list[jax.Array]"]
 """Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch. Takes the batch
 and each micro-batch's `routing` and `routed`, or empty dicts."""
+
+ScoreNorms = Callable[[Sequence[packing.Example]], estimators.Scores]
+"""Returns the scores of trajectories (`learner.Learner.score_norms`)."""
 
 NO_ADVANTAGE = 1e-6
 """Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
@@ -45,6 +49,7 @@ class Prepared:
         without truncated rollouts; empty without a critic.
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence.
+      described: metrics of what was left out of the loss; empty if all turns are trained.
     """
 
     packed: packing.Packed
@@ -53,6 +58,7 @@ class Prepared:
     targets: Sequence[dict[str, Any]]
     examples: Sequence[packing.Example]
     advantages: Sequence[np.ndarray]
+    described: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def work(self) -> tuple[int, ...]:
@@ -66,6 +72,7 @@ def prepare(
     model: model_config.TransformerConfig,
     score: Score | None = None,
     value: Score | None = None,
+    score_norms: ScoreNorms | None = None,
 ) -> Prepared:
     """Packs a batch and lays out the further arrays that the objective needs.
 
@@ -75,6 +82,7 @@ def prepare(
       model: shape of the model.
       score: scoring function of the reference model; called only if the trainer has one (`scores_reference`).
       value: values of the critic, in the form of `score`; called only with `critic.enabled`.
+      score_norms: scores of single trajectories; called only with `algorithm.baseline=minimum_variance`.
 
     Raises:
       DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
@@ -84,7 +92,7 @@ def prepare(
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
     truncated = [config.task.cuts(item.finish) and not out for item, out in zip(trajectories, masked, strict=True)]
-    sequences = examples(trajectories, batch.policy_version, model, masked)
+    sequences = sequences_lib.examples(trajectories, batch.policy_version, model, masked)
     parts, taken = [], 0
     for groups in np.array_split(np.arange(len(batch.groups)), config.algorithm.minibatches):
         size = sum(len(batch.groups[index].trajectories) for index in groups)
@@ -117,10 +125,19 @@ def prepare(
         if value is None:
             raise protocols.LibraError("critic.enabled needs the critic's values, and only the trainer has a critic.")
         values = _gathered(packed, value(packed, routing), sequences)
+    of_rollouts = None
+    if config.algorithm.baseline == "minimum_variance":
+        if score_norms is None:
+            raise protocols.LibraError("algorithm.baseline=minimum_variance needs the gradients of single rollouts.")
+        of_rollouts = score_norms(sequences)
     advantage, returns = token_advantages(
-        config.algorithm, batch.groups, sequences, references, masked, values, truncated
+        config.algorithm, batch.groups, sequences, references, masked, values, truncated, of_rollouts
     )
     further["advantages"] = packed.scatter(advantage)
+    described: dict[str, float] = {}
+    if config.algorithm.entropy_share < 1:
+        # Only now, because advantages and a critic's returns are those of whole trajectories.
+        packed, sequences, described = _of_high_entropy(config.algorithm.entropy_share, packed, sequences, batch.groups)
     targets: Sequence[dict[str, Any]] = ()
     if values is not None and returns is not None:
         # A truncated rollout has no return to learn from.
@@ -139,7 +156,34 @@ def prepare(
         dict(zip(further, arrays, strict=True)) | experts
         for *arrays, experts in zip(*further.values(), routing, strict=True)
     ]
-    return Prepared(packed, extras, minibatches, targets, sequences, advantage)
+    return Prepared(packed, extras, minibatches, targets, sequences, advantage, described)
+
+
+def _of_high_entropy(
+    share: float, packed: packing.Packed, sequences: Sequence[packing.Example], groups: Sequence[protocols.Group]
+) -> tuple[packing.Packed, list[packing.Example], dict[str, float]]:
+    """Leaves the turns of the lowest entropy out of the loss (`algorithm.entropy_share`).
+
+    Returns:
+      The batch and its sequences with fewer trained tokens, and the metrics of the choice.
+    """
+    numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
+    masks = [example.mask_N for example in sequences]
+    kept = turn_selection.highest_entropy([example.behaviour_N for example in sequences], masks, numbers, share)
+    laid_out = packed.scatter([mask_N.astype(np.float32) for mask_N in kept])
+    micro_batches = tuple(
+        dataclasses.replace(item, mask=item.mask & (mask > 0))
+        for item, mask in zip(packed.micro_batches, laid_out, strict=True)
+    )
+    # A turn begins where the mask rises.
+    rises = [[np.diff(mask_N.astype(np.int8), prepend=0) > 0 for mask_N in each] for each in (masks, kept)]
+    turns, tokens = ([sum(map(np.count_nonzero, each)) for each in both] for both in (rises, (masks, kept)))
+    described = {
+        "turns/trained_share": turns[1] / max(1, turns[0]),
+        "tokens/entropy_share": tokens[1] / max(1, tokens[0]),
+    }
+    chosen = [dataclasses.replace(item, mask_N=mask_N) for item, mask_N in zip(sequences, kept, strict=True)]
+    return dataclasses.replace(packed, micro_batches=micro_batches), chosen, described
 
 
 def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]) -> list[np.ndarray]:
@@ -208,87 +252,6 @@ def pack(
     return packed
 
 
-def examples(
-    trajectories: Sequence[protocols.Trajectory],
-    policy_version: int,
-    model: model_config.TransformerConfig,
-    masked: Sequence[bool] | None = None,
-) -> list[packing.Example]:
-    """Makes the per-token arrays of each trajectory.
-
-    Args:
-      trajectories: trajectories to train on.
-      policy_version: version that trains. Tokens sampled by this version are `on_version`.
-      model: shape of the model.
-      masked: True for each trajectory whose tokens are all left out of the loss; None masks none.
-
-    Raises:
-      DataError: a trajectory's lists differ in length, a token is outside the vocabulary, a log-probability is not a
-        number, or its experts are not the model's; the message names the trajectory.
-    """
-    made = []
-    for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
-        name = trajectory.trajectory_id
-        example = packing.Example(
-            sequence_id=name,
-            tokens_N=np.array(trajectory.token_ids, np.int32),
-            mask_N=np.array(trajectory.loss_mask, bool),
-            behaviour_N=np.array(trajectory.log_probs, np.float32),
-            on_version_N=np.array(trajectory.policy_versions, np.int64) == policy_version,
-            routing_RxW=_routing(trajectory, model),
-        )
-        lengths = {len(example.tokens_N), len(example.mask_N), len(example.behaviour_N), len(example.on_version_N)}
-        if len(lengths) > 1:
-            raise protocols.DataError(
-                f"trajectory {name}: its per-token lists have different lengths {sorted(lengths)}."
-            )
-        # No device raises an error for a token outside the embedding table.
-        if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < model.vocab_size:
-            raise protocols.DataError(
-                f"trajectory {name}: holds a token id outside the model's vocabulary of {model.vocab_size}; tokenizer "
-                "and model do not belong together."
-            )
-        if not np.isfinite(example.behaviour_N).all():
-            raise protocols.DataError(f"trajectory {name}: the engine returned a log-probability that is not a number.")
-        example.mask_N[:] &= not out
-        made.append(example)
-    return made
-
-
-def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerConfig) -> np.ndarray | None:
-    """Returns the experts of a trajectory's first tokens, [R, W], or None if it has none.
-
-    Raises:
-      DataError: they are not experts of this model, a layer has one twice, or they are more than the tokens.
-    """
-    if not trajectory.routing:
-        return None
-    name, dtype = trajectory.trajectory_id, np.dtype(model.routing_dtype)
-    width = model.routing_width * dtype.itemsize
-    if len(trajectory.routing) > len(trajectory.token_ids) or {*map(len, trajectory.routing)} != {width}:
-        raise protocols.DataError(
-            f"trajectory {name}: the engine returned experts for {len(trajectory.routing)} of its "
-            f"{len(trajectory.token_ids)} tokens, of {sorted({*map(len, trajectory.routing)})} bytes each; "
-            f"the model's layers and experts take {width}."
-        )
-    found_RxW = np.frombuffer(b"".join(trajectory.routing), dtype).reshape(-1, model.routing_width)
-    # By pairs of experts: sorting each token's takes ten times as long, and a batch may hold gigabytes.
-    chosen_KxRxL = np.ascontiguousarray(np.moveaxis(found_RxW.reshape(len(found_RxW), model.num_layers, -1), -1, 0))
-    for first, second in itertools.combinations(chosen_KxRxL, 2):
-        if (same_RxL := first == second).any():
-            # Rows of zeros, for one, which an engine returns where it has filled in nothing.
-            token, layer = np.argwhere(same_RxL)[0]
-            raise protocols.DataError(
-                f"trajectory {name}: the engine returned an expert twice in layer {layer} of token {token}; each token "
-                f"takes {model.experts_per_token} different experts of a layer."
-            )
-    if found_RxW.max() >= model.num_experts:
-        raise protocols.DataError(
-            f"trajectory {name}: the engine returned expert {found_RxW.max()}, and the model has {model.num_experts}."
-        )
-    return found_RxW
-
-
 def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
     """Returns reward and group number of each trajectory, groups in order; float32 [N] and int32 [N].
 
@@ -318,6 +281,7 @@ def token_advantages(
     masked: Sequence[bool],
     values: Sequence[np.ndarray] | None = None,
     truncated: Sequence[bool] | None = None,
+    scores: estimators.Scores | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Returns advantages and returns of the tokens, one array per trajectory. Masked trajectories enter no baseline.
 
@@ -329,11 +293,12 @@ def token_advantages(
     Args:
       config: settings that name the estimator.
       groups: groups of the batch.
-      sequences: `examples` of the batch's trajectories, in the same order.
+      sequences: `sequences.examples` of the batch's trajectories, in the same order.
       references: reference log-probability of each token, one array per trajectory, for the KL penalty in the reward.
       masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
       values: the critic's value before each token, one array per trajectory; None without a critic.
       truncated: trajectories that are trained without their reward (`TaskConfig.cuts`); None: none of them.
+      scores: scores of the trajectories; None unless the baseline needs them.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
@@ -365,6 +330,7 @@ def token_advantages(
         kl_NxT=kl_NxT,
         values_NxT=values_NxT,
         truncated_N=None if truncated is None else np.array(truncated, bool),
+        scores=scores,
     )
     returns_NxT = None
     if values_NxT is not None:
@@ -389,7 +355,7 @@ def statistics(
 
     Args:
       values: advantage of each token, one array per trajectory.
-      sequences: `examples` of the trajectories, in the same order.
+      sequences: `sequences.examples` of the trajectories, in the same order.
       groups: groups of the batch, in the same order.
 
     Returns:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from libra_jax.algorithms import objective
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding, transformer
+from libra_jax.training import packing
 
 HEAD = "value_head"
 
@@ -68,7 +69,13 @@ class Values:
         """Returns V at every input token of a micro-batch, float32 [B, T]; meaningless in padding."""
         trunk = {name: value for name, value in params.items() if name != HEAD}
         hidden_BxTxD = transformer.forward(
-            trunk, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"]
+            trunk,
+            self.model,
+            self.options,
+            batch["tokens"],
+            batch["positions"],
+            batch["segments"],
+            lengths_BxM=batch.get(packing.LENGTHS),
         )
         head = params[HEAD]
         values_BxT = jnp.einsum("btd,d->bt", hidden_BxTxD.astype(jnp.float32), head["weight"].astype(jnp.float32))

@@ -18,10 +18,11 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import batch_statistics, objective
-from libra_jax.models import attention, lora, sharding, transformer
+from libra_jax.algorithms import batch_statistics, estimators, objective
+from libra_jax.models import attention, feasibility, lora, sharding, transformer
 from libra_jax.models import config as model_config
-from libra_jax.training import background, losses, optimizer, packing, step, updates, world
+from libra_jax.planning import rows
+from libra_jax.training import background, losses, optimizer, packing, score_norms, step, updates, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import state as state_lib
 
@@ -47,6 +48,7 @@ class Learner:
       compares: True if the objective compares the policy with a reference model.
       refers: True if the reference model is on this learner's mesh. Else a teacher has scored the batch elsewhere.
       teacher: shape of a reference model that is read from a directory; None: it is the initial policy.
+      lists_sequences: True if programs take `packing.LENGTHS`, because cuDNN computes the attention of packed rows.
       scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
@@ -117,6 +119,20 @@ class Learner:
         options = transformer.ComputeOptions.from_config(
             config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
         )
+        self.lists_sequences = (
+            options.packed
+            and options.target.platform == "gpu"
+            and feasibility.choose_attention(
+                options.attention,
+                options.target,
+                config.trainer.row_tokens,
+                model.head_dim,
+                options.compute_dtype,
+                options.packed,
+                whole_rows=feasibility.splits_heads(model.num_heads // config.trainer.tensor, config.trainer.context),
+            )
+            == "cudnn"
+        )
         scorer = losses.Scorer(model, options, config.model.logits_chunk)
         referred = self.teacher or dataclasses.replace(model, adapter=None)
         reference = losses.Scorer(referred, options, config.model.logits_chunk)
@@ -140,6 +156,7 @@ class Learner:
             losses=known,
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
             proximal=values if critic else lambda params, batch: scorer(params, batch, temperature=temperature)[0],
+            norms=score_norms.ScoreNorms(scorer, temperature, adapter=model.adapter is not None),
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()
@@ -228,42 +245,61 @@ class Learner:
         self.state = self.accumulator = None
         return leaves, structure
 
-    def compile(self, loss: str, row_tokens: int | None = None, *, sums_only: bool = False) -> None:
+    def compile(
+        self, loss: str, row_tokens: int | None = None, most: int | None = None, *, sums_only: bool = False
+    ) -> None:
         """Compiles the programs of a step before its first use.
 
         Args:
           loss: `POLICY`, `SUPERVISED` or `VALUE`.
           row_tokens: length of the rows; None for the shortest.
+          most: sequences that a row may hold; None for the fewest of `row_shapes`.
           sums_only: compile only what `sums` needs.
         """
-        batch = self.micro_batch(loss, row_tokens)
+        batch = self.micro_batch(loss, row_tokens, most)
         if sums_only:
             self.programs.program(loss, batch)
         else:
             self.programs.compile(loss, batch)
 
+    def row_shapes(self) -> list[tuple[int, int]]:
+        """Returns the rows that a step may need, as length and most sequences: the shortest with the fewest first."""
+        packs = self.config.trainer.pack
+        return [
+            (row_tokens, most)
+            for row_tokens in packing.row_lengths(self.config.trainer)
+            # Only the time of cuDNN's attention depends on the number, so other kernels need one program.
+            for most in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
+        ]
+
     def _shapes(self) -> Sequence[step.Shape]:
-        """Returns the shapes of the micro-batches that a step may need, the shortest rows first."""
+        """Returns the shapes of the micro-batches that a step may need, in the order of `row_shapes`."""
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
         warms_up = self.config.warm_start.steps > 0 and self.layout.state.base is None and self._loss == POLICY
         names = [SUPERVISED] * warms_up + [step.SCORE] * self.refers
         names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None or self._loss == VALUE)
+        names += [step.NORMS] * (self.config.algorithm.baseline == "minimum_variance" and self._loss == POLICY)
         found = []
-        for row_tokens in packing.row_lengths(self.config.trainer):
+        for row_shape in self.row_shapes():
             for name in (*names, self._loss):
-                arrays = self.micro_batch(name, row_tokens).items()
+                arrays = self.micro_batch(name, *row_shape).items()
                 found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
         return found
 
-    def micro_batch(self, name: str, row_tokens: int | None = None) -> dict[str, np.ndarray]:
+    def micro_batch(self, name: str, row_tokens: int | None = None, most: int | None = None) -> dict[str, np.ndarray]:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
-          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE` or `step.PROXIMAL`.
+          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE`, `step.PROXIMAL` or `step.NORMS`.
           row_tokens: length of the rows; None for the shortest.
+          most: sequences that a row may hold; None for the fewest of `row_shapes`.
         """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
+        # The rows of NORMS hold a sequence each, whose attention needs no list of them.
+        if self.lists_sequences and name != step.NORMS:
+            most = most or rows.segment_bounds(shape[1], packed=True)[0]
+            batch[packing.LENGTHS] = np.zeros((shape[0], most), np.int32)
         if name == POLICY:
             # The extras of `batch.prepare`: a batch with other arrays would be another program.
             extras = ["advantages"]
@@ -286,6 +322,11 @@ class Learner:
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
+    def arrays(self, micro_batch: packing.MicroBatch, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a packed micro-batch and its further arrays as programs take them, like those of `micro_batch`."""
+        listed = {packing.LENGTHS: packing.sequence_lengths(micro_batch)} if self.lists_sequences else {}
+        return {**vars(micro_batch), **listed, **extras}
+
     def reference_log_probs(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
         """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch.
 
@@ -306,13 +347,38 @@ class Learner:
         with world.explaining():
             return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
 
+    def score_norms(self, examples: Sequence[packing.Example]) -> estimators.Scores:
+        """Returns the scores of trajectories under the policy as it is now; 0 for those without a trained token.
+
+        Takes a backward pass over each trajectory, in a row of its own.
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
+        """
+        state, found = self.train_state(), np.zeros((2, len(examples)), np.float32)
+        packed = packing.pack(examples, dataclasses.replace(self.config.trainer, pack=False))
+        extras: Sequence[Mapping[str, Any]] = [{} for _ in packed.micro_batches]
+        if self.config.algorithm.routing_replay == "rollout":
+            extras = packed.routing(examples, self.model.routing_width, np.dtype(self.model.routing_dtype))
+        with world.explaining():
+            scored = (
+                self.programs.put({**vars(item), **extra})
+                for item, extra in zip(packed.micro_batches, extras, strict=True)
+            )
+            numbers = jax.device_get([self.programs.norms(state.params, arrays, state.base) for arrays in scored])
+        for index, place in enumerate(packed.places):
+            if place is not None:
+                found[:, index] = numbers[place.micro_batch][:, place.row]
+        return estimators.Scores(np.sqrt(found[0]), found[1])
+
     def _scored(
         self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], indices: Iterable[int]
     ) -> Iterator[dict[str, jax.Array]]:
         """Yields the arrays on the mesh from which a program scores each micro-batch."""
         for index in indices:
             routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
-            yield self.programs.put(vars(packed.micro_batches[index]) | routing)
+            yield self.programs.put(self.arrays(packed.micro_batches[index], routing))
 
     def sums(
         self,
@@ -540,7 +606,7 @@ class Learner:
             # Between two updates the state is no longer that of before the step, so the step goes on.
             if self.abort.is_set() and not self._taking:
                 raise protocols.StepAborted(f"the step was aborted after {len(parts)} of its micro-batches.")
-            arrays = self.programs.put({**vars(packed.micro_batches[index]), **extras[index]})
+            arrays = self.programs.put(self.arrays(packed.micro_batches[index], extras[index]))
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays, base)
             parts.append(part)
         return accumulator

@@ -117,11 +117,15 @@ def _local_scores(
 
     def score(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, tuple[jax.Array, ...]]:
         hidden_CxD, targets_C = inputs
-        logits_CxV, chosen_CxV = _logits(settings, hidden_CxD, head_DxV, targets_C)
-        normalizer_C = jax.nn.logsumexp(logits_CxV, axis=-1)
-        log_p_CxV = logits_CxV - normalizer_C[:, None]
-        mean_C = jnp.sum(jnp.exp(log_p_CxV) * log_p_CxV, axis=-1)
-        return None, (jnp.sum(jnp.where(chosen_CxV, logits_CxV, 0.0), axis=-1), normalizer_C, mean_C)
+        logits_CxV, chosen_CxV, here_C = _logits(settings, hidden_CxD, head_DxV, targets_C)
+        # A compiler reads the logits twice: for their maximum, and for the three sums, which all start from it.
+        top_C = jnp.max(logits_CxV, axis=-1)
+        below_CxV = logits_CxV - top_C[:, None]
+        odds_CxV = jnp.exp(below_CxV)
+        total_C = jnp.sum(odds_CxV, axis=-1)
+        mean_C = jnp.sum(odds_CxV * below_CxV, axis=-1) / total_C - jnp.log(total_C)
+        chosen_C = jnp.sum(jnp.where(chosen_CxV, below_CxV, 0.0), axis=-1) + jnp.where(here_C, top_C, 0.0)
+        return None, (chosen_C, top_C + jnp.log(total_C), mean_C)
 
     _, (chosen_BxT, part_BxT, mean_BxT) = _scan(settings.chunk, score, None, (hidden_BxTxD, targets_BxT))
     # The parts of the vocabulary meet here, after the loop. A part holds exp(its normalizer - the normalizer of all) of
@@ -149,7 +153,7 @@ def _local_gradients(
 
     def add(head_grad_DxV: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         hidden_CxD, targets_C, entropy_C, normalizer_C, log_prob_grad_C, entropy_grad_C = inputs
-        logits_CxV, chosen_CxV = _logits(settings, hidden_CxD, head_DxV, targets_C)
+        logits_CxV, chosen_CxV, _ = _logits(settings, hidden_CxD, head_DxV, targets_C)
         log_p_CxV = logits_CxV - normalizer_C[:, None]
         p_CxV = jnp.exp(log_p_CxV)
         grad_CxV = log_prob_grad_C[:, None] * (chosen_CxV - p_CxV)
@@ -199,10 +203,12 @@ def _scan(
 
 def _logits(
     settings: Settings, hidden_CxD: jax.Array, head_DxV: jax.Array, targets_C: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the logits in float32, and which of them is the target's: both [C, V]."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the float32 logits and which of them is the target's, both [C, V], and whether there is one, [C]."""
     logits_CxV = jnp.einsum("cd,dv->cv", hidden_CxD, head_DxV, preferred_element_type=jnp.float32)
     # Compared, not indexed: a device holds only a part of the vocabulary.
-    vocabulary_V = jax.lax.broadcasted_iota(targets_C.dtype, (1, head_DxV.shape[1]), 1)
-    first = collectives.first_index("tensor", head_DxV.shape[1])
-    return logits_CxV / settings.temperature, vocabulary_V == (targets_C - first)[:, None]
+    size = head_DxV.shape[1]
+    vocabulary_V = jax.lax.broadcasted_iota(targets_C.dtype, (1, size), 1)
+    target_C = targets_C - collectives.first_index("tensor", size)
+    here_C = (target_C >= 0) & (target_C < size)
+    return logits_CxV / settings.temperature, vocabulary_V == target_C[:, None], here_C

@@ -19,7 +19,7 @@ from libra_jax.algorithms import batch_statistics, corrections, kl, objective
 from libra_jax.models import config as model_config
 from libra_jax.models import router, transformer
 from libra_jax.planning import rows
-from libra_jax.training import logprobs
+from libra_jax.training import logprobs, packing
 
 Batch = Mapping[str, jax.Array]
 
@@ -39,18 +39,33 @@ class Scorer:
     logits_chunk: int
 
     def __call__(
-        self, params: Any, batch: Batch, *, temperature: float, entropy_gradient: bool = False
+        self,
+        params: Any,
+        batch: Batch,
+        *,
+        temperature: float,
+        entropy_gradient: bool = False,
+        tap: transformer.Tap | None = None,
     ) -> tuple[jax.Array, jax.Array, router.Losses | None]:
         """Returns log p(target) and entropy of a micro-batch's targets, float32 [B, T], and the losses of the routers.
 
-        With `routing` in the batch, the tokens that are `routed` take the given experts.
+        With `routing` in the batch, the tokens that are `routed` take the given experts. `tap` goes over the parameters
+        of each layer.
         """
         given = None
         if "routing" in batch:
             routing_BxTxLxK = batch["routing"].reshape(*batch["tokens"].shape, self.model.num_layers, -1)
             given = router.Given(routing_BxTxLxK, batch["routed"])
         hidden_BxTxD, of_routers = transformer.forward_and_losses(
-            params, self.model, self.options, batch["tokens"], batch["positions"], batch["segments"], given
+            params,
+            self.model,
+            self.options,
+            batch["tokens"],
+            batch["positions"],
+            batch["segments"],
+            given,
+            batch.get(packing.LENGTHS),
+            tap,
         )
         head_DxV = transformer.unembedding(params, self.model)
         log_probs_BxT, entropy_BxT = logprobs.token_log_probs(

@@ -6,7 +6,7 @@ effect and are left out. Several sequences share a row, separated by segment ids
 sequence starts at position 0. `planning/rows.py` assigns sequences to rows, because step-time predictions use the same
 assignment. Numpy only, deterministic.
 
-Letters: B rows of a micro-batch, T columns of a row.
+Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may hold.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import rows
+
+LENGTHS = "lengths"
+"""Name of a micro-batch's `sequence_lengths` among the arrays of a program. Only cuDNN's attention needs them."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,17 @@ class Packed:
 def row_lengths(config: config_lib.TrainerConfig) -> tuple[int, ...]:
     """Returns the row lengths that programs are compiled for, ascending."""
     return (config.row_tokens, *config.row_buckets)
+
+
+def sequence_lengths(micro_batch: MicroBatch) -> np.ndarray:
+    """Returns the tokens of each sequence, int32 [B, M]; 0 for sequences that do not exist.
+
+    M is the first of `rows.segment_bounds` that suffices, because XLA compiles a program for each M.
+    """
+    segments_BxT = micro_batch.segments
+    bounds = rows.segment_bounds(segments_BxT.shape[1], packed=True)
+    most = next(bound for bound in bounds if bound >= segments_BxT.max())
+    return np.stack([np.bincount(row_T, minlength=most + 1)[1:] for row_T in segments_BxT]).astype(np.int32)
 
 
 def joined(parts: Sequence[Packed]) -> Packed:

@@ -11,6 +11,7 @@ Thread-safety: any thread may compile programs; one thread runs them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -26,6 +27,7 @@ import optax
 
 from libra_jax.algorithms import objective
 from libra_jax.models import lora
+from libra_jax.training import packing
 from libra_jax.training import state as state_lib
 
 Batch = Mapping[str, jax.Array]
@@ -33,14 +35,14 @@ Loss = Callable[[Any, Batch], objective.ObjectiveSums]
 Score = Callable[[Any, Batch], jax.Array]
 Report = dict[str, Any]
 
-SCORE, PROXIMAL, APPLY, ADD = "score", "proximal", "apply", "add"
+SCORE, PROXIMAL, NORMS, APPLY, ADD = "score", "proximal", "norms", "apply", "add"
 """Names of the programs that belong to no loss, used beside the names of the losses."""
 
 Key = tuple[Any, ...]
 """A program's name, and each array's name and shape."""
 
 Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
-"""A loss's name, SCORE or PROXIMAL, and the shapes of a micro-batch that the program was compiled for."""
+"""A loss's name, SCORE, PROXIMAL or NORMS, and the shapes of a micro-batch that the program was compiled for."""
 
 
 def grad_step(
@@ -66,7 +68,7 @@ def grad_step(
 
 
 def policy_scores(score: Score, params: Any, batch: Batch, base: Any = None) -> jax.Array:
-    """Returns the policy's log-probabilities [B, T]. If `base` is given, `params` are an adapter on it."""
+    """Returns what `score` says of the policy. If `base` is given, `params` are an adapter on it."""
     return score(params if base is None else lora.join(base, params), batch)
 
 
@@ -148,6 +150,7 @@ class Programs:
         losses: Mapping[str, Loss],
         score: Score,
         proximal: Score,
+        norms: Score,
         *,
         helped: bool = False,
     ) -> None:
@@ -159,6 +162,7 @@ class Programs:
           losses: loss functions by name.
           score: (params, batch) -> log-probabilities [B, T] of the reference model.
           proximal: (params, batch) -> log-probabilities [B, T] of the policy.
+          norms: (params, batch) -> numbers [2, B] of the scores of single rows (`score_norms`).
           helped: sums may be computed elsewhere, so `compile` also compiles the program that adds them.
         """
         self.shapes: list[Shape] = []
@@ -168,6 +172,7 @@ class Programs:
         self._losses = dict(losses)
         self._score = score
         self._proximal = proximal
+        self._norms = norms
         self._helped = helped
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._locks: dict[Key, threading.Lock] = {}
@@ -180,7 +185,7 @@ class Programs:
         """Returns a program, and compiles it at the first call with these shapes. If another thread compiles it, waits.
 
         Args:
-          name: `APPLY`, `ADD`, `SCORE`, `PROXIMAL`, or the name of a loss for its `grad_step`.
+          name: `APPLY`, `ADD`, `SCORE`, `PROXIMAL`, `NORMS`, or the name of a loss for its `grad_step`.
           batch: host or device arrays of the micro-batch, of which only shapes and dtypes count; None for `APPLY` and
             `ADD`.
         """
@@ -201,7 +206,7 @@ class Programs:
         params, state = state_lib.shardings_of(where.state.params), state_lib.shardings_of(trained)
         sums, base = state_lib.shardings_of(where.accumulator), state_lib.shardings_of(where.state.base)
         shapes = {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in batch.items()}
-        arrays = dict.fromkeys(batch, where.rows)
+        arrays = {field: self._place(field) for field in batch}
         function: Callable[..., Any]
         inputs: tuple[Any, ...]
         shardings: tuple[Any, ...]
@@ -224,20 +229,21 @@ class Programs:
             reference = where.state.reference or where.weights
             function, inputs = self._score, (reference, shapes)
             shardings, results = (state_lib.shardings_of(reference), arrays), where.rows
-        elif name == PROXIMAL:
-            function = functools.partial(policy_scores, self._proximal)
+        elif name in (PROXIMAL, NORMS):
+            function = functools.partial(policy_scores, self._proximal if name == PROXIMAL else self._norms)
             inputs, shardings, results = (
                 (where.state.params, shapes, where.state.base),
                 (params, arrays, base),
-                where.rows,
+                where.rows if name == PROXIMAL else where.everywhere,
             )
         else:
             function = functools.partial(grad_step, self._losses[name])
             inputs = where.state.params, where.accumulator, shapes, where.state.base
             shardings, results, donated = (params, sums, arrays, base), (sums, where.everywhere), (1,)
         jitted = jax.jit(function, in_shardings=shardings, out_shardings=results, donate_argnums=donated)
-        # The model pins its activations on the current mesh (`models.sharding.constrain`).
-        with jax.set_mesh(where.mesh):
+        # The model pins its activations on the current mesh (`models.sharding.constrain`). The rows of NORMS have a
+        # forward pass each, which has no rows to pin: the compiler lays it out, from the inputs' shardings.
+        with contextlib.nullcontext() if name == NORMS else jax.set_mesh(where.mesh):
             compiled = jitted.lower(*inputs).compile()
         if batch:
             self.shapes.append((name, shapes))
@@ -256,7 +262,7 @@ class Programs:
     def compile(self, name: str, batch: Mapping[str, Any]) -> None:
         """Compiles scoring, or all programs of a step with the named loss, for micro-batches like `batch`."""
         self.program(name, batch)
-        if name not in (SCORE, PROXIMAL):
+        if name not in (SCORE, PROXIMAL, NORMS):
             self.program(APPLY)
             # Ahead of time, so that the first share to arrive does not wait for a compilation.
             if self._helped:
@@ -279,19 +285,23 @@ class Programs:
         )
 
     def put(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Starts the transfer of a micro-batch's host arrays [B, T] onto the mesh.
+        """Starts the transfer of a micro-batch's host arrays onto the mesh.
 
         Every process holds the whole arrays and cuts out the part of its own devices. Arrays on the mesh stay there.
         """
-        where = self._where.rows
+        places = {name: self._place(name) for name in arrays}
         if jax.process_count() == 1:
-            return jax.device_put(dict(arrays), where)
+            return jax.device_put(dict(arrays), places)
         return {  # with several processes, device_put would compare the arrays of all of them: a collective
             name: array
             if isinstance(array, jax.Array)
-            else jax.make_array_from_callback(array.shape, where, array.__getitem__)
+            else jax.make_array_from_callback(array.shape, places[name], array.__getitem__)
             for name, array in arrays.items()
         }
+
+    def _place(self, name: str) -> jax.sharding.Sharding:
+        """Returns the sharding of an array of a micro-batch. Lengths have no tokens that `context` could split."""
+        return self._where.everywhere if name == packing.LENGTHS else self._where.rows
 
     def grad_step(
         self, loss: str, params: Any, accumulator: state_lib.Accumulator, batch: Batch, base: Any = None
@@ -327,6 +337,10 @@ class Programs:
     def proximal(self, params: Any, batch: Batch, base: Any = None) -> jax.Array:
         """Returns the policy's log-probability of each target, float32 [B, T]."""
         return self._needed(PROXIMAL, batch)(params, batch, base)
+
+    def norms(self, params: Any, batch: Batch, base: Any = None) -> jax.Array:
+        """Returns squared norm and log-weight of each row's score, float32 [2, B] (`score_norms`)."""
+        return self._needed(NORMS, batch)(params, batch, base)
 
 
 def _key(name: str, batch: Mapping[str, Any]) -> Key:

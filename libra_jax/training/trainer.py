@@ -29,6 +29,7 @@ from libra_jax.training import checkpoints, optimizer, packing, program_cache, r
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import running as running_lib
+from libra_jax.training import sequences as sequences_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.weights import adapter_snapshot
 from libra_jax.weights import create as weights_create
@@ -97,9 +98,9 @@ class TrainerActor:
         self._world.join(address, self._config.deadlines.trainer_start)
 
     def start(self) -> protocols.TrainerInfo:
-        """Builds the mesh and the train state, and compiles the steps over the shortest rows.
+        """Builds the mesh and the train state, and compiles the steps over the shortest rows of few sequences.
 
-        The programs of longer rows and of scoring compile on another thread from then on.
+        The programs of other rows and of scoring compile on another thread from then on.
 
         Raises:
           ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
@@ -187,7 +188,7 @@ class TrainerActor:
         learner = running.learner if self._model.adapter is None else running.warming
         if self._version or learner is None:
             raise protocols.LibraError(f"a warm start comes before training, and this is version {self._version}.")
-        examples = batch_lib.examples(sequences, self._version, self._model)
+        examples = sequences_lib.examples(sequences, self._version, self._model)
         packed = batch_lib.pack(self._config, examples)
         running.warmed = True
         # The parameters change without a new version, so the synced snapshot no longer matches.
@@ -219,7 +220,9 @@ class TrainerActor:
         self.running().end_warm_start()
         critic = self.running().critic
         values = None if critic is None else critic.values
-        prepared = batch_lib.prepare(self._config, batch, self._model, learner.reference_log_probs, values)
+        prepared = batch_lib.prepare(
+            self._config, batch, self._model, learner.reference_log_probs, values, learner.score_norms
+        )
         own, collection = None, None
         if shares:
             own, *ranges = shares_lib.split(prepared.work, shares)
@@ -253,6 +256,7 @@ class TrainerActor:
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
+        metrics |= prepared.described
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)

@@ -20,7 +20,7 @@ from libra_jax.models import config as model_config
 from libra_jax.models import lora
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, program_cache
+from libra_jax.training import program_cache
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import trainer as trainer_lib
 from libra_jax.weights import gradient_channel, receiver
@@ -114,11 +114,11 @@ class TrainingSideActor:
         self._version = policy_version
 
     def warm(self) -> None:
-        """Compiles the gradient step for every row length, if still missing."""
+        """Compiles the gradient step for every shape of rows, if still missing."""
         learner, _ = self._started()
         # Sums of the policy's loss alone: the core applies them, and takes the warm start by itself.
-        for row_tokens in packing.row_lengths(self._config.trainer):
-            learner.compile(learner_lib.POLICY, row_tokens, sums_only=True)
+        for row_shape in learner.row_shapes():
+            learner.compile(learner_lib.POLICY, *row_shape, sums_only=True)
 
     def join(self, generation: int, address: Mapping[str, Any]) -> None:
         """Connects to the core's gradient channel; closes a channel of an earlier membership generation.

@@ -5,8 +5,9 @@ while the engines receive. So the parameters must not change between `open` and 
 ensures, and every process calls both. ipc holds a copy in the wire dtype in torch's memory, because CUDA exports only
 memory that torch allocated.
 
-NOT RUN on CUDA, on any machine. A test runs nccl's path with gloo in NCCL's place
-(`tests/weights/test_nccl_transport.py`); of ipc nothing but the refusals was run.
+Run on one H200: the stream of tensors, and CUDA IPC to a second process, without vLLM (docs/results/gpu.md). NOT RUN on
+CUDA: vLLM's side of ipc, and nccl. A test runs nccl's path with gloo in NCCL's place
+(`tests/weights/test_nccl_transport.py`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_resumed_attempts import same
 
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import records
 from libra_jax.simulator import clock
 
 OUTPUTS = ["one", "three", "five", "done"]
@@ -67,7 +67,7 @@ class Sums:
 def checkpointed(trajectory):
     """What a checkpoint brings back of it."""
     group = protocols.Group(0, doubles.task_of(), 0, [trajectory])
-    (kept,) = checkpoints.decode_group(json.loads(json.dumps(checkpoints.encode_group(group)))).trajectories
+    (kept,) = records.decode_group(json.loads(json.dumps(records.encode_group(group)))).trajectories
     return kept
 
 

@@ -244,6 +244,45 @@ def test_compute_equals_the_formula_with_and_without_kl_in_the_reward(seed, name
     np.testing.assert_allclose(result, dense(expected, mask.shape), rtol=2e-3, atol=2e-4)
 
 
+def test_the_baseline_of_minimum_variance_has_the_least_squared_gradients():
+    rng = np.random.default_rng(0)
+    gradients, log_weights, rewards = rng.normal(size=(6, 9)), rng.normal(size=6), rng.normal(size=6)
+    config = config_lib.AlgorithmConfig(advantage="dr_grpo", baseline="minimum_variance")
+    found = estimators.compute(
+        config,
+        rewards_N=rewards,
+        groups_N=np.zeros(6, int),
+        mask_NxT=np.ones((6, 1)),
+        scores=estimators.Scores(np.linalg.norm(gradients, axis=1), log_weights),
+    )[:, 0]
+    (baseline,) = {round(float(item), 5) for item in rewards - found}
+
+    def squares(b):
+        return np.square(np.exp(log_weights)[:, None] * gradients * (rewards - b)[:, None]).sum()
+
+    assert squares(baseline) < min(squares(baseline - 1e-3), squares(baseline + 1e-3), squares(rewards.mean()))
+
+
+@pytest.mark.parametrize("advantage", config_lib.BASELINE_ADVANTAGES)
+@pytest.mark.parametrize("baseline", config_lib.BASELINES)
+@pytest.mark.parametrize("norms", [[1.0, 2.0, 3.0, 0.0], [0.0] * 4, [1.0, np.nan, 1.0, 1.0], [np.inf, 1.0, 1.0, 1.0]])
+def test_a_baseline_leaves_equal_rewards_nothing_whatever_the_norms(advantage, baseline, norms):
+    if advantage == "dr_grpo" and baseline in ("leave_one_out", "length"):
+        with pytest.raises(protocols.ConfigError, match=r"baseline: dr_grpo with .* is algorithm.advantage=(rloo|opo)"):
+            config_lib.AlgorithmConfig(advantage=advantage, baseline=baseline)
+        return
+    result = estimators.compute(
+        config_lib.AlgorithmConfig(advantage=advantage, baseline=baseline),
+        rewards_N=np.array([0.7] * 4 + [1.0, 0.0]),
+        groups_N=np.array([0] * 4 + [1, 2]),
+        mask_NxT=np.array([[1, 0], [1, 1], [1, 1], [1, 1], [1, 1], [0, 0]]),
+        scores=estimators.Scores(np.array([*norms, 5.0, 0.0], np.float32), np.zeros(6, np.float32)),
+    )
+    assert np.isfinite(result).all()
+    if advantage != "reinforce_plus_plus_baseline":  # whitening moves the mean of the batch to 0
+        np.testing.assert_allclose(result, [[0, 0]] * 4 + [[1, 1], [0, 0]], atol=1e-6)
+
+
 def test_group_ids_beyond_32_bits_are_told_apart():
     ids = np.array([2**40, 2**40, 2**40 + 2**32, 2**40 + 2**32])
     result = estimators.compute(

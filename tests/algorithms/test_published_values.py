@@ -162,6 +162,20 @@ def test_advantages_of_truncated_rollouts_are_the_authors(case):
     np.testing.assert_allclose(np.where(cut_N[:, None], 0, returns), case["truncated"]["returns"], atol=2e-6)
 
 
+@pytest.mark.parametrize("name", published_values.BASELINES)
+@pytest.mark.parametrize("case", CASES, ids=["seed0", "seed1"])
+def test_baselines_of_minimum_variance_are_the_authors(case, name):
+    fields, arguments = case["batch"], published_values.BASELINES[name][1]
+    config = config_lib.AlgorithmConfig(advantage="dr_grpo", baseline="minimum_variance", baseline_arguments=arguments)
+    mask, rewards = np.array(fields["mask"]), np.array(fields["rewards"])
+    log_ratio = np.where(mask, np.array(fields["log_probs"]) - np.array(fields["behaviour"]), 0.0)
+    scores = estimators.Scores(np.array(fields["norms"]), log_ratio.sum(axis=1))
+    groups = np.array(fields["groups"])
+    found = estimators.compute(config, rewards_N=rewards, groups_N=groups, mask_NxT=mask, scores=scores)
+    wanted = (rewards - np.array(case["baselines"][name]))[:, None] * mask
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+
+
 def test_what_the_built_in_functions_compute_keeps_the_contract_of_users_functions():
     for name in set(config_lib.ADVANTAGES) - set(config_lib.CRITIC_ADVANTAGES):
         contract.check_advantage(config_lib.AlgorithmConfig(advantage=name))

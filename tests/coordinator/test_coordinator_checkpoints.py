@@ -22,7 +22,7 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import checksums, protocols
-from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, saving
+from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, records, saving
 from libra_jax.coordinator import run as run_module
 
 TOKENS = st.integers(0, 2**31)
@@ -63,19 +63,19 @@ def trajectories(draw) -> protocols.Trajectory:
 @hypothesis.given(st.lists(trajectories(), max_size=2))
 def test_groups_survive_the_round_trip_bit_for_bit(members):
     group = protocols.Group(7, protocols.Task("task-1", {"question": "1 + 1", "n": [1, 2]}, "task-0"), 3, members)
-    record = checkpoints.encode_group(group)
+    record = records.encode_group(group)
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoints.Checkpoints(Path(folder), keep=1)
         files.begin(1, {"groups": {"finished": [record], "running": [record]}}).mkdir()
         files.commit(1)
         assert (files.trainer_path(1).parent / "routing.bin").exists() == any(item.routing for item in members)
         groups = files.load(1)["groups"]
-    assert [checkpoints.decode_group(item) for item in groups["finished"] + groups["running"]] == [group, group]
+    assert [records.decode_group(item) for item in groups["finished"] + groups["running"]] == [group, group]
     for written, trajectory in zip(record["trajectories"], members, strict=True):
         # As earlier versions wrote them.
         written["routing"] = base64.b64encode(b"".join(trajectory.routing)).decode()
         written["routed_tokens"] = len(trajectory.routing)
-    assert checkpoints.decode_group(json.loads(json.dumps(record))) == group
+    assert records.decode_group(json.loads(json.dumps(record))) == group
 
 
 class Killed(BaseException):
@@ -110,7 +110,7 @@ def routed(step: int) -> protocols.Group:
 
 
 def save(files: checkpoints.Checkpoints, step: int) -> None:
-    record = checkpoints.encode_group(routed(step))
+    record = records.encode_group(routed(step))
     path = files.begin(step, {"step": step, "groups": {"finished": [], "running": [record]}})
     path.mkdir()
     (path / "state.json").write_text(str(step))
@@ -120,7 +120,7 @@ def save(files: checkpoints.Checkpoints, step: int) -> None:
 def is_whole(files: checkpoints.Checkpoints, step: int) -> bool:
     (record,) = files.load(step)["groups"]["running"]
     trained = (files.trainer_path(step) / "state.json").read_text()
-    return checkpoints.decode_group(record) == routed(step) and trained == str(step)
+    return records.decode_group(record) == routed(step) and trained == str(step)
 
 
 def test_killed_at_any_write_the_newest_checkpoint_is_whole(tmp_path):
@@ -530,13 +530,13 @@ def test_groups_in_flight_go_on_from_their_tokens(tmp_path):
     resumed = doubles.Bench(config, tmp_path, make_environment=Slow)
     before = checkpoints.Checkpoints(tmp_path, 2).load(checkpoints.newest_step(tmp_path))["groups"]
     resumed.run()
-    held = [checkpoints.decode_group(record) for record in before["running"]]
+    held = [records.decode_group(record) for record in before["running"]]
     assert [group.task.prompt_id for group in held] == ["task-8"]
     kept = sum(trajectory.generated_tokens for group in held for trajectory in group.trajectories)
     kept += sum(
         trajectory.generated_tokens
         for record in before["finished"]
-        for trajectory in checkpoints.decode_group(record).trajectories
+        for trajectory in records.decode_group(record).trajectories
     )
     trained = sum(scalars["tokens/trained"] for _, scalars in resumed.recorder.steps)
     generated = sum(scalars["tokens/generated"] for _, scalars in resumed.recorder.steps)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import itertools
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import coordinator_doubles as doubles
@@ -16,7 +14,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.agents import datasets
-from libra_jax.coordinator import checkpoints, prompts, success
+from libra_jax.coordinator import prompts, success
 
 TASKS = prompt_doubles.TASKS
 
@@ -31,32 +29,6 @@ def make_config(order: str, budget: str, staleness: int, **changes: Any):
         checkpoint={"every": 1},
         **changes,
     )
-
-
-def make_bench(config, workdir: Path) -> doubles.Bench:
-    return doubles.Bench(
-        config,
-        workdir,
-        make_environment=prompt_doubles.Named,
-        tasks=prompt_doubles.Passes(),
-        trainer_factory="prompt_doubles:make_trainer",
-    )
-
-
-def run_for(bench: doubles.Bench, seconds: float) -> bool:
-    """Runs for a while, and tells whether the run has ended. Else it is dropped where it stands, as by a kill."""
-
-    async def main() -> bool:
-        run = asyncio.ensure_future(bench.coordinator.run())
-        await asyncio.wait({run}, timeout=seconds)
-        if run.done():
-            run.result()
-            return True
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-        return False
-
-    return doubles.run_on_clock(main())
 
 
 OWN = "group_functions:all_to_the_first"
@@ -75,16 +47,10 @@ OWN = "group_functions:all_to_the_first"
 )
 def test_killed_at_any_moment_a_run_trains_the_same_groups_as_never_killed(tmp_path, order, budget, staleness):
     config, moments = make_config(order, budget, staleness), random.Random(f"{order}/{budget}/{staleness}")
-    whole = make_bench(config, tmp_path / "whole")
-    assert run_for(whole, 1e6)
+    whole = prompt_doubles.make_bench(config, tmp_path / "whole")
+    assert prompt_doubles.run_for(whole, 1e6)
     seconds = sum(scalars["step/seconds"] for _, scalars in whole.recorder.steps)
-    resumed: list[int] = []
-    # Longer each time, because a run that never gets from one checkpoint to the next does not end.
-    while not run_for(
-        bench := make_bench(config, tmp_path / "killed"), (moments.uniform(0.1, 0.3) + 0.02 * len(resumed)) * seconds
-    ):
-        resumed.append(checkpoints.newest_step(tmp_path / "killed"))
-    assert len({step for step in resumed if 0 < step < config.steps}) > 1, "the kills came too early or too late"
+    bench = prompt_doubles.run_killed(config, tmp_path / "killed", seconds, moments)
     sizes = bench.trained["sizes"]
     assert sizes == whole.trained["sizes"]
     by_number = [size for _, size in sorted(sizes.values())]
@@ -94,24 +60,24 @@ def test_killed_at_any_moment_a_run_trains_the_same_groups_as_never_killed(tmp_p
 
 def test_a_group_in_flight_keeps_its_size(tmp_path):
     config = make_config("sequential", OWN, 1)
-    first = make_bench(config, tmp_path)
+    first = prompt_doubles.make_bench(config, tmp_path)
     # The third task's tool takes 1 s, and training 0.5 s.
-    assert not run_for(first, 2.9)
+    assert not prompt_doubles.run_for(first, 2.9)
     (path,) = sorted(tmp_path.glob("checkpoints/*/coordinator.json"))[-1:]
     state = json.loads(path.read_text())
     running = {record["group_id"]: len(record["trajectories"]) for record in state["groups"]["running"]}
     pending = state["prompts"]["pending"]
     assert running
     assert set(running.values()) | {size for _, size in pending} > {2}
-    second = make_bench(config, tmp_path)
-    assert run_for(second, 1e6)
+    second = prompt_doubles.make_bench(config, tmp_path)
+    assert prompt_doubles.run_for(second, 1e6)
     trained = dict(second.trained["sizes"].values())
     assert {number: trained[number] for number in running} == running
 
 
 def test_knapsack_spends_rollouts_where_results_differ(tmp_path):
-    bench = make_bench(make_config("sequential", "knapsack", 0), tmp_path)
-    assert run_for(bench, 1e6)
+    bench = prompt_doubles.make_bench(make_config("sequential", "knapsack", 0), tmp_path)
+    assert prompt_doubles.run_for(bench, 1e6)
     steps = [scalars for _, scalars in bench.recorder.steps]
     # The first pass knows nothing, so all groups have the same size.
     assert [(step["groups/rollouts_least"], step["groups/rollouts_most"]) for step in steps[:2]] == [(4, 4)] * 2

@@ -11,7 +11,7 @@ import reward_functions
 from libra_jax import protocols
 from libra_jax.agents.rewards import composition
 from libra_jax.cluster import inprocess
-from libra_jax.coordinator import checkpoints
+from libra_jax.coordinator import records
 
 
 def run(tmp_path, functions, *, reward=None, make_environment=doubles.TwoTurns, **changes):
@@ -107,8 +107,8 @@ def test_the_filter_compares_rewards_without_their_shaping(tmp_path):
 def test_a_checkpoint_keeps_the_environments_own_reward():
     attempt = protocols.Trajectory("task-0/0", "task-0", reward=1.25, environment_reward=1.0, finish="max_seconds")
     group = protocols.Group(0, protocols.Task("task-0", {}), 0, [attempt])
-    record = checkpoints.encode_group(group)
-    kept = checkpoints.decode_group(record).trajectories[0]
+    record = records.encode_group(group)
+    kept = records.decode_group(record).trajectories[0]
     assert (kept.environment_reward, kept.finish) == (1.0, "max_seconds"), "what filter and mask go by"
     del record["trajectories"][0]["environment_reward"]  # as checkpoints were before
-    assert checkpoints.decode_group(record).trajectories[0].environment_reward is None
+    assert records.decode_group(record).trajectories[0].environment_reward is None

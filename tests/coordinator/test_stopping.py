@@ -12,7 +12,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import checkpoints, stopping
+from libra_jax.coordinator import checkpoints, records, stopping
 
 GRACE, STEPS, GROUPS = 20.0, 5, 3
 
@@ -111,7 +111,7 @@ def test_a_step_that_would_not_end_in_time_is_given_up_and_its_groups_wait_in_th
     assert "The step after 2 was aborted: its 3 groups wait again." in bench.recorder.notes
     assert 10.0 < seconds < 11.0
     state = checkpoints.Checkpoints(tmp_path, 1).load(2)["groups"]
-    held = [checkpoints.decode_group(record).task.prompt_id for record in state["finished"]]
+    held = [records.decode_group(record).task.prompt_id for record in state["finished"]]
     assert held[:GROUPS] == ["task-6", "task-7", "task-8"]
     assert not set(held) & set(bench.trained["prompts"])
     assert_goes_on(tmp_path, first=3)

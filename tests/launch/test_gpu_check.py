@@ -50,7 +50,7 @@ def test_every_case_passes_on_cpu_without_vllm(tmp_path):
     same_code = {f"grad_step/{model}/{tokens}" for model in ("1.7B", "4B") for tokens in ("32k", "64k")}
     same_code.add("train_step/1.7B")
     assert {name for name, row in found.items() if row["state"] == "left out"} == {"quickstart", *PEERS} | same_code
-    for name in ("attention/packed", "attention/unpacked"):
+    for name in ("attention/packed", "attention/few", "attention/unpacked"):
         figures = found[name]["figures"]
         assert figures["kernel"] == "chunked"
         assert 0 < figures["forward_error"] < 1e-5

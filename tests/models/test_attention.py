@@ -127,7 +127,8 @@ def _rows(draw):
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(_rows())
 def test_cudnn_layout_lists_each_sequence_once(segments):
-    starts, lengths = map(np.asarray, cudnn_attention.layout(jnp.asarray(segments), MOST))
+    lengths = cudnn_attention.sequence_lengths(jnp.asarray(segments), MOST)
+    starts, lengths = map(np.asarray, cudnn_attention.layout(lengths))
     for row, ids in enumerate(segments):
         # An empty row hands over its first token, so that no call of the kernel is without a sequence.
         expected = [(np.flatnonzero(ids == name)[0], (ids == name).sum()) for name in np.unique(ids[ids > 0])] or [
@@ -187,7 +188,7 @@ def _cudnn_double(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offse
 
 
 def _by_cudnn(most, q, k, v, segments):
-    arrays = cudnn_attention.layout(segments, most)
+    arrays = cudnn_attention.layout(cudnn_attention.sequence_lengths(segments, most))
     return cudnn_attention.attend(q, k, v, segments, *arrays, fused=_cudnn_double)
 
 
@@ -205,6 +206,35 @@ def test_cudnn_call_equals_dense_values_and_gradients(segments, packed):
     expected = _values_and_gradients(attention.dense, q, k, v, grad, segments)
     for ours, reference in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_keys_are_copied_only_where_jax_miscounts_their_offsets(monkeypatch, grouped):
+    """JAX before 0.11.1 counts offsets of packed keys with the number of query heads."""
+    fix, taken = stablehlo._fix_seqlen_offsets, []
+
+    def offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, query, key):
+        taken.append(key.shape[2])
+        of_q, of_k = (fix(q_seqlen, kv_seqlen, q_offsets, kv_offsets, x, x) for x in (query, key if grouped else query))
+        return of_q[0], of_k[1], of_q[2], of_k[3]
+
+    monkeypatch.setattr(stablehlo, "_fix_seqlen_offsets", offsets)
+    monkeypatch.setattr(cudnn_attention, "takes_grouped", lambda: grouped)
+    segments = np.array([[1] * 5 + [2] * 9 + [0] * 2, [1] * 16], np.int32)
+    inputs = _inputs(2, 16, seed=5)
+    got = _values_and_gradients(functools.partial(_by_cudnn, MOST), *inputs, segments)
+    expected = _values_and_gradients(attention.dense, *inputs, segments)
+    for ours, reference in zip(got, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-5)
+    assert set(taken) == {KV_HEADS if grouped else HEADS}
+
+
+def test_the_installed_jax_counts_offsets_as_its_version_says():
+    starts, lengths = cudnn_attention.layout(jnp.array([[3, 2], [4, 1]]))
+    query, key = (jax.ShapeDtypeStruct((2, 8, heads, WIDTH), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
+    offsets = stablehlo._fix_seqlen_offsets(lengths, lengths, starts, starts, query, key)[3]
+    right = int(offsets.ravel()[1]) == 3 * KV_HEADS * WIDTH
+    assert right == cudnn_attention.takes_grouped()
 
 
 def test_rows_beyond_cudnns_offsets_are_refused():

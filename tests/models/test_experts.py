@@ -1,8 +1,5 @@
 """Layers of experts against transformers, and on meshes against one device."""
 
-import sys
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -336,10 +334,8 @@ def grouped(monkeypatch):
         assert a.shape[0] % 8 == 0
         return jax.lax.ragged_dot_general(a, b, group_sizes, outside)
 
-    modules = "jax.experimental.pallas.ops.gpu."
-    monkeypatch.setitem(sys.modules, modules + "ragged_dot_mgpu", types.SimpleNamespace(ragged_dot=ragged_dot))
-    theirs = types.SimpleNamespace(transposed_ragged_dot=transposed_ragged_dot)
-    monkeypatch.setitem(sys.modules, modules + "transposed_ragged_dot_mgpu", theirs)
+    monkeypatch.setattr(ragged_dot_mgpu, "ragged_dot", ragged_dot)
+    monkeypatch.setattr(transposed_ragged_dot_mgpu, "transposed_ragged_dot", transposed_ragged_dot)
     monkeypatch.setattr(feasibility, "GROUPED_STEP", 8)  # several parts
 
 

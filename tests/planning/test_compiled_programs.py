@@ -210,6 +210,10 @@ def test_a_reference_model_is_counted_once_whether_compiled_or_not(tmp_path):
     run.algorithm.kl_coefficient, run.model.compute_dtype = 0.1, "bfloat16"
     by_formula = memory.trainer_bytes(run, shape)
     assert by_formula - plain == pytest.approx(2 * parameters / 8)
+    # A teacher behind a URL takes no memory here.
+    run.algorithm.teacher = "http://127.0.0.1:8000/v1"
+    assert memory.trainer_bytes(run, shape) == plain
+    run.algorithm.teacher = ""
     run.planner.compiled = str(tmp_path / "compiled.json")
     for reference, wanted in ((True, case().memory_bytes), (False, by_formula)):
         programs.write(tmp_path / "compiled.json", [case(parameters=parameters, reference=reference)])

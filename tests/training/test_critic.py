@@ -12,6 +12,7 @@ from libra_jax import protocols
 from libra_jax.algorithms import advantages
 from libra_jax.models import transformer
 from libra_jax.training import batch as batch_lib
+from libra_jax.training import sequences as sequences_lib
 
 STATES, LEFT, RIGHT = 5, 10, 11
 DISCOUNT = 0.9
@@ -112,7 +113,7 @@ def test_ppo_solves_a_chain_and_its_critic_knows_the_values(small, start_trainer
 
 def _values(actor, critic, trajectories):
     """The critic's values before the trained tokens of each trajectory."""
-    examples = batch_lib.examples(trajectories, 0, actor._model)
+    examples = sequences_lib.examples(trajectories, 0, actor._model)
     packed = batch_lib.pack(actor._config, examples)
     values = packed.gather([np.asarray(array) for array in critic.values(packed)], [len(e.tokens_N) for e in examples])
     return [value[example.mask_N] for value, example in zip(values, examples, strict=True)]

@@ -22,8 +22,8 @@ from libra_jax.models import adapters, hf, lora, transformer
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs
 from libra_jax.training import base as base_lib
-from libra_jax.training import batch as batch_lib
 from libra_jax.training import checkpoints, training_side
+from libra_jax.training import sequences as sequences_lib
 from libra_jax.weights import receiver
 
 ADAM = config_lib.OptimizerConfig(learning_rate=1e-2)
@@ -120,7 +120,7 @@ def test_a_warm_start_trains_the_base_and_is_saved_with_it(small, start, tmp_pat
     # The learner that took the step tells of it, and has gradients of all weights.
     assert metrics["train/compile_seconds"] > 0
     multiplied = model_config.multiplied_parameter_count(small.shape)
-    lengths = [item.columns for item in batch_lib.examples(sequences, 0, small.shape)]
+    lengths = [item.columns for item in sequences_lib.examples(sequences, 0, small.shape)]
     assert metrics["train/flops"] == costs.train_flops(small.shape, multiplied, lengths)
 
 

@@ -8,7 +8,7 @@ import trainer_doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import contract
+from libra_jax.algorithms import contract, estimators
 from libra_jax.runs import preflight
 from libra_jax.training import batch as batch_lib
 
@@ -27,6 +27,10 @@ def leave_one_out(inputs):
     same_NxN = (inputs.groups_N[:, None] == inputs.groups_N) & ~jnp.eye(len(inputs.groups_N), dtype=bool)
     others_N = jnp.maximum(same_NxN.sum(axis=1), 1)
     return inputs.rewards_N - (same_NxN * inputs.rewards_N).sum(axis=1) / others_N
+
+
+def half(inputs, share=0.5):
+    return jnp.full(inputs.rewards_N.shape, share)
 
 
 def over_the_batch(inputs):
@@ -114,6 +118,47 @@ def test_a_loss_that_breaks_the_contract_is_refused_with_the_property(own, name,
 def test_an_advantage_that_breaks_the_contract_is_refused_with_the_property(own, name, sentence):
     with pytest.raises(protocols.ConfigError, match=rf"config\.algorithm\.advantage: .*{sentence}"):
         contract.check(config_lib.AlgorithmConfig(advantage=f"own_functions:{name}"))
+
+
+def test_a_baseline_of_your_own_is_subtracted_and_kept_to_the_contract(own):
+    made = config_lib.AlgorithmConfig(
+        advantage="grpo", baseline="own_functions:half", baseline_arguments={"share": 0.25}
+    )
+    contract.check(made)
+    rewards, groups = np.array([1.0, 0.0, 1.0, 1.0, 3.0]), np.array([0, 0, 1, 1, 2])
+    found = estimators.compute(made, rewards_N=rewards, groups_N=groups, mask_NxT=np.ones((5, 1)))[:, 0]
+    # Equal rewards have no deviation to divide by, and a group of one no comparison.
+    np.testing.assert_allclose(found, [0.75 / 0.5**0.5, -0.25 / 0.5**0.5, 0.75, 0.75, 3.0], rtol=1e-5)
+    for name, sentence in (
+        ("first_wins", "order of traj"),
+        ("by_length", "depend on padding"),
+        ("missing", "has no 'm"),
+    ):
+        with pytest.raises(protocols.ConfigError, match=rf"config\.algorithm\.baseline: .*{sentence}"):
+            contract.check(config_lib.AlgorithmConfig(baseline=f"own_functions:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sentence"),
+    [
+        ({"baseline": "minimal_variance"}, r"'minimal_variance' is not one of .* did you mean 'minimum_variance'"),
+        (
+            {"advantage": "rloo", "baseline": "length"},
+            r"length has no effect with algorithm.advantage=rloo",
+        ),
+        ({"baseline": "length", "baseline_arguments": {"cap": 1}}, r"baseline_arguments: .*=length takes none"),
+        ({"baseline": "minimum_variance", "baseline_arguments": {"caps": 1}}, r"baseline_arguments: .*'caps'"),
+    ],
+)
+def test_a_baseline_that_means_nothing_is_refused_with_the_fix(algorithm, sentence):
+    with pytest.raises(protocols.ConfigError, match=sentence):
+        contract.check(config_lib.AlgorithmConfig(**algorithm))
+
+
+def test_hybrid_workers_and_gradients_of_single_rollouts_are_refused_together():
+    groups = {"elastic": {"hybrid": 1}, "rollout": {"tensor_parallel": (1, 1)}}
+    with pytest.raises(protocols.ConfigError, match=r"elastic.hybrid: training sides .* set elastic.hybrid=0"):
+        config_lib.parse(config_lib.RunConfig, {"algorithm": {"baseline": "minimum_variance"}, **groups})
 
 
 def test_the_trainer_refuses_it_before_the_first_step(own, start_trainer):

@@ -90,6 +90,21 @@ def test_gather_undoes_scatter_and_packing_repeats_exactly(case):
         np.testing.assert_array_equal(got, expected)
 
 
+@settings(max_examples=60)
+@given(cases(), st.sampled_from([2, 64]))
+def test_lengths_of_sequences_say_where_the_columns_are_used(case, few):
+    config, examples = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "FEW_SEGMENTS", few)
+        for micro_batch in packing.pack(examples, config).micro_batches:
+            lengths_BxM, segments_BxT = packing.sequence_lengths(micro_batch), micro_batch.segments
+            bounds = rows.segment_bounds(segments_BxT.shape[1], packed=True)
+            assert lengths_BxM.shape[1] == min(bound for bound in bounds if bound >= segments_BxT.max())
+            for lengths_M, segments_T in zip(lengths_BxM, segments_BxT, strict=True):
+                numbers = np.repeat(np.arange(1, len(lengths_M) + 1), lengths_M)
+                np.testing.assert_array_equal(segments_T, np.pad(numbers, (0, len(segments_T) - len(numbers))))
+
+
 def test_a_step_fills_its_last_micro_batch_with_empty_rows_and_reports_padding():
     config = config_lib.TrainerConfig(row_tokens=32, rows_per_micro_batch=4)
     packed = packing.pack([_example(index, 25, [True] * 25) for index in range(5)], config)

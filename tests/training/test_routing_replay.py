@@ -11,6 +11,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner, step
+from libra_jax.training import sequences as sequences_lib
 
 SPARSE = small_model.sparse()
 
@@ -71,7 +72,7 @@ def test_experts_that_are_not_the_models_are_refused_by_name(change, message):
     trajectory = _trajectory(1, routed=5)
     change(trajectory)
     with pytest.raises(protocols.DataError, match=message):
-        batch_lib.examples([trajectory], 0, SPARSE)
+        sequences_lib.examples([trajectory], 0, SPARSE)
 
 
 def test_a_batch_without_experts_is_refused_rather_than_trained_without_replay(small):
@@ -83,7 +84,7 @@ def test_more_than_256_experts_take_two_bytes_each():
     many = dataclasses.replace(SPARSE, num_experts=300)
     trajectory = _trajectory(1, routed=0)
     trajectory.routing = [np.array([299, 1, 2, 257], "<u2").tobytes()] * 3
-    (example,) = batch_lib.examples([trajectory], 0, many)
+    (example,) = sequences_lib.examples([trajectory], 0, many)
     np.testing.assert_array_equal(example.routing_RxW, [[299, 1, 2, 257]] * 3)
 
 

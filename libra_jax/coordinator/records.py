@@ -1,0 +1,157 @@
+"""Groups and trajectories as plain JSON values, for checkpoints and stored successes.
+
+Per-token lists are packed binary: spelling out millions of floats would stall the event loop.
+"""
+
+from __future__ import annotations
+
+import array
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NotRequired, TypedDict
+
+from libra_jax import protocols
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Experts of a trajectory's routed tokens, as they were when the checkpoint began (`Trajectory.routing`)."""
+
+    rows: tuple[bytes, ...]
+
+
+class RoutingPlace(TypedDict):
+    """Place of a trajectory's experts in the file of all of them, in bytes."""
+
+    first: int
+    nbytes: int
+    tokens: int
+
+
+class TrajectoryRecord(TypedDict):
+    """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
+
+    `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`. Earlier versions wrote
+    base64 of all experts, and their number of tokens to `routed_tokens`.
+    """
+
+    token_ids: str
+    sources: str
+    loss_mask: str
+    log_probs: str
+    policy_versions: str
+    routing: NotRequired[Routing]
+    teacher_log_probs: NotRequired[str]
+    replayed: NotRequired[bool]
+    trajectory_id: str
+    prompt_id: str
+    turns: list[dict[str, Any]]
+    reward: float | None
+    environment_reward: float | None
+    finish: str | None
+    metrics: dict[str, float]
+    start_seconds: float
+    seconds: float
+    snapshot: dict[str, Any] | None
+
+
+class GroupRecord(TypedDict):
+    """A group that is finished or in flight. It has one trajectory for each rollout, begun or not, and so its size."""
+
+    group_id: int
+    prompt_id: str
+    repeats: NotRequired[str]
+    payload: dict[str, Any]
+    dispatch_version: int
+    trajectories: list[TrajectoryRecord]
+    replay: NotRequired[TrajectoryRecord]
+
+
+def encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
+    """Encodes a trajectory as plain JSON values, save for its `Routing`."""
+    record: TrajectoryRecord = {
+        "token_ids": _pack("q", trajectory.token_ids),
+        "sources": _pack("b", trajectory.sources),
+        "loss_mask": _pack("b", trajectory.loss_mask),
+        "log_probs": _pack("d", trajectory.log_probs),
+        "policy_versions": _pack("q", trajectory.policy_versions),
+        "trajectory_id": trajectory.trajectory_id,
+        "prompt_id": trajectory.prompt_id,
+        "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns],
+        "reward": trajectory.reward,
+        "environment_reward": trajectory.environment_reward,
+        "finish": trajectory.finish,
+        "metrics": dict(trajectory.metrics),
+        "start_seconds": trajectory.start_seconds,
+        "seconds": trajectory.seconds,
+        "snapshot": asdict(trajectory.snapshot) if trajectory.snapshot is not None else None,
+    }
+    if trajectory.routing:
+        # References only: the bytes are joined where the checkpoint is written, off the event loop.
+        record["routing"] = Routing(tuple(trajectory.routing))
+    if trajectory.teacher_log_probs:
+        record["teacher_log_probs"] = _pack("d", trajectory.teacher_log_probs)
+    if trajectory.replayed:
+        record["replayed"] = True
+    return record
+
+
+def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
+    """Decodes a trajectory from the result of `encode_trajectory`."""
+    # Fields that an earlier version did not write keep their defaults.
+    fields: dict[str, Any] = dict(record)
+    for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
+        fields[name] = _unpack(code, fields[name])
+    fields["teacher_log_probs"] = _unpack("d", record.get("teacher_log_probs", ""))
+    fields["loss_mask"] = [bool(value) for value in _unpack("b", record["loss_mask"])]
+    count, routing = fields.pop("routed_tokens", 0), fields.get("routing", Routing(()))
+    if isinstance(routing, str):
+        data = base64.b64decode(routing)
+        width = len(data) // max(count, 1)
+        routing = Routing(tuple(data[first * width : (first + 1) * width] for first in range(count)))
+    fields["routing"] = list(routing.rows)
+    fields["turns"] = []
+    for turn in record["turns"]:
+        moves = tuple(
+            protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])}) for move in turn.get("moves", ())
+        )
+        fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
+    if (snapshot := fields.get("snapshot")) is not None:
+        messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
+        fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
+    return protocols.Trajectory(**fields)
+
+
+def encode_group(group: protocols.Group) -> GroupRecord:
+    """Encodes a finished or running group as plain JSON values, save for the `Routing` of its trajectories."""
+    record: GroupRecord = {
+        "group_id": group.group_id,
+        "prompt_id": group.task.prompt_id,
+        "repeats": group.task.repeats,
+        "payload": dict(group.task.payload),
+        "dispatch_version": group.dispatch_version,
+        "trajectories": [encode_trajectory(trajectory) for trajectory in group.trajectories],
+    }
+    if group.replay is not None:
+        record["replay"] = encode_trajectory(group.replay)
+    return record
+
+
+def decode_group(record: GroupRecord) -> protocols.Group:
+    """Decodes a group from the result of `encode_group`."""
+    return protocols.Group(
+        group_id=record["group_id"],
+        task=protocols.Task(record["prompt_id"], record["payload"], record.get("repeats", "")),
+        dispatch_version=record["dispatch_version"],
+        trajectories=[decode_trajectory(trajectory) for trajectory in record["trajectories"]],
+        replay=decode_trajectory(record["replay"]) if "replay" in record else None,
+    )
+
+
+def _pack(code: str, values: Sequence[float]) -> str:
+    return base64.b64encode(array.array(code, values).tobytes()).decode()
+
+
+def _unpack(code: str, text: str) -> list[Any]:
+    return array.array(code, base64.b64decode(text)).tolist()
