@@ -78,7 +78,8 @@ def task_source(
       seed: Seed of the training stream. The held-out stream is the same for all seeds.
       levels: Levels to draw from: "plain", "mixed" and "nested".
       max_characters: Longest expression that the tool accepts (16 to 18).
-      period: Number of training tasks after which the same expressions repeat, under new prompt ids. 0: never.
+      period: Number of training tasks after which the same expressions repeat, under new prompt ids. 0: never. With a
+        period, success rates of prompts are known (`algorithm.budget`, `task.order`).
       phases: Pairs (level, characters before the expression) that training tasks cycle through. They form a curriculum
         whose dialogues change their length. If given, `levels` is ignored.
       phase_tasks: Number of training tasks per phase.
@@ -122,9 +123,21 @@ def task_source(
         told = arithmetic.carry_out(expression, max_characters)
         answer = told.content if told.status == "success" else arithmetic.FAILED
         payload = {"expression": expression, "answer": answer, "max_characters": max_characters}
-        return protocols.Task(f"calculator-{split}-{index}", {**payload, "preamble": preamble} if preamble else payload)
+        payload = {**payload, "preamble": preamble} if preamble else payload
+        first = "" if place == index else f"calculator-{split}-{place}"
+        return protocols.Task(f"calculator-{split}-{index}", payload, repeats=first)
 
-    return splits.Tasks(seed, make)
+    return _Table(seed, make, period) if period else splits.Tasks(seed, make)
+
+
+@dataclass(frozen=True)
+class _Table(splits.Tasks):
+    """Tasks whose training stream repeats after `period` tasks."""
+
+    period: int
+
+    def __len__(self) -> int:
+        return self.period
 
 
 @dataclass

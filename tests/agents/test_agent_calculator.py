@@ -175,6 +175,9 @@ def test_with_a_period_the_same_expressions_come_again_under_new_names():
     assert [source.task(index).payload for index in range(18)] == [plain.task(i % 6).payload for i in range(18)]
     assert len({source.task(index).prompt_id for index in range(18)}) == 18
     assert source.evaluation_task(40) == plain.evaluation_task(40)
+    assert {source.task(index).prompt for index in range(18)} == {plain.task(index).prompt_id for index in range(6)}
+    assert len(source) == 6
+    assert not hasattr(plain, "__len__")
     with pytest.raises(protocols.ConfigError, match="period: -1 must be 0"):
         calculator.task_source(period=-1)
 
