@@ -114,6 +114,20 @@ class Groups:
         for record in state["running"]:
             self.start(records.decode_group(record))
 
+    async def teach(self) -> None:
+        """Scores restored groups that a run finished before it had a teacher.
+
+        Raises:
+          TeacherFailed: the teacher failed repeatedly.
+        """
+        waiting = [trajectory for group in self.finished.values() for trajectory in group.trajectories]
+        tasks = [asyncio.ensure_future(self._runner.teach(trajectory)) for trajectory in waiting]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     def busy_seconds(self) -> float:
         """Returns the seconds in which any group ran, since the last call."""
         now = self._clock()
@@ -123,6 +137,9 @@ class Groups:
 
     async def _run(self, group: protocols.Group) -> None:
         tasks = [asyncio.ensure_future(self._run_rollout(trajectory, group)) for trajectory in group.trajectories]
+        if group.replay is not None:
+            # Without scores if it was stored before the run had a teacher.
+            tasks.append(asyncio.ensure_future(self._runner.teach(group.replay)))
         crash: protocols.EnvironmentCrashed | None = None
         try:
             await asyncio.gather(*tasks)

@@ -218,6 +218,7 @@ class Coordinator:
         self._parts.groups.restore(state["groups"])
         # The steps before the restart have reported these replacements.
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
+        await self._ending.race(self._parts.groups.teach())
 
     def _state(self) -> checkpoints.CoordinatorState:
         """Returns the coordinator's part of a checkpoint."""

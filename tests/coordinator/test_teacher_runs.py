@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import coordinator_doubles as doubles
+import prompt_doubles
 import pytest
 
 from libra_jax import protocols
@@ -55,3 +57,41 @@ def test_a_group_whose_teacher_fails_is_replaced_and_counted(tmp_path):
 def test_a_teacher_that_always_fails_ends_the_run_with_its_sentence(tmp_path):
     with pytest.raises(protocols.LibraError, match=r"the teacher m at http://x failed.* first of too many such groups"):
         bench(tmp_path, Teacher(fails=lambda count: True)).run()
+
+
+def test_a_run_that_goes_on_with_a_teacher_scores_what_waited_without(tmp_path, monkeypatch):
+    trained = []
+
+    class Trainer(doubles.RecordingTrainer):
+        async def train_step(self, batch, shares=()):
+            trained.extend(item for group in batch.groups for item in group.trajectories)
+            return await super().train_step(batch, shares)
+
+    monkeypatch.setattr(prompt_doubles, "make_trainer", lambda log: Trainer(2.0, 3, log))
+
+    def begun(scorer, **algorithm):
+        config = doubles.make_config(
+            steps=16,
+            algorithm={"replay": "success", "replay_max_staleness": 40, **algorithm},
+            coordinator={"max_staleness": 2, "groups_per_step": 2, "group_size": 1},
+            checkpoint={"every": 1},
+            rollout={"temperature": 1.0},
+        )
+        return doubles.Bench(
+            config,
+            tmp_path,
+            make_environment=prompt_doubles.Named,
+            tasks=prompt_doubles.Passes(),
+            trainer_factory="prompt_doubles:make_trainer",
+            teacher=scorer,
+        )
+
+    assert not prompt_doubles.run_for(begun(None), 15.0)
+    newest = max(tmp_path.rglob("coordinator.json"))
+    held = json.loads(newest.read_text())
+    assert held["groups"]["finished"]
+    assert held["replay"]["stored"]
+    trained.clear()
+    begun(Teacher(), **ALGORITHM).run()
+    assert any(item.replayed for item in trained)
+    assert all(len(item.teacher_log_probs) == len(item.token_ids) for item in trained)
