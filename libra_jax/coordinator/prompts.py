@@ -33,13 +33,17 @@ def check(config: configuration.RunConfig, tasks: protocols.TaskSource) -> None:
       ConfigError: `task.order=success`, `algorithm.budget=knapsack` or `algorithm.replay=success`, over a source that
         does not know its number of tasks; or replays are too old before a prompt comes again.
     """
-    total = len(tasks) if callable(getattr(type(tasks), "__len__", None)) else 0  # type: ignore[arg-type]
+    total = 0
     for name, chosen, refused, usual in (
         ("task.order", config.task.order, "success", "sequential"),
         ("algorithm.budget", config.algorithm.budget, "knapsack", "uniform"),
         ("algorithm.replay", config.algorithm.replay, "success", "none"),
     ):
-        if chosen != refused or total:
+        if chosen != refused:
+            continue
+        # Asked here alone: the length of a stream may be an error.
+        total = len(tasks) if callable(getattr(type(tasks), "__len__", None)) else 0  # type: ignore[arg-type]
+        if total:
             continue
         raise protocols.ConfigError(
             f"config.{name}: {chosen} goes by past rollouts of prompts that come again, and the source "

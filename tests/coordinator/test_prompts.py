@@ -155,6 +155,14 @@ def test_a_source_without_an_end_is_refused_by_its_name(changes, sentence):
         prompts.Prompts(config, doubles.Tasks(), success.Rates(config))
 
 
+def test_a_stream_whose_length_is_an_error_is_taken_in_its_order():
+    class Stream(doubles.Tasks):
+        def __len__(self):
+            raise TypeError("a stream has no length")
+
+    prompts.check(doubles.make_config(), Stream())
+
+
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
