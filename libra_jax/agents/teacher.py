@@ -169,14 +169,15 @@ def _read(content: bytes, token_ids: Sequence[int]) -> tuple[list[float], list[s
     for position, (token, entry) in enumerate(zip(token_ids[1:], scored[1:], strict=True), 1):
         if not isinstance(entry, dict) or str(token) not in entry:
             raise ValueError(f"answers no log-probability of token {token} at position {position}")
-        value = entry[str(token)]["logprob"]
+        told = entry[str(token)] if isinstance(entry[str(token)], dict) else {}
+        value = told.get("logprob")
         if not isinstance(value, int | float) or not math.isfinite(value) or value > ABOVE_ZERO:
             raise ValueError(
                 f"answers {value} at position {position}, which is no log-probability; serve it with vLLM's "
                 "--logprobs-mode raw_logprobs"
             )
         found.append(float(value))
-        texts.append(entry[str(token)].get("decoded_token"))
+        texts.append(told.get("decoded_token"))
     return found, texts
 
 

@@ -138,6 +138,8 @@ def each(change):
             {},
             r"answers 3.5 at position 1, which is no log-probability; .*raw_logprobs",
         ),
+        ({"change": each(lambda entry: {"rank": 3})}, {}, r"answers None at position 1, which is no log-probability"),
+        ({"change": each(lambda entry: entry["logprob"])}, {}, r"answers None at position 1"),
         (
             {"change": each(lambda entry: {**entry, "decoded_token": "ß"})},
             {},
