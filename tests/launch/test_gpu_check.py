@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import time
 
 import jax
@@ -94,6 +95,12 @@ def test_a_kernel_that_is_wrong_fails_its_case(fault, said, monkeypatch):
 
     monkeypatch.setattr(attention, "prepare", wrong)
     assert said in attention_parity.measure(rows.Bench("cpu", ""), "packed").problem
+
+
+@pytest.mark.parametrize("page", ["docs/results/gpu.md", "launch/gpu_check.py"])
+def test_the_command_that_a_page_shows_has_time_for_every_case(page):
+    (minutes,) = re.findall(r"gpu_check\.py --platform=gpu --minutes=(\d+)", (scripts.ROOT / page).read_text())
+    assert 60 * int(minutes) >= sum(case.expected_seconds for case in cases.CASES)
 
 
 def test_the_peer_takes_the_same_row():
