@@ -156,7 +156,12 @@ class Learner:
             losses=known,
             score=lambda params, batch: reference(params, batch, temperature=temperature)[0],
             proximal=values if critic else lambda params, batch: scorer(params, batch, temperature=temperature)[0],
-            norms=score_norms.ScoreNorms(scorer, temperature, adapter=model.adapter is not None),
+            norms=score_norms.ScoreNorms(
+                scorer,
+                temperature,
+                adapter=model.adapter is not None,
+                shards=config.trainer.data * config.trainer.fsdp,
+            ),
             helped=config.elastic.hybrid > 0,
         )
         shapes = self._shapes()

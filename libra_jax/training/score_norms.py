@@ -1,10 +1,10 @@
 """Norms of the scores of single trajectories: of ∇ log π(y), the gradient of a trajectory's log-probability.
 
 A training step sums gradients over trajectories, and the norm of a sum says nothing of its parts. So this is a pass of
-its own, over rows of one trajectory each. It goes backwards through the rows side by side. Each layer's gradients are
-squared and summed where they arise, so those of one layer at a time exist, for each row of a device.
+its own, over rows of one trajectory each. Each device takes its rows one after the other. Each layer's gradients are
+squared and summed where they arise, so a device holds those of one layer of one row at a time.
 
-Letters: B rows, T tokens.
+Letters: B rows, S shards of the rows, R rows of a shard, T tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class ScoreNorms:
       scorer: scores the tokens.
       temperature: sampling temperature of the tokens.
       adapter: an adapter alone is trained, so the weights under it do not count.
+      shards: S, number of shards of the rows: a row of each is computed at a time.
     """
 
     scorer: losses.Scorer
     temperature: float
     adapter: bool
+    shards: int = 1
 
     def __call__(self, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Returns two numbers for each row, float32 [2, B]: |∇ Σ log π|² and Σ (log π - log π_b).
@@ -90,4 +92,13 @@ class ScoreNorms:
             squares, log_weight = jax.grad(score, has_aux=True)(jnp.zeros((), jnp.float32))
             return jnp.stack([squares, log_weight])
 
-        return jax.vmap(of_row, out_axes=1)(dict(batch))
+        # Not all rows side by side: each has a gradient of its own of the whole vocabulary's projection.
+        numbers_RxSx2 = jax.lax.map(
+            jax.vmap(of_row), {name: _in_turns(array, self.shards) for name, array in batch.items()}
+        )
+        return numbers_RxSx2.swapaxes(0, 1).reshape(-1, 2).T
+
+
+def _in_turns(array: jax.Array, shards: int) -> jax.Array:
+    """Returns the rows as [R, S, ...]: the first row of each shard, then the second. No row leaves its shard."""
+    return array.reshape(shards, -1, *array.shape[1:]).swapaxes(0, 1)

@@ -18,7 +18,7 @@ from libra_jax.algorithms import estimators
 from libra_jax.models import hf, lora, transformer
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import losses, packing
+from libra_jax.training import losses, packing, step
 from libra_jax.training import state as state_lib
 
 SHAPE = dataclasses.replace(small_model.shape(), tie_word_embeddings=True)
@@ -99,3 +99,13 @@ def test_a_batch_takes_its_baseline_from_the_norms_and_masked_rollouts_none(smal
             np.testing.assert_allclose(trained, trajectories[index].reward - baseline, atol=1e-5)
     with pytest.raises(protocols.LibraError, match="needs the gradients of single rollouts"):
         batch_lib.prepare(config, batch, small.shape)
+
+
+def test_rows_of_a_device_are_taken_one_after_the_other_so_that_memory_stays(small):
+    def temporary_bytes(rows):
+        config = small.config(trainer={"rows_per_micro_batch": rows}, algorithm=VCPO)
+        learner = learner_lib.Learner(config, SHAPE, jax.devices()[:1])
+        program = learner.programs.program(step.NORMS, learner.micro_batch(step.NORMS))
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(8) < 2 * temporary_bytes(1)
