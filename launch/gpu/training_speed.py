@@ -22,7 +22,7 @@ from libra_jax.coordinator import reports
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, memory
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import logprobs, packing
+from libra_jax.training import logprobs, packing, step
 from libra_jax.training import state as state_lib
 from libra_jax.weights import memfd
 
@@ -80,7 +80,7 @@ def grad_step(bench: rows.Bench, preset: str, tokens: int) -> rows.Outcome:
         made = learner_lib.Learner(_config(bench, preset, tokens, setting.remat), shape, [device])
         began = time.perf_counter()
         try:
-            program = made.programs.program(learner_lib.POLICY, made.micro_batch(learner_lib.POLICY, tokens))
+            program = made.programs.program(step.POLICY, made.inputs.empty(step.POLICY, tokens))
             compiled = time.perf_counter() - began
             if _program_bytes(program) > free:
                 tried.append(f"{setting.layers} layers with remat {setting.remat}")
@@ -139,12 +139,12 @@ def _timed(
     took: list[float] = []
     while len(took) < 2 or (len(took) <= MOST_STEPS and sum(took[1:]) < STEP_SECONDS):
         began = time.perf_counter()
-        sums, _ = jax.block_until_ready(made.programs.grad_step(learner_lib.POLICY, params, sums, batch))
+        sums, _ = jax.block_until_ready(made.programs.grad_step(step.POLICY, params, sums, batch))
         took.append(time.perf_counter() - began)
     seconds = sorted(took[1:])[len(took[1:]) // 2]  # the first warms up
     if bench.traces:
         with jax.profiler.trace(f"{bench.traces}/{made.config.model.preset}-{tokens}"):
-            sums, _ = jax.block_until_ready(made.programs.grad_step(learner_lib.POLICY, params, sums, batch))
+            sums, _ = jax.block_until_ready(made.programs.grad_step(step.POLICY, params, sums, batch))
     flops = costs.train_flops(shape, model_config.multiplied_parameter_count(shape), [tokens])
     known = hardware.peak_flops(jax.devices(bench.platform)[0].device_kind)
     counted = {"tokens/processed": float(tokens), "train/devices": 1.0, "train/flops": flops}
@@ -157,7 +157,7 @@ def _timed(
         "parameters": model_config.parameter_count(shape),
         "remat": setting.remat,
         "compile_seconds": compiled,
-        "program_gigabytes": _program_bytes(made.programs.program(learner_lib.POLICY, batch)) / 1e9,
+        "program_gigabytes": _program_bytes(made.programs.program(step.POLICY, batch)) / 1e9,
         "seconds": seconds,
         "tokens_per_second": speed["train/tokens_per_second"],
         "teraflops_per_second": flops / seconds / 1e12,
@@ -183,8 +183,8 @@ def _micro_batch(made: learner_lib.Learner, vocabulary: int, tokens: int) -> dic
     )
     packed = packing.pack([example], made.config.trainer)
     advantages = packed.scatter([rng.standard_normal(count).astype(np.float32)])[0]
-    batch = made.micro_batch(learner_lib.POLICY, tokens)
-    return batch | made.arrays(packed.micro_batches[0], {"advantages": advantages})
+    batch = made.inputs.empty(step.POLICY, tokens)
+    return batch | made.inputs.arrays(packed.micro_batches[0], {"advantages": advantages})
 
 
 def vocabulary(bench: rows.Bench, chunk: int) -> rows.Outcome:

@@ -21,7 +21,7 @@ from libra_jax.planning import compiled, programs
 from libra_jax.training import learner, step, topology
 from libra_jax.training import state as state_lib
 
-ALL = (learner.POLICY, step.APPLY, step.SCORE)
+ALL = (step.POLICY, step.APPLY, step.SCORE)
 """Names of the programs that are compiled: a micro-batch's gradient, the update, and scoring."""
 
 
@@ -49,7 +49,7 @@ def case(
     # The devices may be of another platform than the one that the run trains on, and `make_mesh` would refuse them.
     trainer = dataclasses.replace(config.trainer, platform="auto")
     made = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
-    row_tokens, most = made.row_shapes()[-1]
+    row_tokens, most = made.inputs.row_shapes()[-1]
     # Experts take the tokens of all devices of `fsdp`, and each device has a part of the experts.
     tokens = trainer.rows_per_micro_batch // trainer.data * row_tokens // trainer.context
     taken = tokens * model.experts_per_token / trainer.fsdp
@@ -73,7 +73,7 @@ def case(
     with topology.answering_for(devices[0]):
         for name in names:
             began = time.monotonic()
-            batch = None if name == step.APPLY else made.micro_batch(name, row_tokens, most)
+            batch = None if name == step.APPLY else made.inputs.empty(name, row_tokens, most)
             program = made.programs.program(name, batch)
             seconds = time.monotonic() - began
             text = program.as_text() or ""

@@ -19,16 +19,11 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import batch_statistics, estimators, objective
-from libra_jax.models import attention, feasibility, lora, sharding, transformer
+from libra_jax.models import attention, lora, sharding, transformer
 from libra_jax.models import config as model_config
-from libra_jax.planning import rows
-from libra_jax.training import background, losses, optimizer, packing, score_norms, step, updates, world
+from libra_jax.training import background, inputs, losses, optimizer, packing, score_norms, step, updates, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import state as state_lib
-
-POLICY = "policy"
-SUPERVISED = "supervised"
-VALUE = "value"
 
 AHEAD = 4
 """Maximum micro-batches that the host has queued on the devices beyond the last finished one. Enough to keep the
@@ -45,11 +40,7 @@ class Learner:
     Attributes:
       config: the run's configuration, with this learner's mesh.
       model: shape of the model, with the adapter that this learner trains.
-      compares: True if the objective compares the policy with a reference model.
-      refers: True if the reference model is on this learner's mesh. Else a teacher has scored the batch elsewhere.
-      teacher: shape of a reference model that is read from a directory; None: it is the initial policy.
-      lists_sequences: True if programs take `packing.LENGTHS`, because cuDNN computes the attention of packed rows.
-      scores_proximal: True if the policy's objective takes the log-probabilities of before the batch's first update.
+      inputs: the arrays that the programs take, and which models score a batch.
       layout: shapes and shardings of the state.
       state: the train state; each update consumes it and sets a new state.
       accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
@@ -83,22 +74,12 @@ class Learner:
         """
         self.config = config
         self.model = model = critic_lib.shape(model) if critic else model
-        self._loss = VALUE if critic else POLICY
         self._transform = optimizer.transform(config.optimizer)
         self._statistics = None if critic else batch_statistics.find(config.algorithm)
-        self.compares = config.algorithm.kl_coefficient > 0 and not critic
-        self.scores_proximal = config.algorithm.scores_proximal and not first_update_only and not critic
-        self.refers = config.algorithm.scores_reference and not critic
-        self.teacher = None
-        if self.refers and config.algorithm.teacher_directory:
-            self.teacher = model_config.read_directory(config.algorithm.teacher_directory)
-            config_lib.check(
-                self.teacher.vocab_size == model.vocab_size,
-                "algorithm.teacher",
-                f"{config.algorithm.teacher} has a vocabulary of {self.teacher.vocab_size} tokens, and the policy one "
-                f"of {model.vocab_size}; take a teacher with the policy's tokenizer",
-            )
         mesh = state_lib.make_mesh(config.trainer, devices)
+        teacher = None if critic else inputs.teacher(config, model)
+        target = attention.target(mesh.devices.flat[0])
+        self.inputs = inputs.Inputs(config, model, target, critic, first_update_only, teacher)
         # Before any program is traced: the precision becomes a part of the program.
         losses.keep_float32(mesh.devices.flat[0].platform, config.model.compute_dtype)
         self.layout = state_lib.layout(
@@ -108,33 +89,17 @@ class Learner:
             dtype=config.model.param_dtype,
             # The frozen weights under an adapter are the reference model: it needs no copy.
             reference=config.model.compute_dtype
-            if self.refers and (model.adapter is None or self.teacher is not None)
+            if self.inputs.refers and (model.adapter is None or teacher is not None)
             else None,
             base=None if model.adapter is None else config.model.compute_dtype,
             accumulation=config.trainer.accumulation_dtype,
             offload=config.optimizer.offload,
             critic=critic,
-            teacher=self.teacher,
+            teacher=teacher,
         )
-        options = transformer.ComputeOptions.from_config(
-            config.model, packed=config.trainer.pack, target=attention.target(mesh.devices.flat[0])
-        )
-        self.lists_sequences = (
-            options.packed
-            and options.target.platform == "gpu"
-            and feasibility.choose_attention(
-                options.attention,
-                options.target,
-                config.trainer.row_tokens,
-                model.head_dim,
-                options.compute_dtype,
-                options.packed,
-                whole_rows=feasibility.splits_heads(model.num_heads // config.trainer.tensor, config.trainer.context),
-            )
-            == "cudnn"
-        )
+        options = transformer.ComputeOptions.from_config(config.model, packed=config.trainer.pack, target=target)
         scorer = losses.Scorer(model, options, config.model.logits_chunk)
-        referred = self.teacher or dataclasses.replace(model, adapter=None)
+        referred = teacher or dataclasses.replace(model, adapter=None)
         reference = losses.Scorer(referred, options, config.model.logits_chunk)
         policy = functools.partial(
             losses.policy,
@@ -146,9 +111,9 @@ class Learner:
         temperature = config.rollout.temperature
         values = critic_lib.Values(model, options)
         known: dict[str, step.Loss] = {
-            POLICY: policy,
-            SUPERVISED: functools.partial(losses.supervised, scorer=scorer),
-            VALUE: functools.partial(critic_lib.loss, values=values, clip=config.critic.clip),
+            step.POLICY: policy,
+            step.SUPERVISED: functools.partial(losses.supervised, scorer=scorer),
+            step.VALUE: functools.partial(critic_lib.loss, values=values, clip=config.critic.clip),
         }
         self.programs = step.Programs(
             self.layout,
@@ -164,7 +129,7 @@ class Learner:
             ),
             helped=config.elastic.hybrid > 0,
         )
-        shapes = self._shapes()
+        shapes = self.inputs.shapes()
         # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         # Set by the actor's event loop while another thread takes the step.
@@ -224,7 +189,7 @@ class Learner:
         if base is None and self.layout.state.base is not None:
             base = self.train_state().base
         reference = None
-        if self.teacher is not None:
+        if self.inputs.teacher is not None:
             places = self.layout.state.reference
             reference = self.state and self.state.reference
             if reference is None:
@@ -232,7 +197,7 @@ class Learner:
                 from libra_jax.models import hf
 
                 path = self.config.algorithm.teacher
-                reference = hf.load(path, self.teacher, places, state_lib.shardings_of(places))
+                reference = hf.load(path, self.inputs.teacher, places, state_lib.shardings_of(places))
         self.state = state_lib.begin(params, self.layout, self._transform, seed, base, reference)
 
     def on(self, trainer: config_lib.TrainerConfig, devices: Sequence[jax.Device]) -> Learner:
@@ -256,81 +221,16 @@ class Learner:
         """Compiles the programs of a step before its first use.
 
         Args:
-          loss: `POLICY`, `SUPERVISED` or `VALUE`.
+          loss: `step.POLICY`, `SUPERVISED` or `VALUE`.
           row_tokens: length of the rows; None for the shortest.
-          most: sequences that a row may hold; None for the fewest of `row_shapes`.
+          most: sequences that a row may hold; None for the fewest of `Inputs.row_shapes`.
           sums_only: compile only what `sums` needs.
         """
-        batch = self.micro_batch(loss, row_tokens, most)
+        batch = self.inputs.empty(loss, row_tokens, most)
         if sums_only:
             self.programs.program(loss, batch)
         else:
             self.programs.compile(loss, batch)
-
-    def row_shapes(self) -> list[tuple[int, int]]:
-        """Returns the rows that a step may need, as length and most sequences: the shortest with the fewest first."""
-        packs = self.config.trainer.pack
-        return [
-            (row_tokens, most)
-            for row_tokens in packing.row_lengths(self.config.trainer)
-            # Only the time of cuDNN's attention depends on the number, so other kernels need one program.
-            for most in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
-        ]
-
-    def _shapes(self) -> Sequence[step.Shape]:
-        """Returns the shapes of the micro-batches that a step may need, in the order of `row_shapes`."""
-        # A warm start comes before the adapter and trains all weights: another learner takes its steps.
-        warms_up = self.config.warm_start.steps > 0 and self.layout.state.base is None and self._loss == POLICY
-        names = [SUPERVISED] * warms_up + [step.SCORE] * self.refers
-        names += [step.PROXIMAL] * (self.scores_proximal or self._statistics is not None or self._loss == VALUE)
-        names += [step.NORMS] * (self.config.algorithm.baseline == "minimum_variance" and self._loss == POLICY)
-        found = []
-        for row_shape in self.row_shapes():
-            for name in (*names, self._loss):
-                arrays = self.micro_batch(name, *row_shape).items()
-                found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
-        return found
-
-    def micro_batch(self, name: str, row_tokens: int | None = None, most: int | None = None) -> dict[str, np.ndarray]:
-        """Returns an empty micro-batch with the arrays that a program takes.
-
-        Args:
-          name: `POLICY`, `SUPERVISED`, `VALUE`, `step.SCORE`, `step.PROXIMAL` or `step.NORMS`.
-          row_tokens: length of the rows; None for the shortest.
-          most: sequences that a row may hold; None for the fewest of `row_shapes`.
-        """
-        shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
-        batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
-        # The rows of NORMS hold a sequence each, whose attention needs no list of them.
-        if self.lists_sequences and name != step.NORMS:
-            most = most or rows.segment_bounds(shape[1], packed=True)[0]
-            batch[packing.LENGTHS] = np.zeros((shape[0], most), np.int32)
-        if name == POLICY:
-            # The extras of `batch.prepare`: a batch with other arrays would be another program.
-            extras = ["advantages"]
-            extras += ["reference"] * self.compares
-            extras += ["moved"] * (len(self.config.rollout.tensor_parallel) > 1)
-            extras += ["staleness"] * (self.config.algorithm.proximal == "interpolate")
-            extras += ["proximal"] * self.scores_proximal
-            extras += [
-                batch_statistics.PREFIX + name for name in batch_statistics.NAMES.get(self.config.algorithm.loss, ())
-            ]
-            batch |= {name: np.zeros(shape, np.float32) for name in extras}
-        if name == VALUE:
-            batch |= {name: np.zeros(shape, np.float32) for name in ("returns", "values")}
-        # A critic's routers choose for themselves: the engine's experts are those of another model.
-        replays = self.config.algorithm.routing_replay == "rollout" and self._loss == POLICY
-        if name == step.SCORE and self.teacher is not None:
-            replays = False
-        if name != SUPERVISED and replays:
-            width, dtype = self.model.routing_width, self.model.routing_dtype
-            batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
-        return batch
-
-    def arrays(self, micro_batch: packing.MicroBatch, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a packed micro-batch and its further arrays as programs take them, like those of `micro_batch`."""
-        listed = {packing.LENGTHS: packing.sequence_lengths(micro_batch)} if self.lists_sequences else {}
-        return {**vars(micro_batch), **listed, **extras}
 
     def reference_log_probs(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> list[jax.Array]:
         """Returns the frozen reference model's log-probabilities on the mesh: one [B, T] array per micro-batch.
@@ -347,7 +247,7 @@ class Learner:
         state = self.train_state()
         reference = state.base if state.reference is None else state.reference
         indices = range(len(packed.micro_batches))
-        if self.teacher is not None:
+        if self.inputs.teacher is not None:
             extras = [{} for _ in indices]  # its routers choose for themselves
         with world.explaining():
             return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
@@ -383,7 +283,7 @@ class Learner:
         """Yields the arrays on the mesh from which a program scores each micro-batch."""
         for index in indices:
             routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
-            yield self.programs.put(self.arrays(packed.micro_batches[index], routing))
+            yield self.programs.put(self.inputs.arrays(packed.micro_batches[index], routing))
 
     def sums(
         self,
@@ -396,7 +296,7 @@ class Learner:
         """Sums loss and gradients over some micro-batches; returns the sums and their combined report.
 
         Args:
-          loss: `POLICY` or `SUPERVISED`.
+          loss: `step.POLICY` or `SUPERVISED`.
           params: all parameters of the policy on this learner's mesh, as `policy` nests them.
           packed: the global batch.
           extras: further [B, T] arrays of each micro-batch.
@@ -421,7 +321,7 @@ class Learner:
         """Takes a step of one update over all micro-batches, and returns its metrics.
 
         Args:
-          loss: `POLICY` or `SUPERVISED`.
+          loss: `step.POLICY` or `SUPERVISED`.
           packed: the global batch.
           learning_rate: learning rate of this step.
           extras: further arrays of each micro-batch (`batch.Prepared`).
@@ -472,7 +372,7 @@ class Learner:
         parts = [part for _ in range(self.config.algorithm.epochs) for part in minibatches]
         taken: list[updates.Update] = []
         try:
-            if self.scores_proximal:
+            if self.inputs.scores_proximal:
                 # The log-probabilities of the policy as it is now, on the mesh.
                 scores = self._scores(packed, extras, range(len(packed.micro_batches)))
                 extras = [{**extra, "proximal": score} for extra, score in zip(extras, scores, strict=True)]
@@ -482,11 +382,13 @@ class Learner:
                 last = number == len(parts) - 1
                 if self._statistics is not None:
                     extras = self._with_statistics(packed, extras, part, number)
-                taken.append(self._update(self._loss, packed, learning_rate, extras, indices, others, steps=int(last)))
+                taken.append(
+                    self._update(self.inputs.loss, packed, learning_rate, extras, indices, others, steps=int(last))
+                )
         finally:
             self._taking = 0
             self.abort.clear()
-        return updates.step_metrics(taken, keeps_first=self.scores_proximal)
+        return updates.step_metrics(taken, keeps_first=self.inputs.scores_proximal)
 
     def stay(self) -> dict[str, float]:
         """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics.
@@ -522,7 +424,7 @@ class Learner:
 
         with world.explaining(), sharding.whole(self._scores(packed, extras, part)) as whole:
             log_probs_K = trained(whole)
-        if self.scores_proximal:
+        if self.inputs.scores_proximal:
             with world.explaining(), sharding.whole([extras[index]["proximal"] for index in part]) as whole:
                 anchors_K = trained(whole)
         elif self.config.algorithm.objective == "decoupled":
@@ -584,7 +486,7 @@ class Learner:
     def _rate_scale(self, loss: str, parts: Sequence[step.Report]) -> float:
         """Returns the factor of the learning rate that `algorithm.ess_scaling` sets for an update (VCPO, eq. 6)."""
         rule = self.config.algorithm.ess_scaling
-        if loss != POLICY or rule == "off":
+        if loss != step.POLICY or rule == "off":
             return 1.0
         share = objective.effective_share(updates.combined(jax.device_get(list(parts)))["metrics"])
         # Nothing trained, or weights that are not finite: the update changes nothing, or is skipped.
@@ -611,7 +513,7 @@ class Learner:
             # Between two updates the state is no longer that of before the step, so the step goes on.
             if self.abort.is_set() and not self._taking:
                 raise protocols.StepAborted(f"the step was aborted after {len(parts)} of its micro-batches.")
-            arrays = self.programs.put(self.arrays(packed.micro_batches[index], extras[index]))
+            arrays = self.programs.put(self.inputs.arrays(packed.micro_batches[index], extras[index]))
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays, base)
             parts.append(part)
         return accumulator

@@ -35,6 +35,9 @@ Loss = Callable[[Any, Batch], objective.ObjectiveSums]
 Score = Callable[[Any, Batch], jax.Array]
 Report = dict[str, Any]
 
+POLICY, SUPERVISED, VALUE = "policy", "supervised", "value"
+"""Names of the losses."""
+
 SCORE, PROXIMAL, NORMS, APPLY, ADD = "score", "proximal", "norms", "apply", "add"
 """Names of the programs that belong to no loss, used beside the names of the losses."""
 

@@ -25,7 +25,7 @@ from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, world
+from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, step, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import running as running_lib
@@ -110,11 +110,11 @@ class TrainerActor:
         running = self.running()
         learner = running.learner
         running.begin()
-        learner.compile(learner_lib.POLICY)
+        learner.compile(step.POLICY)
         if config.warm_start.steps:
-            (running.warming or learner).compile(learner_lib.SUPERVISED)
+            (running.warming or learner).compile(step.SUPERVISED)
         if running.critic is not None:
-            running.critic.compile(learner_lib.VALUE)
+            running.critic.compile(step.VALUE)
             running.critic.ahead.begin()
         # From now on, because the trainer is idle until the first groups are finished, and may need any row then.
         learner.ahead.begin()
@@ -194,7 +194,7 @@ class TrainerActor:
         # The parameters change without a new version, so the synced snapshot no longer matches.
         self._synced = None
         rate = self._config.warm_start.learning_rate
-        metrics = learner.update(learner_lib.SUPERVISED, packed, rate)
+        metrics = learner.update(step.SUPERVISED, packed, rate)
         return self._finish(learner, metrics, packed)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:

@@ -20,7 +20,7 @@ from libra_jax.models import config as model_config
 from libra_jax.models import lora
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import program_cache
+from libra_jax.training import program_cache, step
 from libra_jax.training import shares as shares_lib
 from libra_jax.training import trainer as trainer_lib
 from libra_jax.weights import gradient_channel, receiver
@@ -117,8 +117,8 @@ class TrainingSideActor:
         """Compiles the gradient step for every shape of rows, if still missing."""
         learner, _ = self._started()
         # Sums of the policy's loss alone: the core applies them, and takes the warm start by itself.
-        for row_shape in learner.row_shapes():
-            learner.compile(learner_lib.POLICY, *row_shape, sums_only=True)
+        for row_shape in learner.inputs.row_shapes():
+            learner.compile(step.POLICY, *row_shape, sums_only=True)
 
     def join(self, generation: int, address: Mapping[str, Any]) -> None:
         """Connects to the core's gradient channel; closes a channel of an earlier membership generation.
@@ -168,7 +168,7 @@ class TrainingSideActor:
         indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
         if not indices:
             return {"seconds": 0.0, "bytes": 0.0, "micro_batches": 0.0}
-        sums, report = learner.sums(learner_lib.POLICY, self._params, prepared.packed, prepared.extras, indices)
+        sums, report = learner.sums(step.POLICY, self._params, prepared.packed, prepared.extras, indices)
         arrays = jax.device_get(jax.tree.leaves(sums))
         header = gradient_channel.Header(
             worker=self._name,

@@ -60,6 +60,7 @@ def _child() -> dict[str, Any]:
     from libra_jax.models import config as model_config
     from libra_jax.training import learner as learner_lib
     from libra_jax.training import packing, resize, state
+    from libra_jax.training import step as step_lib
     from tests.benchmarks import models
 
     shape = models.hundred_million()
@@ -88,7 +89,7 @@ def _child() -> dict[str, Any]:
 
     def step() -> float:
         began = time.perf_counter()
-        learner.update(learner_lib.POLICY, packed, 1e-5, extras)
+        learner.update(step_lib.POLICY, packed, 1e-5, extras)
         return time.perf_counter() - began
 
     step()

@@ -11,8 +11,7 @@ import small_model
 
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import learner as learner_lib
-from libra_jax.training import shares
+from libra_jax.training import shares, step
 
 
 def attempt(name, rng, version):
@@ -93,7 +92,7 @@ def sums(core, config, batch, indices):
     """Sums over some micro-batches, computed by the core itself."""
     learner = core.running().learner
     prepared = batch_lib.prepare(config, batch, small_model.shape())
-    made, report = learner.sums(learner_lib.POLICY, learner.params, prepared.packed, prepared.extras, indices)
+    made, report = learner.sums(step.POLICY, learner.params, prepared.packed, prepared.extras, indices)
     return [np.array(leaf) for leaf in jax.tree.leaves(made)], report
 
 

@@ -15,7 +15,7 @@ from libra_jax.models import adapters, hf, hf_names, lora
 from libra_jax.models import peft as peft_files
 from libra_jax.training import base as base_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, resize, tenants
+from libra_jax.training import packing, resize, step, tenants
 from libra_jax.training import state as state_lib
 
 RATE = 1e-2
@@ -52,7 +52,7 @@ def _packed(small, learner, count=8, seed=0):
 
 def _sums(small, learner):
     packed = _packed(small, learner)
-    found, _ = learner.sums(learner_lib.SUPERVISED, learner.policy, packed, [{}] * len(packed.micro_batches), [0])
+    found, _ = learner.sums(step.SUPERVISED, learner.policy, packed, [{}] * len(packed.micro_batches), [0])
     return found
 
 
@@ -125,7 +125,7 @@ def test_gradients_sums_and_moments_exist_for_the_adapter_only(make, small):
 def test_fifty_steps_learn_and_change_no_bit_of_the_base(make, small):
     learner = make(model={"compute_dtype": "bfloat16"}, moved=False)
     before, digest, packed = _on_host(learner.state.base), base_lib.digest(learner.state.base), _packed(small, learner)
-    losses = [learner.update(learner_lib.SUPERVISED, packed, RATE)["loss"] for _ in range(50)]
+    losses = [learner.update(step.SUPERVISED, packed, RATE)["loss"] for _ in range(50)]
     assert losses[-1] < losses[0] - 0.2
     _assert_equal(learner.state.base, before)
     assert base_lib.digest(learner.state.base) == digest
@@ -156,7 +156,7 @@ def test_the_reference_model_is_the_base_without_the_adapter(make, small):
     (ours,), (wanted,) = learner.reference_log_probs(packed, [{}]), plain.reference_log_probs(packed, [{}])
     np.testing.assert_array_equal(ours, wanted)
     extras = [{"advantages": np.ones_like(wanted), "reference": ours}]
-    metrics = learner.update(learner_lib.POLICY, packed, RATE, extras)
+    metrics = learner.update(step.POLICY, packed, RATE, extras)
     assert metrics["kl/reference"] > 0.01
 
 
@@ -176,13 +176,13 @@ def test_gradients_on_a_mesh_equal_those_of_one_device(make, small, wanted, size
 def test_a_resize_changes_no_bit(make, small):
     learner = make(trainer={"fsdp": 2, "tensor": 2})
     packed, digest = _packed(small, learner), base_lib.digest(learner.state.base)
-    learner.update(learner_lib.SUPERVISED, packed, RATE)
+    learner.update(step.SUPERVISED, packed, RATE)
     for sizes in [(2, 1, 1), (1, 2, 2)]:
         before = _on_host(learner.state)
         learner, _ = resize.Resize(learner, protocols.MeshSizes(*sizes), jax.devices()).take_over(120.0)
         _assert_equal(learner.state, before)
         assert base_lib.digest(learner.state.base) == digest
-        learner.update(learner_lib.SUPERVISED, packed, RATE)
+        learner.update(step.SUPERVISED, packed, RATE)
 
 
 def test_two_tenants_trained_in_turn_equal_two_trained_alone(make, small):
@@ -196,12 +196,12 @@ def test_two_tenants_trained_in_turn_equal_two_trained_alone(make, small):
         shared.add(name, seed)
     for turn in range(3):
         for name in ("b", "a"):
-            shared.update(name, learner_lib.SUPERVISED, batches[name][turn], plans[name][1])
+            shared.update(name, step.SUPERVISED, batches[name][turn], plans[name][1])
     for name, (seed, rate) in plans.items():
         alone = tenants.Tenants(learner)
         alone.add(name, seed)
         for packed in batches[name]:
-            alone.update(name, learner_lib.SUPERVISED, packed, rate)
+            alone.update(name, step.SUPERVISED, packed, rate)
         _assert_equal(shared.state(name), alone.state(name))
         assert int(shared.state(name).step) == 3
     assert not np.array_equal(_on_host(shared.state("a").params)[0], _on_host(shared.state("b").params)[0])

@@ -8,7 +8,7 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, state
+from libra_jax.training import packing, state, step
 
 ALL = [split for split in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(split) <= 8]
 QUICK = [(1, 2, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 1, 1, 2), (1, 2, 2, 2)]
@@ -50,14 +50,14 @@ def _train(small, split):
         assert (packed.micro_batches[0].segments.max() > 1) == (len(results) == 0)
         arrays = adam.programs.put({**vars(packed.micro_batches[0]), **extras[0]})
         zeros = adam.programs.zeros()
-        sums, _ = adam.programs.grad_step(learner_lib.POLICY, adam.params, zeros, arrays)
+        sums, _ = adam.programs.grad_step(step.POLICY, adam.params, zeros, arrays)
         gradients = jax.device_get(sums.gradients)
         sgd.begin()
         stepped, _, _ = sgd.programs.apply_step(sgd.state, sums, 0.1)
         after = jax.device_get(stepped.params)
         sgd.begin(jax.device_put(small.params, state.shardings_of(sgd.layout.state.params)))
         adam.begin(jax.device_put(small.params, state.shardings_of(adam.layout.state.params)))
-        curve = [adam.update(learner_lib.POLICY, packed, RATE, extras)["loss"] for _ in range(STEPS)]
+        curve = [adam.update(step.POLICY, packed, RATE, extras)["loss"] for _ in range(STEPS)]
         adam.begin(jax.device_put(small.params, state.shardings_of(adam.layout.state.params)))
         results.append((gradients, after, np.array(curve)))
     assert len(adam.programs.shapes) == 1

@@ -36,7 +36,7 @@ def _beginning(small):
         extras = [{"advantages": array} for array in packed.scatter(advantages)]
 
         def step(learner):
-            return learner.update(learner_lib.POLICY, packed, RATE, extras)["loss"]
+            return learner.update(step_lib.POLICY, packed, RATE, extras)["loss"]
 
         step(made)
         return made, step
@@ -159,7 +159,7 @@ def test_a_shape_that_training_meets_while_it_compiles_is_compiled_too(begun, mo
     def meeting(programs, name, batch):
         if not met and programs is not learner.programs:
             met.append(True)
-            learner.compile(learner_lib.SUPERVISED)
+            learner.compile(step_lib.SUPERVISED)
         compile_(programs, name, batch)
 
     monkeypatch.setattr(step_lib.Programs, "compile", meeting)
@@ -174,7 +174,7 @@ def test_where_replicas_help_their_sums_are_added_at_once_on_each_mesh(small):
     rollout = dataclasses.replace(config.rollout, tensor_parallel=(1, 1))
     elastic = config_lib.ElasticConfig(hybrid=1)
     learner = small.learner(dataclasses.replace(config, rollout=rollout, elastic=elastic))
-    learner.compile(learner_lib.POLICY)
+    learner.compile(step_lib.POLICY)
     begins = resize.Resize(learner, protocols.MeshSizes(4, 1, 1), jax.devices())
     begins.compilation.wait(PATIENCE)
     ones = [np.ones(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(learner.layout.accumulator)]

@@ -8,8 +8,7 @@ from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from libra_jax import protocols
-from libra_jax.training import learner as learner_lib
-from libra_jax.training import program_cache
+from libra_jax.training import program_cache, step
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def test_programs_compiled_ahead_of_time_are_taken_from_the_cache(unset, small):
         for hits in (0, 2):  # grad_step and apply_step
             events.clear()
             learner = small.learner(small.config())
-            learner.compile(learner_lib.POLICY)
+            learner.compile(step.POLICY)
             memory.append(learner.programs.temporary_bytes())
             assert events.count("/jax/compilation_cache/cache_hits") >= hits
             assert bool(events.count("/jax/compilation_cache/cache_misses")) == (not hits)

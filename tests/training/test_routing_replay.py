@@ -10,8 +10,8 @@ import small_model
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import learner, step
 from libra_jax.training import sequences as sequences_lib
+from libra_jax.training import step
 
 SPARSE = small_model.sparse()
 
@@ -98,13 +98,13 @@ def test_policy_and_reference_take_given_experts_in_ready_programs(sparse):
         made.begin(jax.tree.map(lambda leaf: 6 * leaf if leaf.ndim > 2 else leaf, made.params))
         prepared = batch_lib.prepare(config, _batch(trajectories), SPARSE, made.reference_log_probs)
         scored = [(name, set(shapes)) for name, shapes in made.programs.shapes]
-        assert scored == [(step.SCORE, set(made.micro_batch(step.SCORE)))]
+        assert scored == [(step.SCORE, set(made.inputs.empty(step.SCORE)))]
         arrays = vars(prepared.packed.micro_batches[0]) | prepared.extras[0]
-        ahead = made.micro_batch(learner.POLICY)
+        ahead = made.inputs.empty(step.POLICY)
         assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
             name: (array.shape, array.dtype) for name, array in ahead.items()
         }
-        sums, report = made.sums(learner.POLICY, made.params, prepared.packed, prepared.extras, [0])
+        sums, report = made.sums(step.POLICY, made.params, prepared.packed, prepared.extras, [0])
         ratios[replay] = report["maxima"]["mismatch/ratio_max"]
         total, count = report["metrics"]["kl/reference"]
         assert total / count < 1e-9, "the policy is still the reference model"
@@ -122,7 +122,7 @@ def test_given_experts_give_one_devices_gradients_on_a_mesh_that_splits_rows(spa
         config = sparse.config(trainer=mesh, algorithm=algorithm)
         made = sparse.learner(config)
         prepared = batch_lib.prepare(config, _batch(trajectories), SPARSE)
-        sums, _ = made.sums(learner.POLICY, made.params, prepared.packed, prepared.extras, [0])
+        sums, _ = made.sums(step.POLICY, made.params, prepared.packed, prepared.extras, [0])
         found.append(jax.device_get(sums.gradients))
     for ours, whole in zip(*map(jax.tree.leaves, reversed(found)), strict=True):
         np.testing.assert_allclose(ours, whole, atol=1e-5 * np.abs(whole).max(), rtol=0)

@@ -75,9 +75,9 @@ def test_programs_for_many_sequences_compile_beside_the_first_steps(small, on_gp
 def test_only_cudnn_has_several_programs_for_rows_of_one_length(small, request):
     config = small.config(trainer={"row_buckets": (64,)})
     learner = small.learner(config)
-    assert learner.row_shapes() == [(48, MOST), (64, 8)]
-    assert packing.LENGTHS not in learner.micro_batch("policy")
+    assert learner.inputs.row_shapes() == [(48, MOST), (64, 8)]
+    assert packing.LENGTHS not in learner.inputs.empty("policy")
     request.getfixturevalue("on_gpu")
-    assert small.learner(config).row_shapes() == [(48, FEW), (48, MOST), (64, FEW), (64, 8)]
+    assert small.learner(config).inputs.row_shapes() == [(48, FEW), (48, MOST), (64, FEW), (64, 8)]
     alone = small.config(trainer={"row_buckets": (64,), "pack": False})
-    assert small.learner(alone).row_shapes() == [(48, 1), (64, 1)]
+    assert small.learner(alone).inputs.row_shapes() == [(48, 1), (64, 1)]

@@ -105,7 +105,7 @@ def test_rows_of_a_device_are_taken_one_after_the_other_so_that_memory_stays(sma
     def temporary_bytes(rows):
         config = small.config(trainer={"rows_per_micro_batch": rows}, algorithm=VCPO)
         learner = learner_lib.Learner(config, SHAPE, jax.devices()[:1])
-        program = learner.programs.program(step.NORMS, learner.micro_batch(step.NORMS))
+        program = learner.programs.program(step.NORMS, learner.inputs.empty(step.NORMS))
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(8) < 2 * temporary_bytes(1)
