@@ -6,6 +6,7 @@ The tests of a degree share its engine and end with its death, so they run in th
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import signal
@@ -156,6 +157,7 @@ def test_a_context_without_room_is_refused_by_name(host):
 @contextlib.asynccontextmanager
 async def served(host):
     """Yields the address of vLLM's own OpenAI server before the engine."""
+    level = logging.getLogger().level  # the server raises it, which would silence warnings of the tests that follow
     parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
     arguments = parser.parse_args(["--model", "teacher", "--disable-uvicorn-access-log"])
     front_end = host.engine._serving()
@@ -170,6 +172,7 @@ async def served(host):
     finally:
         server.should_exit = True
         await serving
+        logging.getLogger().setLevel(level)
 
 
 class Ids:
