@@ -65,7 +65,8 @@ def same_rewards(config: configuration.RunConfig, group: protocols.Group) -> str
     if cut >= size - 1 and cut:
         return (
             f"{cut} of {size} rollouts of {prompt} were cut off at a limit and not compared (task.cut_off); raise "
-            "task.max_seconds or rollout.max_context, or set task.cut_off=zero"
+            "task.max_seconds or rollout.max_context"
+            + (", or set task.cut_off=zero" if config.task.cut_off == "mask" else "")
         )
     whose = "the environment gave" if config.reward.environment_weight else "the reward functions gave"
     return f"{whose} every rollout of {prompt} the same reward"

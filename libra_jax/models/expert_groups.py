@@ -37,6 +37,7 @@ class Part(NamedTuple):
     Attributes:
       row_S: the rows; arbitrary after the last one.
       token_S: the rows' tokens.
+      exists_S: False after the last row.
       counts_E: int32, rows of each expert among them.
       place_NxK: where each row of the tokens stands in the part.
       inside_NxK: whether it does.
@@ -44,6 +45,7 @@ class Part(NamedTuple):
 
     row_S: jax.Array
     token_S: jax.Array
+    exists_S: jax.Array
     counts_E: jax.Array
     place_NxK: jax.Array
     inside_NxK: jax.Array
@@ -79,7 +81,9 @@ def mixed_gradients(
 
     def compute(part: Part) -> tuple[jax.Array, jax.Array, Weights]:
         counts_E = part.counts_E
-        in_SxD, grad_SxD = x_NxD[part.token_S], grad_NxD[part.token_S].astype(dtype)
+        in_SxD = x_NxD[part.token_S]
+        # Rows of no expert may be padding, whose gradient may be anything, and `outer` takes finite numbers alone.
+        grad_SxD = jnp.where(part.exists_S[:, None], grad_NxD[part.token_S], 0.0).astype(dtype)
         hidden_SxF, gate_SxF, up_SxF = _hidden(in_SxD, own, counts_E)
         # Before the share, so that its own gradient needs no other product.
         back_SxF = grouped_products.by_columns(grad_SxD, own.down_ExDxF, counts_E).astype(jnp.float32)
@@ -149,6 +153,7 @@ def _over_parts(chosen_NxK: jax.Array, experts: int, rows: float, compute: Calla
         return Part(
             row_S,
             row_S // chosen_NxK.shape[1],
+            first + jnp.arange(size) < total,
             jnp.diff(until_E, prepend=0).astype(jnp.int32),
             jnp.clip(place_NxK - first, 0, size - 1),
             inside_NxK,
