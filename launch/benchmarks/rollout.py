@@ -79,7 +79,7 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
     async def rollout(index: int) -> None:
         name = uuid.uuid4().hex
         trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
-        dispatcher.open(name, group_id=index, dispatch_version=0)
+        dispatcher.open(trajectory, group_id=index, dispatch_version=0)
         try:
             await agent_loop.run_rollout(
                 trajectory=trajectory,

@@ -20,7 +20,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store as store
@@ -313,9 +313,8 @@ class Checkpoints:
             text, kept = (directory / name).read_bytes(), checksums.from_json(record["files"])
             if (problem := checksums.problem(directory, {file: kept[file] for file in (name, apart) if file})) != "":
                 raise ValueError(problem)
-            state = json.loads(text)
-            if apart:
-                _take_routing(state["groups"], (directory / apart).read_bytes())
+            hook = _with_routing((directory / apart).read_bytes()) if apart else None
+            state: CoordinatorState = json.loads(text, object_hook=hook)
             return state
         except (OSError, ValueError, KeyError) as error:
             raise _unreadable(directory, error) from error
@@ -355,14 +354,19 @@ def _remove_strangers(counting: store.Stored) -> None:
     store.remove_strangers(counting.manifest.parent, (counting.manifest.name, *named))
 
 
-def _take_routing(groups: GroupsState, data: bytes) -> None:
-    """Replaces each trajectory's place in the file of all experts by the experts there."""
-    for group in (*groups["finished"], *groups["running"]):
-        for record in group["trajectories"]:
-            if (place := cast("records.RoutingPlace | None", record.get("routing"))) is not None:
-                width = max(1, place["nbytes"] // place["tokens"])
-                starts = range(place["first"], place["first"] + place["nbytes"], width)
-                record["routing"] = records.Routing(tuple(data[start : start + width] for start in starts))
+def _with_routing(data: bytes) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns a hook of the JSON reader: it replaces each place in the file of all experts by the experts there."""
+
+    def read(value: dict[str, Any]) -> dict[str, Any]:
+        place = value.get("routing")
+        # Any part of the state may hold trajectories: waiting groups, and stored successes.
+        if isinstance(place, dict) and place.keys() == records.RoutingPlace.__annotations__.keys():
+            width = max(1, place["nbytes"] // place["tokens"])
+            starts = range(place["first"], place["first"] + place["nbytes"], width)
+            value["routing"] = records.Routing(tuple(data[start : start + width] for start in starts))
+        return value
+
+    return read
 
 
 def _write_durably(path: Path, pieces: Iterable[bytes], check: Callable[[], None] = lambda: None) -> None:

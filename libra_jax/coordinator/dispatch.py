@@ -10,7 +10,7 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from libra_jax import deadlines, protocols
@@ -26,7 +26,7 @@ class Counts:
 
     Attributes:
       tokens: tokens sampled for training groups.
-      requests: rollouts that made their first request.
+      requests: segments of rollouts that made their first request.
       resumed: streams that failed and resumed.
       waited_seconds: seconds that requests of training groups waited for a slot, summed.
       stream_seconds: seconds that slots were in use, summed.
@@ -39,6 +39,16 @@ class Counts:
     waited_seconds: float = 0.0
     stream_seconds: float = 0.0
     seconds: float = 0.0
+
+
+@dataclass
+class _Rollout:
+    """A rollout under way, with the requests of its segments in the order of their arrival."""
+
+    trajectory: protocols.Trajectory
+    group_id: int
+    dispatch_version: int
+    requests: list[routing.Request] = field(default_factory=list)
 
 
 class Dispatcher:
@@ -70,8 +80,7 @@ class Dispatcher:
         self._clock = run.clock
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, routing.Request] = {}
-        # The group and the dispatch version of each trajectory, by its id.
-        self._groups: dict[str, tuple[int, int]] = {}
+        self._rollouts: dict[str, _Rollout] = {}
         self._streams = 0
         self.counts = Counts()
         self._counted_from = self._clock()
@@ -80,26 +89,31 @@ class Dispatcher:
         run.events.subscribe(protocols.EnginesReplanned, lambda event: self.replan(event.rollout))
         run.scope.start(self._watch(), "stream deadlines")
 
-    def open(self, trajectory_id: str, group_id: int, dispatch_version: int) -> None:
+    def open(self, trajectory: protocols.Trajectory, group_id: int, dispatch_version: int) -> None:
         """Registers a rollout of the group. `finish` undoes this."""
-        self._groups[trajectory_id] = group_id, dispatch_version
+        self._rollouts[trajectory.trajectory_id] = _Rollout(trajectory, group_id, dispatch_version)
 
     def finish(self, trajectory_id: str) -> None:
-        """Frees the slot of a rollout that completed, failed or was aborted."""
-        self._groups.pop(trajectory_id, None)
-        request = self._requests.pop(trajectory_id, None)
-        if request is not None:
+        """Frees the slots of a rollout that completed, failed or was aborted."""
+        rollout = self._rollouts.pop(trajectory_id, None)
+        if rollout is None:
+            return
+        completed = rollout.trajectory.finish is not None
+        trained = completed and rollout.group_id != protocols.EVALUATION_GROUP
+        if trained and rollout.requests:
+            rollout.trajectory.metrics["moves"] = float(sum(len(each.route.moves) for each in rollout.requests))
+        # Children first, so that the scheduler never holds a segment whose parent it has forgotten.
+        for request in reversed(rollout.requests):
+            del self._requests[request.name]
             now = self._clock()
             request.displace()
-            completed = request.trajectory.finish is not None
-            if completed and request.group_id != protocols.EVALUATION_GROUP:
+            if trained:
                 self.routing.finished(request.route, request.generated)
-                request.trajectory.metrics["moves"] = float(len(request.route.moves))
                 for turn, move in request.route.moves:
                     # A turn that brought no token has no entry.
-                    if turn < len(request.trajectory.turns):
-                        request.trajectory.turns[turn].moves += (move,)
-            self._apply(self._scheduler.on_finish(trajectory_id, request.generated, now, completed=completed), now)
+                    if turn < len(request.segment.turns):
+                        request.segment.turns[turn].moves += (move,)
+            self._apply(self._scheduler.on_finish(request.name, request.generated, now, completed=completed), now)
 
     def take_counts(self) -> Counts:
         """Returns the counts since the last call, and starts new ones."""
@@ -121,7 +135,7 @@ class Dispatcher:
 
     async def sample(
         self,
-        trajectory: protocols.Trajectory,
+        segment: protocols.Segment,
         sampling: protocols.SamplingParams,
         heard: Callable[[], None] | None = None,
     ) -> protocols.FinishReason:
@@ -130,28 +144,30 @@ class Dispatcher:
         Raises:
           WorkerLost: the request failed more than `rollout.generation_retries` times.
         """
-        # A request lives from the rollout's first turn to its end, so later turns find it here.
-        request = self._requests.get(trajectory.trajectory_id)
+        # A request lives from its segment's first turn to the rollout's end, so later turns find it here.
+        request = self._requests.get(segment.name)
         if request is None:
             now = self._clock()
-            group_id, version = self._groups[trajectory.trajectory_id]
-            request = routing.Request(trajectory, group_id, trajectory.generated_tokens)
+            rollout = self._rollouts[segment.trajectory_id]
+            request = routing.Request(segment, rollout.group_id, segment.generated_tokens)
             self._requests[request.name] = request
+            rollout.requests.append(request)
             self.counts.requests += 1
             info = protocols.RequestInfo(
                 request_id=request.name,
-                prompt_id=trajectory.prompt_id,
-                group_id=group_id,
-                context_tokens=len(trajectory.token_ids),
+                prompt_id=segment.prompt_id,
+                group_id=rollout.group_id,
+                context_tokens=segment.context_tokens,
                 generated_tokens=request.generated,
-                dispatch_version=version,
+                dispatch_version=rollout.dispatch_version,
+                parent=segment.parent.name if segment.parent is not None else "",
             )
             self._apply(self._scheduler.on_arrival(info, now), now)
-        request.heard, start = heard, len(trajectory.token_ids)
+        request.heard, start = heard, len(segment.token_ids)
         while True:
             # An engine may die after the turn's last token and before it sends the reason.
-            sampled = len(trajectory.token_ids) - start
-            if sampled and trajectory.token_ids[-1] in sampling.stop_token_ids:
+            sampled = len(segment.token_ids) - start
+            if sampled and segment.token_ids[-1] in sampling.stop_token_ids:
                 return "stop"
             if sampled >= sampling.max_tokens:
                 return "length"
@@ -170,22 +186,22 @@ class Dispatcher:
             if finish is not None:
                 return finish
 
-    async def tool_called(self, trajectory: protocols.Trajectory) -> None:
+    async def tool_called(self, segment: protocols.Segment) -> None:
         """Frees the request's slot during a tool call (`protocols.Sampler.tool_called`)."""
-        request = self._requests.get(trajectory.trajectory_id)
+        request = self._requests.get(segment.name)
         # A rollout that replays its past after a restart has no request yet.
         if request is not None:
             now = request.away_since = self._clock()
             request.displace()
             self._apply(self._scheduler.on_tool_call(request.name, request.generated, now), now)
 
-    async def tool_returned(self, trajectory: protocols.Trajectory, causal_state: protocols.CausalState) -> None:
+    async def tool_returned(self, segment: protocols.Segment, causal_state: protocols.CausalState) -> None:
         """Queues the request for its next turn (`protocols.Sampler.tool_returned`)."""
-        request = self._requests.get(trajectory.trajectory_id)
+        request = self._requests.get(segment.name)
         if request is not None:
             now = self._clock()
             self._recorder.span("tools", causal_state.tool, request.away_since, now, {"request": request.name})
-            context = len(trajectory.token_ids)
+            context = segment.context_tokens
             self.routing.returned(request.route, request.generated)
             self._apply(self._scheduler.on_tool_return(request.name, causal_state, context, now), now)
 
@@ -229,7 +245,7 @@ class Dispatcher:
         stream = routing.Stream(engine, engine.life, self._loop.create_future(), begin, begin)
         request.stream = stream
         before = request.generated
-        self.routing.served(request.route, len(request.trajectory.turns), len(request.trajectory.token_ids))
+        self.routing.served(request.route, len(request.segment.turns), request.segment.context_tokens)
         pump = self._loop.create_task(self._pump(request, stream, sampling))
         # Once the pump is done, every token has arrived.
         pump.add_done_callback(lambda _: stream.end())
@@ -264,9 +280,9 @@ class Dispatcher:
         asked = protocols.GenerationRequest(
             # Unique per stream: an engine may still be aborting this request's last one.
             request_id=f"{request.name}#{self._streams}",
-            token_ids=request.trajectory.context(),
+            token_ids=request.segment.context(),
             sampling=sampling,
-            routed_tokens=len(request.trajectory.routing),
+            routed_tokens=request.segment.routed_tokens,
         )
         if self._transfers and request.route.move is not None:
             asked = replace(asked, kv_source=await self._kv_source(request.route.move, stream, asked))
@@ -283,7 +299,7 @@ class Dispatcher:
                     stream.engine.answered_life, stream.engine.fault = stream.life, ""
                     stream.engine.answered = stream.engine.answered or now
                     self.routing.answered(request.route, now - stream.begin)
-                request.trajectory.append_sampled(delta)
+                request.segment.append_sampled(delta)
                 request.generated += len(delta.token_ids)
                 if request.heard is not None:
                     request.heard()

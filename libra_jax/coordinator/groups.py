@@ -199,7 +199,7 @@ class Groups:
         """Counts a replaced group. Raises LibraError, which ends the run, if too many groups were replaced."""
         self.replaced[reason] += 1
         self.replaced_rollouts += len(group.rollouts)
-        self.replaced_tokens += sum(trajectory.generated_tokens for trajectory in group.rollouts)
+        self.replaced_tokens += sum(trajectory.sampled_tokens for trajectory in group.rollouts)
         # The config asks for the other reasons, which may occur by the thousand.
         if reason in FAILED:
             self._recorder.note(f"Prompt {group.task.prompt_id} was replaced ({reason}): {why}")

@@ -32,6 +32,6 @@ def shape(config: configuration.RunConfig, group: protocols.Group) -> None:
         return
     for trajectory in group.trajectories:
         assert trajectory.reward is not None
-        share = penalty(trajectory.generated_tokens, config.most_tokens, algorithm.overlong_buffer)
+        share = penalty(trajectory.sampled_tokens, config.most_tokens, algorithm.overlong_buffer)
         trajectory.metrics[METRIC] = algorithm.overlong_penalty * share
         trajectory.reward -= algorithm.overlong_penalty * share

@@ -29,8 +29,8 @@ class RoutingPlace(TypedDict):
     tokens: int
 
 
-class TrajectoryRecord(TypedDict):
-    """A trajectory, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
+class SegmentRecord(TypedDict):
+    """A segment, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
 
     `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`. Earlier versions wrote
     base64 of all experts, and their number of tokens to `routed_tokens`.
@@ -43,11 +43,25 @@ class TrajectoryRecord(TypedDict):
     policy_versions: str
     routing: NotRequired[Routing]
     teacher_log_probs: NotRequired[str]
-    replayed: NotRequired[bool]
     trajectory_id: str
     prompt_id: str
     turns: list[dict[str, Any]]
     reward: float | None
+
+
+class BranchRecord(SegmentRecord):
+    """A segment after the first one of its rollout."""
+
+    index: int
+    parent: int | None
+    shared: int
+
+
+class TrajectoryRecord(SegmentRecord):
+    """A trajectory, finished or cut off anywhere: its first segment, and `branches` if there are more."""
+
+    replayed: NotRequired[bool]
+    branches: NotRequired[list[BranchRecord]]
     environment_reward: float | None
     finish: str | None
     metrics: dict[str, float]
@@ -69,17 +83,9 @@ class GroupRecord(TypedDict):
 
 
 def encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
-    """Encodes a trajectory as plain JSON values, save for its `Routing`."""
+    """Encodes a trajectory as plain JSON values, save for the `Routing` of its segments."""
     record: TrajectoryRecord = {
-        "token_ids": _pack("q", trajectory.token_ids),
-        "sources": _pack("b", trajectory.sources),
-        "loss_mask": _pack("b", trajectory.loss_mask),
-        "log_probs": _pack("d", trajectory.log_probs),
-        "policy_versions": _pack("q", trajectory.policy_versions),
-        "trajectory_id": trajectory.trajectory_id,
-        "prompt_id": trajectory.prompt_id,
-        "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in trajectory.turns],
-        "reward": trajectory.reward,
+        **_encode_segment(trajectory),
         "environment_reward": trajectory.environment_reward,
         "finish": trajectory.finish,
         "metrics": dict(trajectory.metrics),
@@ -87,19 +93,60 @@ def encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
         "seconds": trajectory.seconds,
         "snapshot": asdict(trajectory.snapshot) if trajectory.snapshot is not None else None,
     }
-    if trajectory.routing:
-        # References only: the bytes are joined where the checkpoint is written, off the event loop.
-        record["routing"] = Routing(tuple(trajectory.routing))
-    if trajectory.teacher_log_probs:
-        record["teacher_log_probs"] = _pack("d", trajectory.teacher_log_probs)
     if trajectory.replayed:
         record["replayed"] = True
+    if trajectory.branches:
+        record["branches"] = [
+            {
+                **_encode_segment(segment),
+                "index": segment.index,
+                "parent": segment.parent.index if segment.parent is not None else None,
+                "shared": segment.shared,
+            }
+            for segment in trajectory.branches
+        ]
+    return record
+
+
+def _encode_segment(segment: protocols.Segment) -> SegmentRecord:
+    record: SegmentRecord = {
+        "token_ids": _pack("q", segment.token_ids),
+        "sources": _pack("b", segment.sources),
+        "loss_mask": _pack("b", segment.loss_mask),
+        "log_probs": _pack("d", segment.log_probs),
+        "policy_versions": _pack("q", segment.policy_versions),
+        "trajectory_id": segment.trajectory_id,
+        "prompt_id": segment.prompt_id,
+        "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in segment.turns],
+        "reward": segment.reward,
+    }
+    if segment.routing:
+        # References only: the bytes are joined where the checkpoint is written, off the event loop.
+        record["routing"] = Routing(tuple(segment.routing))
+    if segment.teacher_log_probs:
+        record["teacher_log_probs"] = _pack("d", segment.teacher_log_probs)
     return record
 
 
 def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
     """Decodes a trajectory from the result of `encode_trajectory`."""
     # Fields that an earlier version did not write keep their defaults.
+    fields = _decode_segment(record)
+    branches = fields.pop("branches", [])
+    if (snapshot := fields.get("snapshot")) is not None:
+        messages = tuple(_decode_message(message) for message in snapshot["messages"])
+        fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
+    trajectory = protocols.Trajectory(**fields)
+    for branch in branches:
+        decoded = _decode_segment(branch)
+        parent = decoded.pop("parent")
+        # A parent comes before its children.
+        segment = protocols.Segment(**decoded, parent=trajectory.segments[parent] if parent is not None else None)
+        trajectory.branches.append(segment)
+    return trajectory
+
+
+def _decode_segment(record: SegmentRecord) -> dict[str, Any]:
     fields: dict[str, Any] = dict(record)
     for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
         fields[name] = _unpack(code, fields[name])
@@ -117,10 +164,12 @@ def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
             protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])}) for move in turn.get("moves", ())
         )
         fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
-    if (snapshot := fields.get("snapshot")) is not None:
-        messages = tuple(protocols.Message(**message) for message in snapshot["messages"])
-        fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
-    return protocols.Trajectory(**fields)
+    return fields
+
+
+def _decode_message(record: dict[str, Any]) -> protocols.Message:
+    calls = tuple(protocols.ToolCall(**call) for call in record.get("tool_calls", ()))
+    return protocols.Message(**{**record, "tool_calls": calls})
 
 
 def encode_group(group: protocols.Group) -> GroupRecord:

@@ -138,8 +138,15 @@ class Replay:
 
 
 def _measured(record: StoredRecord, rollout: protocols.Trajectory) -> _Stored:
-    versions = [version for version in rollout.policy_versions if version != protocols.NO_VERSION]
-    return _Stored(record, len(rollout.token_ids), min(versions, default=protocols.NO_VERSION))
+    versions = [
+        version
+        for segment in rollout.segments
+        for version in segment.policy_versions
+        if version != protocols.NO_VERSION
+    ]
+    return _Stored(
+        record, sum(len(segment.token_ids) for segment in rollout.segments), min(versions, default=protocols.NO_VERSION)
+    )
 
 
 def _restored(entries: list[StoredRecord]) -> Iterator[tuple[tuple[int, int], _Stored]]:

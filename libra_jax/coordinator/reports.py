@@ -83,7 +83,7 @@ class StepReport:
         rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
         sizes = [len(group.rollouts) for group in self.groups]
         staleness = [self.version - group.dispatch_version for group in self.groups]
-        generated = [trajectory.generated_tokens for trajectory in trajectories]
+        generated = [trajectory.sampled_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
         counts, times = self.counts, self.times
         finishes = collections.Counter(trajectory.finish for trajectory in trajectories)
@@ -100,7 +100,8 @@ class StepReport:
             "tokens/trained": sum(count for count, out in zip(generated, masked, strict=True) if not out),
             "rollout/masked": statistics.fmean(masked),
             "tokens/mean": statistics.fmean(generated),
-            "turns/mean": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
+            "turns/mean": statistics.fmean(len(trajectory.all_turns) for trajectory in trajectories),
+            "segments/mean": statistics.fmean(len(trajectory.segments) for trajectory in trajectories),
             "staleness/mean": statistics.fmean(staleness),
             "staleness/max": max(staleness),
             "step/seconds": times.step,
@@ -133,7 +134,10 @@ class StepReport:
         if not self.replay:
             return {}
         replayed = [trajectory for group in self.groups for trajectory in group.trajectories if trajectory.replayed]
-        sampled = [[version for version in item.policy_versions if version >= 0] for item in replayed]
+        sampled = [
+            [version for segment in item.segments for version in segment.policy_versions if version >= 0]
+            for item in replayed
+        ]
         return {
             **self.replay,
             "replay/rollouts": len(replayed),
@@ -182,7 +186,7 @@ def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
     """
     calls: dict[str, list[protocols.Turn]] = collections.defaultdict(list)
     for trajectory in trajectories:
-        for turn in trajectory.turns:
+        for turn in trajectory.all_turns:
             if turn.tool is not None:
                 calls[turn.tool].append(turn)
     ordered = sorted(calls, key=lambda name: (-len(calls[name]), name))
@@ -203,7 +207,8 @@ def tool_metrics(trajectories: Iterable[protocols.Trajectory]) -> dict[str, floa
 def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step: int) -> protocols.TraceRecord:
     """Returns a trajectory's record for the simulator."""
     turns: list[protocols.TurnRecord] = []
-    for turn in trajectory.turns:
+    segment_of = {id(turn): segment.index for segment in trajectory.segments for turn in segment.turns}
+    for turn in trajectory.all_turns:
         turns.append(
             {
                 "generated_tokens": turn.generated_tokens,
@@ -225,7 +230,9 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
                 }
                 for move in turn.moves
             ]
-    return {
+        if trajectory.branches:
+            turns[-1]["segment"] = segment_of[id(turn)]
+    record: protocols.TraceRecord = {
         "trajectory_id": trajectory.trajectory_id,
         "prompt_id": trajectory.prompt_id,
         "prompt_tokens": trajectory.prompt_tokens,
@@ -237,6 +244,16 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
         "finish": trajectory.finish,
         "start_seconds": trajectory.start_seconds,
     }
+    if trajectory.branches:
+        record["segments"] = [
+            {
+                "parent": segment.parent.index if segment.parent is not None else None,
+                "shared_tokens": segment.shared,
+                "prompt_tokens": segment.prompt_tokens,
+            }
+            for segment in trajectory.segments
+        ]
+    return record
 
 
 PATIENCE = 3

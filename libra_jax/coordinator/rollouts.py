@@ -97,7 +97,7 @@ class Rollouts:
             # A rollout restored from a checkpoint may have its reward already.
             if trajectory.reward is not None:
                 return
-            self._dispatcher.open(trajectory.trajectory_id, group_id, dispatch_version)
+            self._dispatcher.open(trajectory, group_id, dispatch_version)
             try:
                 await self._run_once(trajectory, task, limits)
                 return
@@ -124,10 +124,12 @@ class Rollouts:
         """
         teacher = self._agent.teacher
         # A rollout restored from a checkpoint may have them already.
-        if teacher is None or trajectory.teacher_log_probs or self._config.task.masks(trajectory.finish):
+        if teacher is None or self._config.task.masks(trajectory.finish):
             return
         began = self._clock()
-        trajectory.teacher_log_probs[:] = await teacher.log_probs(trajectory.context())
+        for segment in trajectory.segments:
+            if not segment.teacher_log_probs:
+                segment.teacher_log_probs[:] = (await teacher.log_probs(segment.context()))[segment.shared :]
         trajectory.metrics["teacher/seconds"] = self._clock() - began
 
     async def _run_once(

@@ -182,9 +182,9 @@ class Stream:
 
 @dataclass
 class Request:
-    """A trajectory between its first and its last token."""
+    """A segment between its first and its last token."""
 
-    trajectory: protocols.Trajectory
+    segment: protocols.Segment
     group_id: int
     generated: int
     # Empty while the request waits or its tool runs.
@@ -205,8 +205,8 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Name of the request: the trajectory's id."""
-        return self.trajectory.trajectory_id
+        """Name of the request: the segment's."""
+        return self.segment.name
 
     def displace(self) -> None:
         """Takes the request off its instance: its stream ends, and the next one waits for a placement."""

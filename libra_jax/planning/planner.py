@@ -361,7 +361,13 @@ class GlobalPlanner:
 
     def _learn(self, measured: Measured, trained: Sequence[protocols.Trajectory]) -> forecast.Work:
         """Returns the work of the latest steps, and updates the levels: measured seconds over the sheet's."""
-        seen = [(item.prompt_tokens, list(item.turns), not self._masks(item.finish)) for item in trained if item.turns]
+        # Each segment of a rollout is a request, and a sequence of the trainer.
+        seen = [
+            (segment.shared + segment.prompt_tokens, list(segment.turns), not self._masks(item.finish))
+            for item in trained
+            for segment in item.segments
+            if segment.turns
+        ]
         self._seen.append(seen)
         prompts, turns, kept = zip(*(one for step_seen in self._seen for one in step_seen), strict=True)
         work = forecast.Work(self._setting, prompts, turns, kept)

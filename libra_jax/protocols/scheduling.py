@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from libra_jax.protocols.rollout import FinishReason, SamplingParams
-from libra_jax.protocols.trajectories import CausalState, Move, Trajectory
+from libra_jax.protocols.trajectories import CausalState, Move, Segment
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """A trajectory that asks for tokens.
+    """A segment of a rollout that asks for tokens.
 
     Attributes:
-      request_id: id of the trajectory.
+      request_id: name of the segment.
       prompt_id: id of its prompt; siblings share it.
       group_id: id of its group.
       context_tokens: number of tokens in its context now.
       generated_tokens: number of tokens generated so far, over all turns.
       dispatch_version: policy version at its group's first dispatch; the group's staleness is counted from here.
+      parent: name of the segment that its context begins with; empty if there is none. What tools returned there is
+        evidence for this request, too.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class RequestInfo:
     context_tokens: int
     generated_tokens: int = 0
     dispatch_version: int = 0
+    parent: str = ""
 
 
 class Placement(NamedTuple):
@@ -185,23 +188,23 @@ class Sampler(Protocol):
     """The coordinator's side of a rollout: gets tokens for the agent loop (instance choice, retries, telemetry)."""
 
     async def sample(
-        self, trajectory: Trajectory, sampling: SamplingParams, heard: Callable[[], None] | None = None
+        self, segment: Segment, sampling: SamplingParams, heard: Callable[[], None] | None = None
     ) -> FinishReason:
-        """Appends one model output to the trajectory, from any instances that serve it; never returns "abort".
+        """Appends one model output to the segment, from any instances that serve it; never returns "abort".
 
-        A failed engine is invisible here: the request resumes elsewhere from the trajectory's tokens. `heard` is called
+        A failed engine is invisible here: the request resumes elsewhere from the segment's tokens. `heard` is called
         after tokens have been appended; it returns at once and never raises. If `sample` is cancelled, the tokens
         received so far stay, and nothing more is appended.
         """
         ...
 
-    async def tool_called(self, trajectory: Trajectory) -> None:
+    async def tool_called(self, segment: Segment) -> None:
         """Frees the request's slot after its output has ended, or after its `sample` was cancelled.
 
         Then a tool runs, or the rollout is scored and closed.
         """
         ...
 
-    async def tool_returned(self, trajectory: Trajectory, causal_state: CausalState) -> None:
+    async def tool_returned(self, segment: Segment, causal_state: CausalState) -> None:
         """Announces that the tool return has been appended and a `sample` follows, perhaps on another instance."""
         ...

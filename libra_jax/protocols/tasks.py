@@ -45,8 +45,34 @@ class TaskSource(Protocol):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call in an assistant message.
+
+    Attributes:
+      call_id: id by which a tool message refers to the call.
+      name: name of the tool.
+      arguments: the arguments as JSON text.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Message:
-    """A chat message; `role` is "system", "user", "assistant" or "tool"."""
+    """A chat message.
+
+    Attributes:
+      role: "system", "user", "assistant" or "tool".
+      content: text of the message.
+      tool_calls: calls of an assistant message that a tool parser has read; empty if calls stay in the text.
+      tool_call_id: call that a tool message answers.
+      reasoning: text that the model thought before its answer, if a parser has taken it out of the content.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""

@@ -136,35 +136,34 @@ class RolloutSnapshot:
 
 
 @dataclass
-class Trajectory:
-    """One rollout, token by token. The five per-token lists always have the same length.
+class Segment:
+    """A run of tokens of one rollout: the context of one or more model outputs.
+
+    A rollout has one segment as long as each request extends the last one. A history that is summarised or rewritten,
+    and a sub-agent, begin another segment. Tokens that a segment shares with the beginning of another are kept there
+    alone, and are trained there alone. A segment's first own token is never trained.
+
+    The five per-token lists hold the segment's own tokens, and always have the same length.
 
     Attributes:
-      trajectory_id: `<prompt_id>/<sample index>`, unique in a run.
+      trajectory_id: id of the rollout, `<prompt_id>/<sample index>`, unique in a run.
       prompt_id: id of the task.
-      token_ids: every token of the context, in order.
+      token_ids: own tokens, in order.
       sources: a `TokenSource` for each token.
       loss_mask: True for each trained token (the model's own, including stop tokens).
       log_probs: behaviour log-probability of each sampled token at the sampling temperature; 0.0 for other tokens.
       policy_versions: version that sampled each token; `NO_VERSION` for other tokens.
-      routing: experts that each token took in the engine, for the first tokens of the context and at most for all but
-        the last one; empty without routing replay. An entry holds an unsigned integer for each layer and each of the
-        token's experts, layers first: 1 byte up to 256 experts, else 2, little-endian.
+      routing: experts that each token took in the engine, for the first own tokens and at most for all but the last
+        one; empty without routing replay. An entry holds an unsigned integer for each layer and each of the token's
+        experts, layers first: 1 byte up to 256 experts, else 2, little-endian.
       teacher_log_probs: log-probability of each token under a teacher behind an endpoint, at temperature 1; 0.0 for the
         first one. Empty without such a teacher, and until it has scored the rollout.
-      replayed: True for a stored success of earlier groups (`algorithm.replay`). It is trained and counts as no rollout
-        of its group anywhere else.
       turns: one entry per model output.
-      reward: scalar reward; None until the environment has scored the rollout.
-      environment_reward: the environment's own part of `reward`, before weights and reward functions. 0 if a limit
-        ended the rollout, None if the environment gave no finite number.
-      finish: reason for the end, one of `FINISHES`.
-      metrics: numbers that the environment reports, averaged into the step's metrics under `agent/`; `moves`, the
-        number of moves to another instance; and numbers of reward functions under their own names (`reward.../...`).
-      start_seconds: event-loop time at which the rollout began.
-      seconds: seconds since the first token, including tools and waits, over all runs that took part. Counted only if
-        they are limited, or if the environment hears outputs.
-      snapshot: latest snapshot from the environment.
+      index: number of the segment in its rollout, from 0.
+      parent: segment with whose context this one begins; None if it shares no token.
+      shared: number of tokens shared with `parent`: the first ones of the parent's context.
+      reward: reward of the segment's tokens, compared with the group's rollouts in place of the rollout's reward; None:
+        the rollout's reward.
     """
 
     trajectory_id: str
@@ -177,15 +176,17 @@ class Trajectory:
     policy_versions: list[int] = field(default_factory=list)
     routing: list[bytes] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    reward: float | None = None
-    finish: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    start_seconds: float = 0.0
-    seconds: float = 0.0
-    snapshot: RolloutSnapshot | None = None
-    environment_reward: float | None = None
     teacher_log_probs: list[float] = field(default_factory=list)
-    replayed: bool = False
+    index: int = 0
+    # Compared and shown by its number alone, or each segment would hold its rollout once more.
+    parent: Segment | None = field(default=None, repr=False, compare=False)
+    shared: int = 0
+    reward: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Id of the segment's request: the rollout's id, and from the second segment on its number."""
+        return f"{self.trajectory_id}+{self.index}" if self.index else self.trajectory_id
 
     def append_text(self, token_ids: Sequence[int], source: TokenSource) -> None:
         """Appends tokens that no policy sampled (prompt or tool return)."""
@@ -207,10 +208,13 @@ class Trajectory:
         self.policy_versions.extend(delta.policy_versions)
         self.routing.extend(delta.routing)
 
-    def clear(self) -> None:
-        """Drops all tokens and turns, the seconds and the snapshot; keeps name, metrics and outcome."""
-        self.seconds, self.snapshot = 0.0, None
-        for values in (
+    def cut(self, length: int) -> None:
+        """Drops all own tokens from position `length` on, and their experts. Leaves the turns to the caller."""
+        for values in self._per_token():
+            del values[length:]
+
+    def _per_token(self) -> tuple[list[Any], ...]:
+        return (
             self.token_ids,
             self.sources,
             self.loss_mask,
@@ -218,17 +222,30 @@ class Trajectory:
             self.policy_versions,
             self.routing,
             self.teacher_log_probs,
-            self.turns,
-        ):
-            values.clear()
+        )
 
     def context(self) -> Sequence[int]:
-        """Returns a copy of the current tokens for an engine to continue; later changes do not affect the copy."""
-        return tuple(self.token_ids)
+        """Returns a copy of the current tokens for an engine to continue; later changes do not affect the copy.
+
+        The shared tokens come first.
+        """
+        if self.parent is None:
+            return tuple(self.token_ids)
+        return (*self.parent.context()[: self.shared], *self.token_ids)
+
+    @property
+    def context_tokens(self) -> int:
+        """Number of tokens of `context`."""
+        return self.shared + len(self.token_ids)
+
+    @property
+    def routed_tokens(self) -> int:
+        """Number of first tokens of `context` whose experts are known."""
+        return self.shared + len(self.routing)
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens; they come first."""
+        """Number of prompt tokens at the beginning of the own tokens."""
         return next(
             (at for at, source in enumerate(self.sources) if source != TokenSource.PROMPT),
             len(self.sources),
@@ -236,8 +253,81 @@ class Trajectory:
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens that the policy sampled, over all turns."""
+        """Number of own tokens that the policy sampled, over all turns."""
         return sum(self.loss_mask)
+
+
+@dataclass
+class Trajectory(Segment):
+    """One rollout, token by token. It is its own first segment; `branches` are further ones.
+
+    Attributes:
+      replayed: True for a stored success of earlier groups (`algorithm.replay`). It is trained and counts as no rollout
+        of its group anywhere else.
+      reward: scalar reward of the rollout; None until the environment has scored it.
+      environment_reward: the environment's own part of `reward`, before weights and reward functions. 0 if a limit
+        ended the rollout, None if the environment gave no finite number.
+      finish: reason for the end, one of `FINISHES`.
+      metrics: numbers that the environment reports, averaged into the step's metrics under `agent/`; `moves`, the
+        number of moves to another instance; and numbers of reward functions under their own names (`reward.../...`).
+      start_seconds: event-loop time at which the rollout began.
+      seconds: seconds since the first token, including tools and waits, over all runs that took part. Counted only if
+        they are limited, or if the environment hears outputs.
+      snapshot: latest snapshot from the environment.
+      branches: the segments after the first one, by `index`, which is their position plus 1.
+    """
+
+    finish: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    start_seconds: float = 0.0
+    seconds: float = 0.0
+    snapshot: RolloutSnapshot | None = None
+    environment_reward: float | None = None
+    replayed: bool = False
+    branches: list[Segment] = field(default_factory=list)
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """All segments, by `index`. A parent comes before its children."""
+        return [self, *self.branches]
+
+    def branch(self, parent: Segment | None, shared: int) -> Segment:
+        """Begins and returns another segment.
+
+        Args:
+          parent: segment with whose context the new one begins; None if it shares no token.
+          shared: number of first tokens of the parent's context that it shares.
+        """
+        # Tokens shared with the parent's own beginning belong to the segment that holds them.
+        while parent is not None and shared <= parent.shared:
+            parent = parent.parent
+        if parent is None:
+            shared = 0
+        elif parent.routing:
+            # The engine reports experts from the first token on that has none here, and these belong to one segment.
+            shared = min(shared, parent.routed_tokens)
+        made = Segment(self.trajectory_id, self.prompt_id, index=len(self.branches) + 1, parent=parent, shared=shared)
+        self.branches.append(made)
+        return made
+
+    def clear(self) -> None:
+        """Drops all tokens and turns, the seconds and the snapshot; keeps name, metrics and outcome."""
+        self.seconds, self.snapshot = 0.0, None
+        self.cut(0)
+        self.turns.clear()
+        self.branches.clear()
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the policy sampled, over all segments."""
+        return sum(segment.generated_tokens for segment in self.segments)
+
+    @property
+    def all_turns(self) -> Sequence[Turn]:
+        """The turns of all segments, in the order in which they began."""
+        if not self.branches:
+            return self.turns
+        return sorted((turn for each in self.segments for turn in each.turns), key=lambda turn: turn.start_seconds)
 
 
 @dataclass
@@ -275,6 +365,19 @@ class TurnRecord(TypedDict):
     start_seconds: float
     moves: NotRequired[list[MoveRecord]]
     """Left out if the request did not move."""
+    segment: NotRequired[int]
+    """Segment that holds the turn; left out if the rollout has one segment."""
+
+
+class SegmentRecord(TypedDict):
+    """A `Segment` as `trace.jsonl` holds it."""
+
+    parent: int | None
+    """Segment with whose context this one begins."""
+    shared_tokens: int
+    """Number of tokens shared with the parent."""
+    prompt_tokens: int
+    """Number of own prompt tokens at the beginning."""
 
 
 class TraceRecord(TypedDict):
@@ -292,3 +395,5 @@ class TraceRecord(TypedDict):
     reward: float | None
     finish: str | None
     start_seconds: float
+    segments: NotRequired[list[SegmentRecord]]
+    """Left out if the rollout has one segment."""

@@ -147,6 +147,7 @@ class Trajectory(protocols.Trajectory):
     def __init__(self, trajectory_id: str, prompt_id: str, *, script: scripts.Script) -> None:
         self.trajectory_id = trajectory_id
         self.prompt_id = prompt_id
+        self.index, self.parent, self.shared, self.branches = 0, None, 0, []
         self.token_ids: Any = Runs(name=trajectory_id)
         self.turns = []
         self.routing = []
@@ -211,6 +212,10 @@ class Trajectory(protocols.Trajectory):
 
     @property
     def generated_tokens(self) -> int:
+        return self._generated
+
+    @property
+    def sampled_tokens(self) -> int:
         return self._generated
 
     @property

@@ -109,6 +109,7 @@ _STEP = _table(
     ("tokens/mean", "tokens", "generated tokens of a rollout, mean over the batch"),
     ("tokens/replaced", "tokens", "generated tokens of groups that were replaced"),
     ("turns/mean", "turns", "turns of a rollout, mean over the batch"),
+    ("segments/mean", "segments", "token sequences of a rollout that share a prefix at most, mean over the batch"),
     ("staleness/mean", "versions", "versions between a group's first dispatch and its training step, mean"),
     ("staleness/max", "versions", "the same of the oldest group"),
     ("rollout/masked", "share", "rollouts of the batch that the trainer masks because a limit cut them off"),

@@ -123,13 +123,14 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
 
 async def _attempt(dispatcher: dispatch.Dispatcher, shape: Shape) -> None:
     name = uuid.uuid4().hex
-    dispatcher.open(name, group_id=0, dispatch_version=0)
+    trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
+    dispatcher.open(trajectory, group_id=0, dispatch_version=0)
     limits = agent_loop.Limits(
         max_turns=shape.turns, max_tokens=shape.tokens, max_context=MAX_CONTEXT, tool_seconds=10.0, temperature=1.0
     )
     try:
         made = await agent_loop.run_rollout(
-            trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
+            trajectory=trajectory,
             task=protocols.Task(name, {"prompt": "1+1"}),
             environment=workload.Turns(shape.turns, shape.payload),
             tokenizer=tokenizers.CharacterTokenizer(),

@@ -163,10 +163,11 @@ class _Load:
         limits = agent_loop.Limits(max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=1.0)
         for number in self._numbers:
             name = f"attempt-{number}"
-            self._dispatcher.open(name, group_id=number, dispatch_version=0)
+            trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
+            self._dispatcher.open(trajectory, group_id=number, dispatch_version=0)
             try:
                 await agent_loop.run_rollout(
-                    trajectory=protocols.Trajectory(trajectory_id=name, prompt_id=name),
+                    trajectory=trajectory,
                     task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
                     environment=workload.Turns(),
                     tokenizer=workload.NeverStops(),

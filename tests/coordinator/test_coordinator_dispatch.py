@@ -56,11 +56,10 @@ def with_dispatcher(
 class OpenDispatcher(dispatch.Dispatcher):
     """Takes every attempt for one of group 0."""
 
-    async def sample(
-        self, trajectory: protocols.Trajectory, sampling: protocols.SamplingParams, heard: Any = None
-    ) -> Any:
-        self.open(trajectory.trajectory_id, 0, 0)
-        return await super().sample(trajectory, sampling, heard)
+    async def sample(self, segment: protocols.Segment, sampling: protocols.SamplingParams, heard: Any = None) -> Any:
+        if isinstance(segment, protocols.Trajectory) and segment.trajectory_id not in self._rollouts:
+            self.open(segment, 0, 0)
+        return await super().sample(segment, sampling, heard)
 
 
 class Counting(fake_engine.FakeEngine):

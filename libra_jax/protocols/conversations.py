@@ -1,0 +1,265 @@
+"""Dialogues with an agent outside the run: what the gateway, the model's chat format and harnesses promise each other.
+
+A harness is a program that the run does not step: it asks the gateway for model outputs, as it would ask OpenAI or
+Anthropic. Each rollout is one session, and each request of the session becomes one output of its trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from libra_jax.protocols.tasks import Message, Task, ToolCall
+from libra_jax.protocols.trajectories import ToolStatus
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """A tool that a request offers to the model.
+
+    Attributes:
+      name: name of the tool.
+      description: text for the model.
+      parameters: JSON schema of the arguments.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request for one model output, in no API's own form.
+
+    Attributes:
+      messages: the whole dialogue.
+      tools: tools that the model may call.
+      max_tokens: most tokens to generate; None: as the run allows.
+      stop: texts that end the output, which then ends before the text.
+      temperature: temperature that the client asks for; None: the run's.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec] = ()
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """Further text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """Further text of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A call, or a further part of it.
+
+    Attributes:
+      index: number of the call in its message.
+      call_id: id of the call; empty but for the call's first delta.
+      name: name of the tool; empty but for the call's first delta.
+      arguments: further JSON text of the arguments.
+    """
+
+    index: int
+    call_id: str
+    name: str
+    arguments: str
+
+
+MessageDelta = ContentDelta | ReasoningDelta | ToolCallDelta
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The end of a model output.
+
+    Attributes:
+      message: the whole message.
+      finish: "stop": the model ended its turn, or wrote a stop text; "length": the output was cut off; "tool_calls":
+        the message calls tools.
+      prompt_tokens: tokens of the context.
+      output_tokens: tokens of the output.
+      output_ids: the sampled tokens.
+      log_probs: their log-probabilities at the sampling temperature.
+    """
+
+    message: Message
+    finish: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    output_tokens: int
+    output_ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+
+
+class OutputParser(Protocol):
+    """Reads one model output as it streams in."""
+
+    def feed(self, token_ids: Sequence[int]) -> Sequence[MessageDelta]:
+        """Takes further tokens, stop tokens left out; returns the parts of the message that they complete."""
+        ...
+
+    def finish(self) -> tuple[Sequence[MessageDelta], Message]:
+        """Ends the output; returns the parts that were held back, and the whole message."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """Turns dialogues into tokens and outputs into messages, as the model's template and parsers do.
+
+    Attributes:
+      stop_token_ids: tokens that end an assistant message; the first one is appended to an output that ends without.
+    """
+
+    stop_token_ids: tuple[int, ...]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """Returns the tokens of a whole dialogue, up to the header after which the assistant writes.
+
+        Raises:
+          DataError: the template refuses the messages; the message says why.
+        """
+        ...
+
+    def extend(self, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]) -> list[int] | None:
+        """Returns the tokens that follow the stop token of the output `messages[known - 1]`.
+
+        They hold the messages after it, and the header after which the assistant writes.
+
+        Returns:
+          The tokens. None if the template writes the first `known` messages in another way once the others follow (it
+          drops the reasoning of earlier turns, for example).
+
+        Raises:
+          DataError: the template refuses the messages.
+        """
+        ...
+
+    def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
+        """Returns a parser for one output of a dialogue with these tools."""
+        ...
+
+
+class Refused(Exception):
+    """A request that the session does not serve. The API answers with an error of its own form.
+
+    Attributes:
+      kind: "invalid": the request is wrong; "context": its context leaves no room to answer; "limit": the rollout has
+        reached a limit of the run; "closed": the session has ended; "busy": too many requests of the session at once.
+      field: field of the request that is wrong, or empty.
+    """
+
+    def __init__(
+        self, kind: Literal["invalid", "context", "limit", "closed", "busy"], message: str, field: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.kind, self.field = kind, field
+
+
+class Conversation(Protocol):
+    """The session of one rollout, as the API sees it."""
+
+    def reply(self, request: ChatRequest) -> AsyncGenerator[MessageDelta | Reply, None]:
+        """Streams one model output. The last item is the `Reply`.
+
+        The output counts as delivered, and becomes part of the dialogue, once the caller asks for an item after the
+        `Reply`. If the caller closes the generator before, the tokens stay: the same request asked again continues
+        from them.
+
+        Raises:
+          Refused: the session does not serve the request.
+        """
+        ...
+
+
+class Conversations(Protocol):
+    """All sessions that a gateway serves."""
+
+    model: str
+    """Name of the model in answers."""
+
+    def find(self, secret: str) -> Conversation | None:
+        """Returns the session with this secret; None if there is none (any more)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address of one session, for a harness.
+
+    Attributes:
+      url: base URL of the OpenAI-compatible API, ending in "/v1". Clients of Anthropic take it without "/v1".
+      secret: the session's key: clients send it as API key.
+      model: name of the model.
+    """
+
+    url: str
+    secret: str
+    model: str
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment variables by which clients of OpenAI and Anthropic find the session."""
+        root = self.url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
+            "OPENAI_API_KEY": self.secret,
+            "OPENAI_MODEL": self.model,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": self.secret,
+            "ANTHROPIC_AUTH_TOKEN": self.secret,
+            "ANTHROPIC_MODEL": self.model,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a harness.
+
+    Attributes:
+      reward: reward of the rollout.
+      metrics: numbers to report.
+      segment_rewards: rewards of single segments, by index, where they differ from the rollout's.
+    """
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    segment_rewards: Mapping[int, float] = field(default_factory=dict)
+
+
+class Harness(Protocol):
+    """Drives one rollout: an environment that asks for outputs itself, through the gateway.
+
+    A factory of `task.environment` that returns an object with `run` makes a harness instead of an `Environment`.
+    """
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Outcome:
+        """Runs the agent on the task until it ends, and scores it.
+
+        An error that this method raises counts as a crash of the environment: the rollout starts afresh in a new one.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Releases the rollout's resources, and ends its processes. Called once, also after a crash."""
+        ...
+
+
+class ReadsStatus(Protocol):
+    """An optional companion of a harness: reads the outcome of a tool call off the wire."""
+
+    def status(self, call: ToolCall, result: Message) -> ToolStatus:
+        """Returns the outcome of a tool call from the message that returns its result."""
+        ...
