@@ -354,10 +354,10 @@ def _remove_strangers(counting: store.Stored) -> None:
     store.remove_strangers(counting.manifest.parent, (counting.manifest.name, *named))
 
 
-def _with_routing(data: bytes) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _with_routing(data: bytes) -> Callable[[dict[str, Any]], object]:
     """Returns a hook of the JSON reader: it replaces each place in the file of all experts by the experts there."""
 
-    def read(value: dict[str, Any]) -> dict[str, Any]:
+    def read(value: dict[str, Any]) -> object:
         place = value.get("routing")
         # Any part of the state may hold trajectories: waiting groups, and stored successes.
         if isinstance(place, dict) and place.keys() == records.RoutingPlace.__annotations__.keys():

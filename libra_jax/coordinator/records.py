@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import array
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from libra_jax import protocols
 
@@ -130,44 +130,59 @@ def _encode_segment(segment: protocols.Segment) -> SegmentRecord:
 
 def decode_trajectory(record: TrajectoryRecord) -> protocols.Trajectory:
     """Decodes a trajectory from the result of `encode_trajectory`."""
-    # Fields that an earlier version did not write keep their defaults.
-    fields = _decode_segment(record)
-    branches = fields.pop("branches", [])
-    if (snapshot := fields.get("snapshot")) is not None:
+    snapshot = record.get("snapshot")
+    if snapshot is not None:
         messages = tuple(_decode_message(message) for message in snapshot["messages"])
-        fields["snapshot"] = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
-    trajectory = protocols.Trajectory(**fields)
-    for branch in branches:
-        decoded = _decode_segment(branch)
-        parent = decoded.pop("parent")
+        kept = protocols.RolloutSnapshot(**{**snapshot, "messages": messages})
+    trajectory = protocols.Trajectory(
+        **vars(_decode_segment(record)),
+        # Earlier versions did not write all fields.
+        environment_reward=record.get("environment_reward"),
+        finish=record["finish"],
+        metrics=record["metrics"],
+        start_seconds=record["start_seconds"],
+        seconds=record.get("seconds", 0.0),
+        snapshot=kept if snapshot is not None else None,
+        replayed=record.get("replayed", False),
+    )
+    for branch in record.get("branches", ()):
+        segment = _decode_segment(branch)
+        segment.index, segment.shared = branch["index"], branch["shared"]
         # A parent comes before its children.
-        segment = protocols.Segment(**decoded, parent=trajectory.segments[parent] if parent is not None else None)
+        segment.parent = trajectory.segments[branch["parent"]] if branch["parent"] is not None else None
         trajectory.branches.append(segment)
     return trajectory
 
 
-def _decode_segment(record: SegmentRecord) -> dict[str, Any]:
-    fields: dict[str, Any] = dict(record)
-    for name, code in (("token_ids", "q"), ("sources", "b"), ("log_probs", "d"), ("policy_versions", "q")):
-        fields[name] = _unpack(code, fields[name])
-    fields["teacher_log_probs"] = _unpack("d", record.get("teacher_log_probs", ""))
-    fields["loss_mask"] = [bool(value) for value in _unpack("b", record["loss_mask"])]
-    count, routing = fields.pop("routed_tokens", 0), fields.get("routing", Routing(()))
-    if isinstance(routing, str):
-        data = base64.b64decode(routing)
-        width = len(data) // max(count, 1)
-        routing = Routing(tuple(data[first * width : (first + 1) * width] for first in range(count)))
-    fields["routing"] = list(routing.rows)
-    fields["turns"] = []
+def _decode_segment(record: SegmentRecord) -> protocols.Segment:
+    turns = []
     for turn in record["turns"]:
         moves = tuple(
             protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])}) for move in turn.get("moves", ())
         )
-        fields["turns"].append(protocols.Turn(**{**turn, "moves": moves}))
-    return fields
+        turns.append(protocols.Turn(**{**turn, "moves": moves}))
+    # Earlier versions wrote the experts as text, with the number of tokens beside them.
+    routing: Routing | str = record.get("routing", Routing(()))
+    if isinstance(routing, str):
+        data, count = base64.b64decode(routing), cast("int", record.get("routed_tokens", 0))
+        width = len(data) // max(count, 1)
+        routing = Routing(tuple(data[first * width : (first + 1) * width] for first in range(count)))
+    return protocols.Segment(
+        trajectory_id=record["trajectory_id"],
+        prompt_id=record["prompt_id"],
+        token_ids=_unpack("q", record["token_ids"]),
+        sources=_unpack("b", record["sources"]),
+        loss_mask=[bool(value) for value in _unpack("b", record["loss_mask"])],
+        log_probs=_unpack("d", record["log_probs"]),
+        policy_versions=_unpack("q", record["policy_versions"]),
+        routing=list(routing.rows),
+        teacher_log_probs=_unpack("d", record.get("teacher_log_probs", "")),
+        turns=turns,
+        reward=record["reward"],
+    )
 
 
-def _decode_message(record: dict[str, Any]) -> protocols.Message:
+def _decode_message(record: Mapping[str, Any]) -> protocols.Message:
     calls = tuple(protocols.ToolCall(**call) for call in record.get("tool_calls", ()))
     return protocols.Message(**{**record, "tool_calls": calls})
 
