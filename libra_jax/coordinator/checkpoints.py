@@ -354,7 +354,7 @@ def _remove_strangers(counting: store.Stored) -> None:
     store.remove_strangers(counting.manifest.parent, (counting.manifest.name, *named))
 
 
-def _with_routing(data: bytes) -> Callable[[dict[str, Any]], object]:
+def _with_routing(data: bytes) -> Callable[[Any], object]:
     """Returns a hook of the JSON reader: it replaces each place in the file of all experts by the experts there."""
 
     def read(value: dict[str, Any]) -> object:
