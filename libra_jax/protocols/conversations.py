@@ -136,7 +136,8 @@ class ChatFormat(Protocol):
     def extend(self, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]) -> list[int] | None:
         """Returns the tokens that follow the stop token of the output `messages[known - 1]`.
 
-        They hold the messages after it, and the header after which the assistant writes.
+        They hold the messages after it, and the header after which the assistant writes. The first `known` messages
+        are those that the outputs' parsers returned, with reasoning, even if a client sent it back without.
 
         Returns:
           The tokens. None if the template writes the first `known` messages in another way once the others follow (it
@@ -147,8 +148,14 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        """Returns a parser for one output of a dialogue with these tools."""
+    def parser(self, tools: Sequence[ToolSpec], context: Sequence[int]) -> OutputParser:
+        """Returns a parser for one output of a dialogue with these tools.
+
+        Args:
+          tools: tools of the request.
+          context: tokens that the output follows. The ids of calls are derived from them and from the output, so they
+            differ within a session and are the same in a replay.
+        """
         ...
 
 
