@@ -264,9 +264,33 @@ class Harness(Protocol):
         ...
 
 
-class ReadsStatus(Protocol):
-    """An optional companion of a harness: reads the outcome of a tool call off the wire."""
+class Gateway(Protocol):
+    """Gives each rollout's session an address for as long as its harness runs."""
 
-    def status(self, call: ToolCall, result: Message) -> ToolStatus:
-        """Returns the outcome of a tool call from the message that returns its result."""
+    async def open(self, conversation: Conversation) -> Endpoint:
+        """Serves a session under a fresh secret. Starts the server, if this is the first session.
+
+        Raises:
+          LibraError: the server cannot start.
+        """
+        ...
+
+    async def close(self, endpoint: Endpoint) -> None:
+        """Ends a session: later requests with its secret are refused, and its requests under way are cancelled."""
+        ...
+
+
+class ReadsStatus(Protocol):
+    """An optional companion of a harness: reads the outcome of tool calls off the wire."""
+
+    def status(self, call: ToolCall | None, message: Message) -> tuple[str, ToolStatus] | None:
+        """Returns the name of the tool and the outcome of its call, from a message that follows an output.
+
+        Args:
+          call: the call that the message answers; None if the message names none of the output's calls.
+          message: a message of role "tool" or "user".
+
+        Returns:
+          The name and the outcome. None if no tool wrote the message.
+        """
         ...
