@@ -25,7 +25,7 @@ from libra_jax.agents.sandbox import seccomp
 
 NAMES = ("bubblewrap", "container", "none")
 WORKSPACE = "/workspace"
-DOOR = "/run/libra"
+DOOR = "/libra"
 """Where a sandbox finds the pool's folder of sockets (`pool.Sandbox.door`)."""
 
 NOBODY = 65534

@@ -16,7 +16,7 @@ from libra_jax.agents import deadlines, resolving
 from libra_jax.agents.environments.harness import commands, jobs, processes, workspace
 
 _CHILD = str(Path(__file__).with_name("child.py"))
-FUNCTION_FILE = "function.json"
+_CALL = "call.json"
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class InChild:
             "endpoint": dataclasses.asdict(job.endpoint),
             "verdict": str(told / commands.VERDICT_FILE),
         }
-        await deadlines.off_loop(_tell, told / FUNCTION_FILE, json.dumps(asked))
+        await deadlines.off_loop(_tell, told / _CALL, json.dumps(asked))
         own = {"HOME": str(job.root / "home"), "TMPDIR": str(job.root / "tmp")}
         ended = await processes.run(
-            [self.python, _CHILD, str(told / FUNCTION_FILE)],
+            [self.python, _CHILD, str(told / _CALL)],
             environment=commands.variables(self.settings, job.endpoint, own),
             cwd=job.work,
             root=job.root,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import secrets
 import shlex
@@ -27,6 +28,9 @@ from libra_jax.agents.tools import toolkit
 
 _INSIDE = Path(__file__).with_name("inside.py").read_text()
 _FOLDER = "/tmp/libra"
+_PORT = 8080
+"""Port of the gateway inside a sandbox. Each has a network of its own, and the gateway may be on another host."""
+
 _SHARE = 6
 """The two outputs and a verdict take at most this part of the bytes that a sandbox returns, each. As JSON, bytes that
 are no text take up to three times their size."""
@@ -142,6 +146,11 @@ class Confined:
         return f"{sandbox.door_place}/{name}"
 
     def _line(self, job: jobs.Job, sandbox: pool.Sandbox, door: str, mark: str) -> str:
+        parts, endpoint = urllib.parse.urlsplit(job.endpoint.url), job.endpoint
+        if door:
+            near = parts._replace(netloc=f"127.0.0.1:{_PORT}")
+            endpoint = dataclasses.replace(endpoint, url=urllib.parse.urlunsplit(near))
+        job = dataclasses.replace(job, endpoint=endpoint)
         files = {commands.TASK_FILE: commands.task_text(job, self.settings.fields)}
         places = {"LIBRA_TASK_FILE": f"{_FOLDER}/{commands.TASK_FILE}"}
         places["LIBRA_VERDICT_FILE"] = verdict = f"{_FOLDER}/{commands.VERDICT_FILE}"
@@ -149,7 +158,7 @@ class Confined:
             "command": job.filled(self.command),
             "variables": {**places, **job.endpoint.environment(), **self.settings.variables},
             "socket": door,
-            "port": urllib.parse.urlsplit(job.endpoint.url).port or 80,
+            "port": _PORT,
             "folder": _FOLDER,
             "files": files,
             "verdict": verdict,

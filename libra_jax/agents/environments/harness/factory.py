@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import resolving
+from libra_jax.agents import resolving, wire
 from libra_jax.agents.environments.harness import (
     callables,
     commands,
@@ -19,7 +19,6 @@ from libra_jax.agents.environments.harness import (
     program,
     scoring,
 )
-from libra_jax.agents.environments.harness import status as statuses
 from libra_jax.agents.tools import toolkit
 
 _FIELD = "task.environment_arguments"
@@ -76,7 +75,9 @@ def environment(
         `jobs.Finished`, which returns a number or a `protocols.Outcome`.
       score_seconds: Deadline of the function, or of the hidden tests, in seconds.
       partial: Whether hidden tests give the share that passes.
-      seconds: Deadline of the agent in seconds. `task.max_seconds` limits the session, and comes first if it is less.
+      seconds: Deadline of the agent in seconds. The session's own limits may come first: `task.max_seconds` of the
+        rollout, `task.reset_seconds` before the first request, and `task.tool_seconds` between two requests and after
+        the last one. An agent that waits for `most`, and a scorer, also use these seconds.
       overdue: What a missed deadline is: "crash" (infrastructure, retried) or "score" (data: the scorer judges what is
         there).
       exits: Exit statuses that are scored. Others are crashes.
@@ -84,7 +85,7 @@ def environment(
       most_mib: Largest size of the working directory in MiB that the scorer may get.
       output_bytes: Last bytes of the program's output, and of its errors, that are kept.
       status: "package.module:function" that reads the outcome of tool calls (`protocols.ReadsStatus.status`). Empty:
-        the convention of `status.read`.
+        the conventions of `libra_jax.agents.wire.status`.
 
     Raises:
       ConfigError: An argument is invalid, or a program is not on this machine.
@@ -122,7 +123,7 @@ def environment(
         tuple(exits),
         overdue,
         most,
-        statuses.read if not status else resolving.resolve(status, f"{_FIELD}.status"),
+        wire.status if not status else resolving.resolve(status, f"{_FIELD}.status"),
     )
 
 

@@ -1,8 +1,7 @@
 """Runs a program inside a sandbox, which reaches the gateway through a socket, and reports its end as a last line.
 
 Standard library only, because a sandbox gets this file as text. A sandbox's network has nothing but its own loopback.
-There this process listens on the gateway's port, and hands each connection on to a socket of the host's file system.
-So the program finds the gateway under its own address.
+There this process listens on a port, and hands each connection on to a socket of the host's file system.
 """
 
 from __future__ import annotations

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols
-from libra_jax.agents import deadlines
+from libra_jax.agents import deadlines, session
 from libra_jax.agents.environments.harness import commands, jobs, processes, scoring, workspace
-
-StatusReader = Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]
-"""A function with the arguments and the return of `protocols.ReadsStatus.status`."""
 
 _SHOWN = 400
 _running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
@@ -47,7 +44,7 @@ class AgentHarness:
     exits: Sequence[int]
     overdue: str
     most: int
-    read_status: StatusReader
+    read_status: session.ReadStatus
     _task: asyncio.Task[protocols.Outcome] | None = field(default=None, init=False)
 
     async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
