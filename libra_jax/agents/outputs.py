@@ -20,6 +20,7 @@ class Reader:
       tokens: number of tokens of the output so far.
       stopped: the output has ended with a stop token.
       ended: the output has ended with a stop token or a stop text.
+      stop_text: the stop text that ended the output; empty if none did.
     """
 
     def __init__(self, parser: protocols.OutputParser, stop_token_ids: Sequence[int], stop: Sequence[str]) -> None:
@@ -30,6 +31,7 @@ class Reader:
         self._sent = 0
         self.tokens = 0
         self.stopped = self.ended = False
+        self.stop_text = ""
 
     def feed(self, token_ids: Sequence[int]) -> list[protocols.MessageDelta]:
         """Takes further tokens; returns the parts of the message that they complete. Ignores tokens after the end."""
@@ -68,10 +70,10 @@ class Reader:
             before = len(self._content)
             self._content += delta.text
             reach = max(map(len, self._stop)) - 1
-            places = [self._content.find(text, max(0, before - reach)) for text in self._stop]
-            place = min((place for place in places if place >= 0), default=None)
+            found_at = [(self._content.find(text, max(0, before - reach)), text) for text in self._stop]
+            place, text = min(((at, text) for at, text in found_at if at >= 0), default=(None, ""))
             if place is not None:
-                self.ended, self._content = True, self._content[:place]
+                self.ended, self.stop_text, self._content = True, text, self._content[:place]
             upto = len(self._content) if place is not None else max(self._sent, len(self._content) - reach)
             if upto > self._sent:
                 found.append(protocols.ContentDelta(self._content[self._sent : upto]))

@@ -12,60 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
 
 from libra_jax import protocols
-from libra_jax.agents import loop, outputs
+from libra_jax.agents import lines, loop, outputs
 
 ReadStatus = Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]
 """Reads tool and outcome from a message (`protocols.ReadsStatus.status`)."""
 
 _FROM_BEST = ("success", "failure", "timeout")
-
-
-@dataclass(frozen=True)
-class _Output:
-    """An output that the client has.
-
-    Attributes:
-      messages: number of messages of the dialogue up to it.
-      end: number of the segment's own tokens up to it.
-      stopped: it ends with a stop token.
-    """
-
-    messages: int
-    end: int
-    stopped: bool
-
-
-@dataclass(eq=False)
-class _Line:
-    """The dialogue of one segment, as far as the client knows it.
-
-    Attributes:
-      segment: tokens of the dialogue.
-      tools: tools that its requests offer.
-      messages: dialogue up to the last delivered output, and the messages after it that an outstanding request added.
-      outputs: delivered outputs, in order.
-      position: number of own tokens that `messages` account for.
-      outstanding: a request's output is under way, or was never delivered.
-      busy: an output is under way.
-      returned: what tools returned before the outstanding output; None for the segment's first one.
-      answered_at: event-loop time of the last delivery, in seconds.
-    """
-
-    segment: protocols.Segment
-    tools: tuple[protocols.ToolSpec, ...]
-    messages: tuple[protocols.Message, ...]
-    outputs: list[_Output] = field(default_factory=list)
-    position: int = 0
-    outstanding: bool = True
-    busy: bool = False
-    returned: protocols.CausalState | None = None
-    answered_at: float = 0.0
 
 
 class Session:
@@ -108,7 +63,7 @@ class Session:
         self._heard = heard
         self._refuse_temperature = refuse_temperature
         self._clock = asyncio.get_running_loop().time
-        self._lines: list[_Line] = []
+        self._lines: list[lines.Line] = []
         self._closed = False
         self._generated = 0
         self.limit: str | None = None
@@ -168,12 +123,17 @@ class Session:
 
     # The place of a request among the dialogues -----------------------------------------------------------------------
 
-    def _place(self, request: protocols.ChatRequest) -> _Line:
+    def _place(self, request: protocols.ChatRequest) -> lines.Line:
         """Returns the line whose segment ends with the request's context."""
         tools, messages = tuple(request.tools), tuple(request.messages)
         for line in self._lines:
+            # The client has an answer of which nobody knew whether it arrived.
+            if line.offered is not None and not line.busy and line.tools == tools:
+                known = (*line.messages, line.offered.message)
+                if len(messages) > len(known) and lines.same(known, messages[: len(known)]):
+                    self._deliver(line, line.offered)
             # The client lost the answer, and asks again.
-            if line.outstanding and not line.busy and line.tools == tools and _same(line.messages, messages):
+            if line.outstanding and not line.busy and line.tools == tools and lines.same(line.messages, messages):
                 line.returned = protocols.CausalState("client", 0, "timeout")
                 return line
         try:
@@ -186,7 +146,7 @@ class Session:
                 if added is not None:
                     # An output that a limit or a stop text ended lacks its stop token.
                     added = added if output.stopped else [self._form.stop_token_ids[0], *added]
-                    return self._follow(line, output, tools, messages, added)
+                    return self._follow(line, output, request, messages, added)
             prompt = self._form.render(messages, tools)
         except protocols.DataError as error:
             raise protocols.Refused("invalid", str(error), "messages") from error
@@ -195,14 +155,14 @@ class Session:
 
     def _known(
         self, tools: tuple[protocols.ToolSpec, ...], messages: tuple[protocols.Message, ...]
-    ) -> tuple[_Line, _Output] | None:
+    ) -> tuple[lines.Line, lines.Output] | None:
         """Returns the delivered output that has the longest dialogue up to it which these messages begin with."""
-        best: tuple[_Line, _Output] | None = None
+        best: tuple[lines.Line, lines.Output] | None = None
         for line in self._lines:
             if line.tools != tools:
                 continue
             same = next(
-                (at for at, pair in enumerate(zip(line.messages, messages, strict=False)) if not _equal(*pair)),
+                (at for at, pair in enumerate(zip(line.messages, messages, strict=False)) if not lines.equal(*pair)),
                 min(len(line.messages), len(messages)),
             )
             output = next((output for output in reversed(line.outputs) if output.messages <= same), None)
@@ -212,23 +172,23 @@ class Session:
 
     def _follow(
         self,
-        line: _Line,
-        output: _Output,
-        tools: tuple[protocols.ToolSpec, ...],
+        line: lines.Line,
+        output: lines.Output,
+        request: protocols.ChatRequest,
         messages: tuple[protocols.Message, ...],
         added: list[int],
-    ) -> _Line:
+    ) -> lines.Line:
         """Continues the line if nothing has followed the output yet, else begins a segment after the output."""
         segment = line.segment
         self._check_room(segment.shared + output.end + len(added))
         last = output is line.outputs[-1] and not line.outstanding
-        if not last or not _text_fits(segment, output.end, added):
+        if not last or not lines.text_fits(segment, output.end, added):
             known = segment.context()[: segment.shared + output.end]
-            return self._begin([*known, *added], tools, messages)
+            return self._begin([*known, *added], line.tools, messages)
         # A resumed rollout may hold these tokens already.
         segment.append_text(added[len(segment.token_ids) - output.end :], protocols.TokenSource.TOOL)
         line.position = output.end + len(added)
-        line.returned = self._returned(line, messages[output.messages :], len(added))
+        line.returned = self._returned(line, messages[output.messages :], request.failed_calls, len(added))
         line.messages, line.outstanding = messages, True
         return line
 
@@ -237,7 +197,7 @@ class Session:
         wanted: list[int],
         tools: tuple[protocols.ToolSpec, ...],
         messages: tuple[protocols.Message, ...],
-    ) -> _Line:
+    ) -> lines.Line:
         """Begins a line with this context, on a segment that a resumed rollout holds already, or on a new one."""
         taken = {id(line.segment) for line in self._lines}
         for segment in self._trajectory.segments:
@@ -247,7 +207,7 @@ class Session:
             # What follows the prompt has to be an output, or nothing yet.
             cut_off = own == len(segment.token_ids) or segment.sources[own] == protocols.TokenSource.MODEL
             if cut_off and list(segment.context()[: len(wanted)]) == wanted:
-                line = _Line(segment, tools, messages, position=own)
+                line = lines.Line(segment, tools, messages, position=own)
                 break
         else:
             root = self._trajectory
@@ -255,7 +215,7 @@ class Session:
             segment = root if unused else root.branch(*self._nearest(wanted))
             # `branch` may share less, or with an ancestor.
             segment.append_text(wanted[segment.shared :], protocols.TokenSource.PROMPT)
-            line = _Line(segment, tools, messages, position=len(segment.token_ids))
+            line = lines.Line(segment, tools, messages, position=len(segment.token_ids))
         self._lines.append(line)
         return line
 
@@ -265,7 +225,7 @@ class Session:
         for line in self._lines:
             context = line.segment.context()[: line.segment.shared + line.position]
             # The last token is always an own one: no parent can predict a segment's first sampled token.
-            common = _common(context, wanted[:-1])
+            common = lines.common(context, wanted[:-1])
             if common > shared:
                 parent, shared = line.segment, common
         return parent, shared
@@ -280,11 +240,18 @@ class Session:
                 "messages",
             )
 
-    def _returned(self, line: _Line, added: Sequence[protocols.Message], payload_tokens: int) -> protocols.CausalState:
+    def _returned(
+        self, line: lines.Line, added: Sequence[protocols.Message], failed_calls: Sequence[str], payload_tokens: int
+    ) -> protocols.CausalState:
         """Returns what the messages after the line's last output say of its tools. Records it in the output's turn."""
         calls = {call.call_id: call for call in line.messages[line.outputs[-1].messages - 1].tool_calls}
-        read = [self._read_status(calls.get(message.tool_call_id), message) for message in added]
-        found = [one for one in read if one is not None]
+        found: list[tuple[str, protocols.ToolStatus]] = []
+        for message in added:
+            read = self._read_status(calls.get(message.tool_call_id), message)
+            if read is not None:
+                tool, outcome = read
+                marked = message.tool_call_id in failed_calls and outcome == "success"
+                found.append((tool, "failure" if marked else outcome))
         turn = line.segment.turns[len(line.outputs) - 1]
         turn.payload_tokens = payload_tokens
         # A replayed turn keeps the seconds that it took the first time.
@@ -299,7 +266,7 @@ class Session:
     # Outputs --------------------------------------------------------------------------------------------------------
 
     async def _output(
-        self, line: _Line, request: protocols.ChatRequest
+        self, line: lines.Line, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         segment, start, began = line.segment, line.position, self._clock()
         kept, complete = self._retained(segment, start)
@@ -327,6 +294,7 @@ class Session:
         for delta in rest:
             yield delta
         self._record(line, kept, began)
+        line.offered = lines.Offered(message, kept, reader.stopped)
         ids, scores = segment.token_ids[start : start + kept], segment.log_probs[start : start + kept]
         yield protocols.Reply(
             message=message,
@@ -335,13 +303,18 @@ class Session:
             output_tokens=kept,
             output_ids=tuple(ids),
             log_probs=tuple(scores),
+            stop_text=reader.stop_text,
         )
-        line.messages = (*line.messages, message)
-        line.position = start + kept
-        line.outputs.append(_Output(len(line.messages), line.position, reader.stopped))
-        line.outstanding, line.returned, line.answered_at = False, None, self._clock()
+        self._deliver(line, line.offered)
+
+    def _deliver(self, line: lines.Line, offered: lines.Offered) -> None:
+        """Makes a complete output a part of the line's dialogue."""
+        line.messages = (*line.messages, offered.message)
+        line.position += offered.tokens
+        line.outputs.append(lines.Output(len(line.messages), line.position, offered.stopped))
+        line.outstanding, line.offered, line.returned, line.answered_at = False, None, None, self._clock()
         self.answered += 1
-        self._generated += kept
+        self._generated += offered.tokens
         if self.limit == "max_context":  # the harness has found a way to go on
             self.limit = None
 
@@ -357,7 +330,7 @@ class Session:
         return kept, False
 
     async def _sample(
-        self, line: _Line, room: int, reader: outputs.Reader
+        self, line: lines.Line, room: int, reader: outputs.Reader
     ) -> AsyncGenerator[protocols.MessageDelta, None]:
         """Samples at most `room` more tokens of the line's output, and streams it from its beginning on."""
         segment, fed, more = line.segment, line.position, asyncio.Event()
@@ -390,7 +363,7 @@ class Session:
             await asyncio.wait({work})
             await self._sampler.tool_called(segment)
 
-    def _record(self, line: _Line, generated: int, began: float) -> None:
+    def _record(self, line: lines.Line, generated: int, began: float) -> None:
         """Records the turn of an output. Fills in the retained turn of a resumed rollout."""
         turns, number = line.segment.turns, len(line.outputs)
         if number < len(turns):
@@ -412,11 +385,11 @@ class Session:
         Call it once no request is under way.
         """
         self._closed = True
-        lines = {id(line.segment): line for line in self._lines}
+        by_segment = {id(line.segment): line for line in self._lines}
         # Children first: what they share has to stay.
         needed: dict[int, int] = {}
         for segment in reversed(self._trajectory.segments):
-            line = lines.get(id(segment))
+            line = by_segment.get(id(segment))
             seen = line.position if line is not None else 0
             kept = max(seen, needed.get(id(segment), 0))
             segment.cut(kept)
@@ -426,42 +399,3 @@ class Session:
             if kept and segment.parent is not None:
                 own = segment.shared - segment.parent.shared
                 needed[id(segment.parent)] = max(needed.get(id(segment.parent), 0), own)
-
-
-def _text_fits(segment: protocols.Segment, start: int, text: Sequence[int]) -> bool:
-    """Returns whether the own tokens from `start` on are none, or begin with this text (or are its beginning)."""
-    retained, sources = segment.token_ids[start:], segment.sources[start:]
-    sampled = any(source == protocols.TokenSource.MODEL for source in sources[: len(text)])
-    follows = len(retained) <= len(text) or sources[len(text)] == protocols.TokenSource.MODEL
-    return not sampled and follows and list(text[: len(retained)]) == retained[: len(text)]
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
-def _same(first: Sequence[protocols.Message], second: Sequence[protocols.Message]) -> bool:
-    return len(first) == len(second) and all(map(_equal, first, second))
-
-
-def _equal(known: protocols.Message, given: protocols.Message) -> bool:
-    """Returns whether a client's message is the known one. Clients need not send reasoning back."""
-    if known is given:
-        return True
-    calls = len(known.tool_calls) == len(given.tool_calls) and all(
-        one.call_id == other.call_id and one.name == other.name and _json(one.arguments) == _json(other.arguments)
-        for one, other in zip(known.tool_calls, given.tool_calls, strict=False)
-    )
-    return calls and dataclasses.replace(known, tool_calls=(), reasoning="") == dataclasses.replace(
-        given, tool_calls=(), reasoning=""
-    )
-
-
-def _json(text: str) -> object:
-    """Returns the value of a call's arguments: clients may write the JSON in another way. Text if it is no JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -32,9 +32,9 @@ def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple
     that run commands from the model's text write it; its tool is "command".
 
     - "timeout": the text says that time ran out, or the exit status is 124.
-    - "failure": the client marks the message, the exit status is not 0, the JSON object in the text has an "error" that
-      is not empty, or the text begins with an error, an exception or a traceback.
-    - "success": everything else.
+    - "failure": the exit status is not 0, the JSON object in the text has an "error" that is not empty, or the text
+      begins with an error, an exception or a traceback.
+    - "success": everything else, unless the client marks the call as failed (`ChatRequest.failed_calls`).
     """
     text = message.content
     ends = text if len(text) <= 2 * _HEAD else f"{text[:_HEAD]}\n{text[-_HEAD:]}"
@@ -45,7 +45,7 @@ def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple
     if exits is not None:
         code = int(exits.group(1))
         return name, "timeout" if code in _TIMEOUT_EXITS else "failure" if code else "success"
-    failed = message.failed or _FAILURE.match(text) is not None or _says_error(text)
+    failed = _FAILURE.match(text) is not None or _says_error(text)
     if failed and _TIMEOUT.search(ends):
         return name, "timeout"
     return name, "failure" if failed else "success"

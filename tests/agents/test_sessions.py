@@ -207,6 +207,33 @@ def test_an_answer_that_was_never_delivered_is_given_again():
     asyncio.run(test())
 
 
+def test_an_answer_that_arrived_unnoticed_becomes_part_of_the_dialogue():
+    async def test() -> None:
+        trajectory = protocols.Trajectory("task/0", "task")
+        one = opened(trajectory=trajectory)
+        stream = one.reply(protocols.ChatRequest([user("x")]))
+        items = [item async for item in _until_reply(stream)]
+        await stream.aclose()
+        second = await ask(one, user("x"), items[-1].message, user("y"))
+        one.close()
+        assert trajectory.branches == []
+        assert sum(trajectory.loss_mask) == len(items[-1].output_ids) + len(second.output_ids)
+
+    asyncio.run(test())
+
+
+def test_a_call_that_the_client_marks_as_failed_has_failed():
+    async def test() -> None:
+        trajectory = protocols.Trajectory("task/0", "task")
+        one = opened(trajectory=trajectory)
+        first = await ask(one, user("x"))
+        returned = protocols.Message("tool", "fine", tool_call_id="c1")
+        await ask(one, user("x"), first.message, returned, failed_calls=("c1",))
+        assert trajectory.turns[0].status == "failure"
+
+    asyncio.run(test())
+
+
 async def _until_reply(stream):
     async for item in stream:
         yield item
