@@ -49,6 +49,7 @@ def environment(
     most_mib: int = 32,
     output_bytes: int = 65_536,
     status: str = "",
+    demonstrate: str = "",
 ) -> program.AgentHarness:
     """Returns the harness of one rollout. Give either `command` or `callable`.
 
@@ -86,6 +87,8 @@ def environment(
       output_bytes: Last bytes of the program's output, and of its errors, that are kept.
       status: "package.module:function" that reads the outcome of tool calls (`protocols.ReadsStatus.status`). Empty:
         the conventions of `libra_jax.agents.wire.status`.
+      demonstrate: "package.module:function" that returns the solved dialogue of a task, for the warm start
+        (`protocols.Demonstrator.demonstration`). Empty: none.
 
     Raises:
       ConfigError: An argument is invalid, or a program is not on this machine.
@@ -124,6 +127,7 @@ def environment(
         overdue,
         most,
         wire.status if not status else resolving.resolve(status, f"{_FIELD}.status"),
+        None if not demonstrate else resolving.resolve(demonstrate, f"{_FIELD}.demonstrate"),
     )
 
 

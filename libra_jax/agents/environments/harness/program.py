@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols
@@ -35,6 +36,7 @@ class AgentHarness:
       overdue: "crash" or "score": what a missed deadline is.
       most: agents that run at once; further ones wait, and their deadline has not begun.
       read_status: reads the outcome of tool calls.
+      demonstration: solves tasks for the warm start; absent if there is nothing that does.
     """
 
     name: str
@@ -45,7 +47,13 @@ class AgentHarness:
     overdue: str
     most: int
     read_status: session.ReadStatus
+    demonstrate: dataclasses.InitVar[Callable[[protocols.Task], Sequence[protocols.Message]] | None] = None
     _task: asyncio.Task[protocols.Outcome] | None = field(default=None, init=False)
+
+    def __post_init__(self, demonstrate: Callable[[protocols.Task], Sequence[protocols.Message]] | None) -> None:
+        # Set only if it exists: the warm start looks for this attribute.
+        if demonstrate is not None:
+            self.demonstration = demonstrate
 
     async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
         """Runs the agent to its end and returns its outcome. See `protocols.Harness`."""
