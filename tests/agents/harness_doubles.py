@@ -8,8 +8,9 @@ import sys
 
 import endpoint_doubles
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.agents.environments import harness
+from libra_jax.agents.tools import toolkit
 
 SECRET = "the-session's-secret"
 
@@ -57,6 +58,20 @@ def run(given=None, model=None, **arguments):
             return await made.run(given or task(), endpoint(model))
         finally:
             await made.close()
+
+    return asyncio.run(body())
+
+
+def run_with_tools(given, model, **arguments):
+    """Runs a harness that uses the run's sandbox, to score what an agent left for example."""
+
+    async def body():
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig(warm=1)) as tools:
+            made = harness.environment(tools=tools, **arguments)
+            try:
+                return await made.run(given, endpoint(model))
+            finally:
+                await made.close()
 
     return asyncio.run(body())
 

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from libra_jax import config, protocols
@@ -139,7 +140,9 @@ def _of_callable(
         function = resolving.resolve(name, f"{_FIELD}.callable", asynchronous=True)
         return callables.InProcess(name, function, arguments, settings)
     config.check(":" in name, f"{_FIELD}.callable", f'{name!r} must have the form "package.module:function"')
-    folders = [os.getcwd(), *(os.path.abspath(folder) for folder in search)]
+    # This package's own folder comes last: plain modules of it can be imported anywhere.
+    package = str(Path(__file__).parents[4])
+    folders = [os.getcwd(), *(os.path.abspath(folder) for folder in search), package]
     return callables.InChild(_program(python, "python"), name, arguments, folders, settings)
 
 
