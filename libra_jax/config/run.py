@@ -20,7 +20,7 @@ from libra_jax.config.coordination import (
 )
 from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
 from libra_jax.config.group import group
-from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
@@ -32,6 +32,7 @@ MAX_SEED = 2**31 - 1
 MAY_CHANGE = (
     "steps",
     "telemetry",
+    "gateway",
     "deadlines",
     "evaluation",
     "checkpoint",
@@ -78,6 +79,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
@@ -412,12 +414,12 @@ class RunConfig:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Returns what names a run's default workdir: nested plain dicts without steps, address, telemetry and deadlines.
+    """Returns what names a run's default workdir: nested plain dicts without steps, addresses, telemetry and deadlines.
 
     Other settings of `MAY_CHANGE` stay in the name, so that a sweep over them has a workdir for each value.
     """
     values = to_dict(config)
-    for name in ("steps", "telemetry", "deadlines"):
+    for name in ("steps", "telemetry", "gateway", "deadlines"):
         del values[name]
     # Another cluster, or one that was started again, goes on in the same workdir.
     values["cluster"]["address"] = ""

@@ -34,11 +34,13 @@ class ChatRequest:
     """A request for one model output, in no API's own form.
 
     Attributes:
-      messages: the whole dialogue.
+      messages: the whole dialogue. Some clients read the arguments of calls as JSON and write them again, so an earlier
+        output's arguments may come back with other spaces: compare them as JSON.
       tools: tools that the model may call.
       max_tokens: most tokens to generate; None: as the run allows.
       stop: texts that end the output, which then ends before the text.
       temperature: temperature that the client asks for; None: the run's.
+      failed_calls: ids of calls whose results the client marks as failed, in APIs that can (Anthropic's `is_error`).
     """
 
     messages: Sequence[Message]
@@ -46,6 +48,7 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     temperature: float | None = None
+    failed_calls: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Reply:
       output_tokens: tokens of the output.
       output_ids: the sampled tokens.
       log_probs: their log-probabilities at the sampling temperature.
+      stop_text: text of `ChatRequest.stop` that ended the output; empty if none did.
     """
 
     message: Message
@@ -102,6 +106,7 @@ class Reply:
     output_tokens: int
     output_ids: Sequence[int] = ()
     log_probs: Sequence[float] = ()
+    stop_text: str = ""
 
 
 class OutputParser(Protocol):
@@ -183,8 +188,9 @@ class Conversation(Protocol):
         """Streams one model output. The last item is the `Reply`.
 
         The output counts as delivered, and becomes part of the dialogue, once the caller asks for an item after the
-        `Reply`. If the caller closes the generator before, the tokens stay: the same request asked again continues
-        from them.
+        `Reply`. If the caller closes the generator before, or is cancelled while it waits for an item, the tokens
+        stay: the same request asked again continues from them. The output must count as delivered before the generator
+        first waits after the `Reply`, because the client's next request may come any time from then on.
 
         Raises:
           Refused: the session does not serve the request.
@@ -199,7 +205,11 @@ class Conversations(Protocol):
     """Name of the model in answers."""
 
     def find(self, secret: str) -> Conversation | None:
-        """Returns the session with this secret; None if there is none (any more)."""
+        """Returns the session with this secret; None if there is none (any more).
+
+        Takes the same time for each wrong secret of one length. Returns the same object as long as the session lives:
+        the API keeps the session's limits by a weak reference to it.
+        """
         ...
 
 

@@ -69,7 +69,6 @@ class Message:
       tool_calls: calls of an assistant message that a tool parser has read; empty if calls stay in the text.
       tool_call_id: call that a tool message answers.
       reasoning: text that the model thought before its answer, if a parser has taken it out of the content.
-      failed: True if the client says of a tool message that the call failed.
     """
 
     role: str
@@ -77,4 +76,3 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
-    failed: bool = False
