@@ -26,7 +26,8 @@ def solve(
     task: Any,
     endpoint: Any,
     folder: str,
-    config: str = "mini.yaml",
+    text: bool = False,
+    config: str = "",
     settings: dict[str, Any] | None = None,
     steps: int = 20,
     command_seconds: int = 30,
@@ -38,8 +39,8 @@ def solve(
       task: a task with a payload `issue`.
       endpoint: address of the session.
       folder: working directory with the repository.
-      config: prompts and formats: a file of mini-swe-agent's own (`mini.yaml` calls a tool, `mini_textbased.yaml`
-        writes commands into the text), or a path.
+      text: the model writes commands into its text, instead of calling a tool.
+      config: path of a file with prompts and formats. Empty: mini-swe-agent's own.
       settings: further settings, merged over the file's: {"agent": ..., "model": ..., "environment": ...}.
       steps: most outputs of the agent.
       command_seconds: deadline of one command, which the agent is told of.
@@ -55,17 +56,16 @@ def solve(
     from minisweagent.environments import get_environment
     from minisweagent.models import get_model
 
-    path = Path(config)
-    if not path.exists():
-        path = Path(configs.__file__).parent / config
-    read = yaml.safe_load(path.read_text())
+    own = Path(configs.__file__).parent / ("mini_textbased.yaml" if text else "mini.yaml")
+    read = yaml.safe_load(Path(config or own).read_text())
     parts = {
         name: {**read.get(name, {}), **(settings or {}).get(name, {})} for name in ("agent", "model", "environment")
     }
     known = ("system_template", "instance_template", "step_limit", "cost_limit", "max_consecutive_format_errors")
     agent = {name: value for name, value in parts["agent"].items() if name in known}
     kwargs = {"api_base": endpoint.url, "api_key": endpoint.secret, **parts["model"].get("model_kwargs", {})}
-    model = {**parts["model"], "model_name": f"openai/{endpoint.model}", "model_kwargs": kwargs}
+    kind = "litellm_textbased" if text else "litellm"
+    model = {"model_class": kind, **parts["model"], "model_name": f"openai/{endpoint.model}", "model_kwargs": kwargs}
     world = {**parts["environment"], "cwd": folder, "timeout": command_seconds}
     world["environment_class"] = "bubblewrap" if confine else "local"
     made = DefaultAgent(
