@@ -6,8 +6,8 @@ tool returns and rewards are those of the native environment.
 
   python launch/train.py --config=configs/any_agent_cpu.py
 
-`--config=configs/any_agent_cpu.py:process` runs each agent in a process of its own, as an agent with dependencies of its
-own needs it. A process takes half a second of a core to start, so this variant has fewer rollouts.
+`--config=configs/any_agent_cpu.py:process` runs each agent in a process of its own, as one with its own dependencies
+needs it. A process takes half a second of a core to start, so this variant has fewer rollouts.
 """
 
 from configs import quickstart

@@ -43,7 +43,7 @@ def solve(
       config: path of a file with prompts and formats. Empty: mini-swe-agent's own.
       settings: further settings, merged over the file's: {"agent": ..., "model": ..., "environment": ...}.
       steps: most outputs of the agent.
-      command_seconds: deadline of one command, which the agent is told of.
+      command_seconds: deadline of one command, which the agent sees as a failure.
       confine: run the commands in bubblewrap, by mini-swe-agent's own environment of that name.
     """
     os.environ.update(MSWEA_SILENT_STARTUP="1", MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true")

@@ -51,6 +51,9 @@ async def agent(
             while True:
                 answer = await model.chat.completions.create(model=endpoint.model, messages=messages)
                 output = answer.choices[0].message.content or ""
+                if answer.choices[0].finish_reason == "length":
+                    # No environment reads an output that was cut off: the native loop ends here, too.
+                    return protocols.Outcome(0.0, metrics)
                 result: protocols.StepResult = await deadlines.call(world.step, output)
                 metrics.update(result.metrics)
                 if result.done:
