@@ -143,6 +143,7 @@ class ChatFormat(Protocol):
 
         They hold the messages after it, and the header after which the assistant writes. The first `known` messages
         are those that the outputs' parsers returned, with reasoning, even if a client sent it back without.
+        The tools are those of the request that the output answered: with others, a dialogue begins another context.
 
         Returns:
           The tokens. None if the template writes the first `known` messages in another way once the others follow (it
