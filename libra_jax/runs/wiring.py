@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import factories, harness_loop, samples, tokenizers
+from libra_jax.agents import chat_format, factories, harness_loop, samples, tokenizers
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
@@ -376,7 +376,7 @@ async def _surroundings(
         host = harness_loop.Host(
             # Its processes start with the first session, so a run without harnesses has none.
             gateway=fronts.Fronts(around, model=config.name),
-            make_form=lambda: chat_format.make(agent.tokenizer, config.gateway),
+            make_form=lambda: chat_format.of_tokenizer(agent.tokenizer),
             refuse_temperature=config.gateway.temperature == "refuse",
         )
         yield around, dataclasses.replace(agent, reward=reward, host=host)
