@@ -64,6 +64,10 @@ class GatewayConfig:
     processes: int = 1
     # Requests for another temperature than the run's. run: sample at the run's; refuse: answer with an error.
     temperature: str = "run"
+    # vLLM's parser of tool calls in outputs, such as hermes, qwen3_xml or llama3_json; auto: the one that the model's
+    # chat template is certain to need, else none; none: calls stay in the text.
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"  # vLLM's parser of reasoning in outputs, such as qwen3 or deepseek_r1; auto, none
 
     def __post_init__(self) -> None:
         _address(self.host, "gateway.host")
@@ -77,6 +81,8 @@ class GatewayConfig:
         for name in ("max_body_bytes", "max_concurrent", "request_seconds", "write_seconds", "processes"):
             value = getattr(self, name)
             check(value > 0, f"gateway.{name}", f"must be positive, not {value:g}")
+        for name in ("tool_parser", "reasoning_parser"):
+            check(bool(getattr(self, name)), f"gateway.{name}", 'is empty; use "none" for no parser')
 
 
 @group
