@@ -279,19 +279,6 @@ class HuggingFaceFormat:
             return self._tokenizer.dialogue(named, offered)
 
 
-def of_tokenizer(tokenizer: protocols.Tokenizer, parsing: Parsing | None = None) -> protocols.ChatFormat:
-    """Returns the chat format of a tokenizer, with text that passes through if there is no maker of parsers.
-
-    Raises:
-      ConfigError: the tokenizer is of neither kind that has a chat format.
-    """
-    if isinstance(tokenizer, tokenizers.CharacterTokenizer):
-        return CharacterFormat(tokenizer, parsing)
-    if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
-        return HuggingFaceFormat(tokenizer, parsing)
-    raise protocols.ConfigError(f"config.task.tokenizer: a {type(tokenizer).__name__} has no chat format for harnesses")
-
-
 def _template_message(message: protocols.Message) -> Mapping[str, Any]:
     """Returns a message as vLLM hands it to a chat template."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}

@@ -88,7 +88,7 @@ class Front(Protocol):
         ...
 
     def events(self) -> AsyncIterator[Event]:
-        """Yields what clients ask and what becomes of their answers. One reader at a time."""
+        """Yields what clients ask and how their answers end. One reader at a time."""
         ...
 
     async def answer(self, items: Sequence[tuple[int, Item]]) -> None:
@@ -135,7 +135,7 @@ class HttpFront:
             self._inboxes[number].put_nowait(Refusal("closed", "the rollout of this session has ended", ""))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yields what clients ask and what becomes of their answers."""
+        """Yields what clients ask and how their answers end."""
         while True:
             yield await self._events.get()
 

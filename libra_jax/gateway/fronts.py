@@ -27,7 +27,7 @@ class FrontClient(clients.ActorClient):
     answer = clients.Call("first_token", "take answers", front_lib.Front.answer)
 
     def events(self) -> AsyncGenerator[front_lib.Event, None]:
-        """Yields what clients ask and what becomes of their answers."""
+        """Yields what clients ask and how their answers end."""
         return self._actor.stream(front_lib.Front.events)
 
 

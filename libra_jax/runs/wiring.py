@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import chat_format, factories, harness_loop, samples, tokenizers
+from libra_jax.agents import factories, harness_loop, samples, tokenizers
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
@@ -27,7 +27,7 @@ from libra_jax.gateway import fronts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
-from libra_jax.runs import observing
+from libra_jax.runs import chat_formats, observing
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, status
@@ -376,7 +376,7 @@ async def _surroundings(
         host = harness_loop.Host(
             # Its processes start with the first session, so a run without harnesses has none.
             gateway=fronts.Fronts(around, model=config.name),
-            make_form=lambda: chat_format.of_tokenizer(agent.tokenizer),
+            make_form=lambda: chat_formats.make(agent.tokenizer, config.gateway),
             refuse_temperature=config.gateway.temperature == "refuse",
         )
         yield around, dataclasses.replace(agent, reward=reward, host=host)
