@@ -10,8 +10,9 @@ from __future__ import annotations
 import array
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from libra_jax import protocols
 from libra_jax.agents import tokenizers
@@ -104,6 +105,42 @@ def call_id(context: Sequence[int], output: Sequence[int], index: int) -> str:
     """
     digest = hashlib.sha256(array.array("q", (index, len(context), *context, *output)).tobytes())
     return digest.hexdigest()[:9]
+
+
+class Parsers(NamedTuple):
+    """Names of vLLM's parsers of an output; empty for none.
+
+    Attributes:
+      tool: parser of tool calls.
+      reasoning: parser of reasoning.
+    """
+
+    tool: str = ""
+    reasoning: str = ""
+
+
+def parsers_of(template: str, header: str) -> Parsers:
+    """Returns the parsers that a chat template is certain to need.
+
+    A template shows the model how to write calls, and so tells more than an architecture: Qwen3 writes JSON, and
+    Qwen3-Coder, of the same architecture, XML.
+
+    Args:
+      template: the template's source.
+      header: text with which it begins an output.
+    """
+    tool = reasoning = ""
+    if "<tool_call>" in template and "<function=" in template:
+        tool = "qwen3_xml"
+    elif "<tool_call>" in template and re.search(r'\\*"arguments\\*"', template) and "<arg_key>" not in template:
+        tool = "hermes"
+    elif "<|start_header_id|>" in template and re.search(r'\\*"parameters\\*": ', template):
+        tool = "llama3_json"
+    # Without a switch or an open mark, the model does not think, and the parser would take its answers for reasoning.
+    thinks = "enable_thinking" in template or header.rstrip().endswith("<think>")
+    if thinks and all(mark in template for mark in ("<|im_start|>", "</think>", "reasoning_content")):
+        reasoning = "qwen3"
+    return Parsers(tool, reasoning)
 
 
 # The character tokenizer ----------------------------------------------------------------------------------------------

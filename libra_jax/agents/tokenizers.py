@@ -213,6 +213,20 @@ class HuggingFaceTokenizer:
             self.hugging_face.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
+    @property
+    def template(self) -> str:
+        """Source of the chat template for dialogues with tools."""
+        try:
+            return str(self.hugging_face.get_chat_template(tools=[{}]))
+        except Exception:  # several templates, and none that is named as the one to use
+            return ""
+
+    @property
+    def header(self) -> str:
+        """Text with which the template begins an output."""
+        question = _dicts(_PREFIX[:1])
+        return self._apply(question, True).removeprefix(self._apply(question, False))
+
     def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
         """Returns the tokens that `messages` add to the context.
 

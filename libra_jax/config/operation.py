@@ -59,6 +59,10 @@ class GatewayConfig:
     max_concurrent: int = 64
     request_seconds: float = 1800.0  # seconds from a request to the end of its answer, the wait for a slot included
     write_seconds: float = 60.0  # seconds that a client may leave a part of its answer unread before it is cut off
+    # vLLM's parser of tool calls in outputs, such as hermes, qwen3_xml or llama3_json; auto: the one that the model's
+    # chat template is certain to need, else none; none: calls stay in the text.
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"  # vLLM's parser of reasoning in outputs, such as qwen3 or deepseek_r1; auto, none
 
     def __post_init__(self) -> None:
         _address(self.host, "gateway.host")
@@ -71,6 +75,8 @@ class GatewayConfig:
         for name in ("max_body_bytes", "max_concurrent", "request_seconds", "write_seconds"):
             value = getattr(self, name)
             check(value > 0, f"gateway.{name}", f"must be positive, not {value:g}")
+        for name in ("tool_parser", "reasoning_parser"):
+            check(bool(getattr(self, name)), f"gateway.{name}", 'is empty; use "none" for no parser')
 
 
 @group

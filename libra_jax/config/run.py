@@ -32,7 +32,14 @@ MAX_SEED = 2**31 - 1
 MAY_CHANGE = (
     "steps",
     "telemetry",
-    "gateway",
+    # Not how outputs are read: agents see what a parser makes of them.
+    "gateway.host",
+    "gateway.port",
+    "gateway.max_body_bytes",
+    "gateway.requests_per_second",
+    "gateway.max_concurrent",
+    "gateway.request_seconds",
+    "gateway.write_seconds",
     "deadlines",
     "evaluation",
     "checkpoint",
