@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +13,30 @@ from libra_jax.agents import deadlines, guarded, loop, progress, resolving, sess
 from libra_jax.agents.rewards import scoring
 
 
-@dataclass(frozen=True)
 class Host:
     """What sessions need beside their rollouts.
 
-    Attributes:
+    Args:
       gateway: gives sessions an address.
-      form: chat format of the policy's model.
+      make_form: makes the chat format of the policy's model. Called at the first use: runs without harnesses need none.
       refuse_temperature: refuse requests for another temperature than the run's.
     """
 
-    gateway: protocols.Gateway
-    form: protocols.ChatFormat
-    refuse_temperature: bool = False
+    def __init__(
+        self,
+        gateway: protocols.Gateway,
+        make_form: Callable[[], protocols.ChatFormat],
+        *,
+        refuse_temperature: bool = False,
+    ) -> None:
+        self.gateway = gateway
+        self.refuse_temperature = refuse_temperature
+        self._make_form = make_form
+
+    @functools.cached_property
+    def form(self) -> protocols.ChatFormat:
+        """Chat format of the policy's model."""
+        return self._make_form()
 
 
 async def run_harness(

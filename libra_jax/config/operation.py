@@ -59,6 +59,11 @@ class GatewayConfig:
     max_concurrent: int = 64
     request_seconds: float = 1800.0  # seconds from a request to the end of its answer, the wait for a slot included
     write_seconds: float = 60.0  # seconds that a client may leave a part of its answer unread before it is cut off
+    # Processes that serve requests, with cluster.backend=ray; a session stays at one of them, and with a port in the
+    # config, they have ports one after another. Embedded, the run's own process serves.
+    processes: int = 1
+    # Requests for another temperature than the run's. run: sample at the run's; refuse: answer with an error.
+    temperature: str = "run"
     # vLLM's parser of tool calls in outputs, such as hermes, qwen3_xml or llama3_json; auto: the one that the model's
     # chat template is certain to need, else none; none: calls stay in the text.
     tool_parser: str = "auto"
@@ -72,7 +77,8 @@ class GatewayConfig:
             "gateway.requests_per_second",
             f"must not be negative, not {self.requests_per_second:g}; 0 is no limit",
         )
-        for name in ("max_body_bytes", "max_concurrent", "request_seconds", "write_seconds"):
+        check_choice(self.temperature, ("run", "refuse"), "gateway.temperature")
+        for name in ("max_body_bytes", "max_concurrent", "request_seconds", "write_seconds", "processes"):
             value = getattr(self, name)
             check(value > 0, f"gateway.{name}", f"must be positive, not {value:g}")
         for name in ("tool_parser", "reasoning_parser"):

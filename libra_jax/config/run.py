@@ -361,6 +361,11 @@ class RunConfig:
     def _check_elastic(self) -> None:
         elastic, instances = self.elastic, len(self.rollout.tensor_parallel)
         check(
+            self.gateway.processes == 1 or self.cluster.backend == "ray",
+            "gateway.processes",
+            f"{self.gateway.processes} processes need cluster.backend=ray",
+        )
+        check(
             self.trainer.processes == 1 or self.cluster.backend == "ray",
             "trainer.processes",
             f"{self.trainer.processes} processes need cluster.backend=ray",

@@ -21,6 +21,9 @@ error: it writes first."""
 DRAIN_SECONDS = 10.0
 """Seconds for which such a body is read on."""
 
+LAST_BYTES = 16_384
+"""Bytes of a response that go out in its last piece; less than servers buffer before they make the writer wait."""
+
 END_SECONDS = 60.0
 """Seconds that a cancelled answer has to end, its conversation's `outputs.CLOSE_SECONDS` included."""
 
@@ -111,14 +114,13 @@ class Answer:
         await self._start(200, lines)
 
     async def write(self, events: bytes) -> None:
-        """Writes events of a stream. Waits until the client has read enough of what came before."""
+        """Writes a further piece. Waits until the client has read enough of what came before."""
         if self._closed:
             raise ClientGone
         await self._hand_over({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_stream(self, events: bytes) -> None:
         """Writes the last events of a stream."""
-        await self.write(b"")  # waits for room, so that the last events need not
         await self._finish(events)
 
     async def fail_stream(self, problem: errors.Problem) -> None:
@@ -139,7 +141,15 @@ class Answer:
         await self._hand_over({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _finish(self, body: bytes) -> None:
-        # There is room in the transport's buffer, so nothing happens between this check and the transport's write.
+        """Writes the end of the response, and notes that it is complete in the same step of the event loop.
+
+        The last bytes are kept back until the client has read so much that they find room. So a client that does not
+        read is noticed, and `complete` is true of all but the bytes in the connection's buffers.
+        """
+        if len(body) > LAST_BYTES:
+            await self.write(body[:-LAST_BYTES])
+            body = body[-LAST_BYTES:]
+        await self.write(b"")  # the server waits for room before it writes
         if self._closed:
             raise ClientGone
         await self._hand_over({"type": "http.response.body", "body": body, "more_body": False})

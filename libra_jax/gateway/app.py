@@ -218,5 +218,4 @@ async def _stream(drawn: outputs.Outputs, exchange: exchanges.Exchange, answer: 
                 events += exchange.part(choice, part)
         if len(replies) < exchange.choices:
             await answer.write(events)
-    # The last events go out in one piece, so that the client does not have the whole answer before the session knows.
     await answer.end_stream(events + exchange.close([replies[choice] for choice in range(exchange.choices)]))

@@ -120,6 +120,7 @@ class _Connection(httptools_impl.HttpToolsProtocol):
         self.logger = self.access_logger = _silent
         self.access_log = False
         self._idle: asyncio.TimerHandle | None = None
+        self._in_head = False
         self._head_bytes = 0  # of a head that is not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -131,18 +132,19 @@ class _Connection(httptools_impl.HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        heads = self._idle is not None
         super().data_received(data)
-        if heads and self._idle is not None:
+        if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MOST_HEAD_BYTES:
                 self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
         self.scope["extensions"] = {answers.TRANSPORT: self.transport}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
+        self._in_head = False
         self._wake()
         super().on_headers_complete()
 
@@ -153,7 +155,6 @@ class _Connection(httptools_impl.HttpToolsProtocol):
     def _rest(self) -> None:
         """Begins to wait for a request. uvicorn's own timer starts after a response only, and any byte stops it."""
         self._wake()
-        self._head_bytes = 0
         # Not `close`, which waits until the client has read what is buffered.
         self._idle = self.loop.call_later(IDLE_SECONDS, self.transport.abort)
 

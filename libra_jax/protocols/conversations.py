@@ -278,8 +278,12 @@ class Harness(Protocol):
 class Gateway(Protocol):
     """Gives each rollout's session an address for as long as its harness runs."""
 
-    async def open(self, conversation: Conversation) -> Endpoint:
-        """Serves a session under a fresh secret. Starts the server, if this is the first session.
+    async def open(self, conversation: Conversation, secret: str = "") -> Endpoint:
+        """Serves a session. Starts the server, if this is the first session.
+
+        Args:
+          conversation: the session.
+          secret: key of its clients; empty: a random one.
 
         Raises:
           LibraError: the server cannot start.

@@ -1,42 +1,82 @@
-"""A model behind an endpoint that answers chat requests as a test says, and what runs harnesses against it."""
+"""A gateway whose model answers as a test says, and what runs harnesses against it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
+import threading
 
-import endpoint_doubles
-
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.agents.environments import harness
+from libra_jax.agents.tools import toolkit
+from libra_jax.gateway import server
 
-SECRET = "the-session's-secret"
+SECRET = "the-session-secret"
+WAIT_SECONDS = 60.0
 
 
-class Model(endpoint_doubles.Endpoint):
-    """Answers each chat request by `write`, a function of its messages that returns a message."""
+class Model(protocols.Conversation, protocols.Conversations):
+    """The only session of a gateway. Answers each request by `write`, a function of its messages.
+
+    Messages are mappings with a role and a content. An answer is a text, or a mapping with `tool_calls`, pairs of a
+    tool's name and its arguments.
+
+    Attributes:
+      base_url: the gateway's address.
+      asked: the messages and the names of tools of each request.
+      keys: keys that clients sent.
+    """
+
+    model = "policy"
 
     def __init__(self, write):
-        super().__init__()
-        self.write = write
+        self.write, self.asked, self.keys, self.base_url = write, [], [], ""
 
-    def reply(self, path, body):
-        if path != "/v1/chat/completions":
-            return 404, f"no such path: {path}", 0.0
-        said = self.write(body["messages"])
-        message = {"role": "assistant", **({"content": said} if isinstance(said, str) else said)}
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": body["model"]}
-        return 200, {**head, "choices": [choice], "usage": usage}, 0.0
+    def find(self, secret):
+        self.keys.append(secret)
+        return self if secret == SECRET else None
+
+    async def reply(self, request):
+        messages = [{"role": message.role, "content": message.content} for message in request.messages]
+        self.asked.append({"messages": messages, "tools": [tool.name for tool in request.tools]})
+        said = self.write(messages)
+        if isinstance(said, Exception):
+            raise said
+        if isinstance(said, str):
+            yield protocols.ContentDelta(said)
+            yield protocols.Reply(protocols.Message("assistant", said), "stop", 3, 2)
+            return
+        calls = tuple(
+            protocols.ToolCall(f"call{len(self.asked)}{number}", name, json.dumps(arguments))
+            for number, (name, arguments) in enumerate(said["tool_calls"])
+        )
+        for number, call in enumerate(calls):
+            yield protocols.ToolCallDelta(number, call.call_id, call.name, call.arguments)
+        yield protocols.Reply(protocols.Message("assistant", "", calls), "tool_calls", 3, 2)
 
 
 @contextlib.contextmanager
 def model(write=lambda messages: "fine"):
-    """Yields a running model."""
-    with endpoint_doubles.serving() as start:
-        yield start(Model(write))
+    """Yields a running model. Its gateway has a thread and an event loop of its own."""
+    made = Model(write)
+    serving = server.Server(made, config.GatewayConfig())
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result(WAIT_SECONDS)
+
+    try:
+        made.base_url = run(serving.start())
+        yield made
+        run(serving.stop())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_SECONDS)
+        loop.close()
 
 
 def endpoint(model=None):
@@ -57,6 +97,20 @@ def run(given=None, model=None, **arguments):
             return await made.run(given or task(), endpoint(model))
         finally:
             await made.close()
+
+    return asyncio.run(body())
+
+
+def run_with_tools(given, model, **arguments):
+    """Runs a harness that uses the run's sandbox, to score what an agent left for example."""
+
+    async def body():
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig(warm=1)) as tools:
+            made = harness.environment(tools=tools, **arguments)
+            try:
+                return await made.run(given, endpoint(model))
+            finally:
+                await made.close()
 
     return asyncio.run(body())
 

@@ -57,7 +57,7 @@ def test_a_confined_agent_reaches_its_session_and_nothing_else():
         "print(json.dumps({'reward': 1.0}))\n"
     )
     with harness_doubles.model() as model, harness_doubles.model() as other:
-        arguments = {"variables": {"OTHER": str(other.server_address[1])}, "sandbox": True}
+        arguments = {"variables": {"OTHER": other.base_url.rpartition(":")[2].removesuffix("/v1")}, "sandbox": True}
         outcomes = run(model=model, times=3, command=["python3", "-S", "-c", code], **arguments)
     assert [outcome.reward for outcome in outcomes] == [1.0] * 3
     assert len(model.asked) == 3

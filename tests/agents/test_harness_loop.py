@@ -23,7 +23,7 @@ class Directly:
     def __init__(self) -> None:
         self.open_now: dict[str, protocols.Conversation] = {}
 
-    async def open(self, conversation: protocols.Conversation) -> protocols.Endpoint:
+    async def open(self, conversation: protocols.Conversation, secret: str = "") -> protocols.Endpoint:
         secret = f"secret {len(self.open_now)}"
         self.open_now[secret] = conversation
         return protocols.Endpoint("http://nowhere/v1", secret, "policy")
@@ -64,7 +64,7 @@ def run(body, *, writer=None, trajectory=None, reward=None, **limits):
             trajectory=trajectory,
             task=TASK,
             harness=harness,
-            host=harness_loop.Host(gateway, doubles.Characters()),
+            host=harness_loop.Host(gateway, doubles.Characters),
             tokenizer=doubles.CHARACTERS,
             sampler=writer() if writer else doubles.Writer(lambda context: "seven"),
             limits=dataclasses.replace(LIMITS, **limits),

@@ -40,7 +40,7 @@ def test_a_command_asks_the_session_and_gives_its_own_verdict():
     with harness_doubles.model(lambda messages: messages[0]["content"] + "!") as model:
         outcome = harness_doubles.run(model=model, command=harness_doubles.python(code))
     assert outcome.reward == 6.0
-    assert model.keys == [f"Bearer {harness_doubles.SECRET}"]
+    assert model.keys == [harness_doubles.SECRET]
     assert outcome.metrics["harness_seconds"] > 0
 
 

@@ -63,7 +63,6 @@ class Scripted(protocols.Conversation):
         self.requests: list[protocols.ChatRequest] = []
         self.delivered: list[protocols.Reply] = []
         self.running = self.ended = 0
-        self.changed = asyncio.Condition()
 
     async def reply(
         self, request: protocols.ChatRequest
@@ -85,11 +84,12 @@ class Scripted(protocols.Conversation):
             self.running -= 1
             self.ended += 1
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until a condition holds."""
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not condition():
-                await asyncio.sleep(0.005)
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():  # noqa: ASYNC110 (of tests, on what no event tells)
+            await asyncio.sleep(0.005)
 
 
 class Scripts(protocols.Conversations):

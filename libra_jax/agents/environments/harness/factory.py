@@ -6,7 +6,9 @@ import functools
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from libra_jax import config, protocols
@@ -61,8 +63,8 @@ def environment(
         run's event loop, a plain one on a thread.
       container: Image of a container in which the command runs, by podman or docker.
       sandbox: Whether the command runs in the run's sandbox, which reaches the session and nothing else.
-      python: Interpreter of a process of its own for `callable`, such as that of a virtual environment. Empty: the
-        run's own process.
+      python: Interpreter of a process of its own for `callable`, such as that of a virtual environment; "python" is
+        the run's. Empty: the run's own process.
       arguments: Further arguments of `callable`.
       search: Directories of modules for `python`. Its working directory is the rollout's.
       options: Further words for podman or docker.
@@ -139,8 +141,11 @@ def _of_callable(
         function = resolving.resolve(name, f"{_FIELD}.callable", asynchronous=True)
         return callables.InProcess(name, function, arguments, settings)
     config.check(":" in name, f"{_FIELD}.callable", f'{name!r} must have the form "package.module:function"')
-    folders = [os.getcwd(), *(os.path.abspath(folder) for folder in search)]
-    return callables.InChild(_program(python, "python"), name, arguments, folders, settings)
+    # This package's own folder comes last: plain modules of it can be imported anywhere.
+    package = str(Path(__file__).parents[4])
+    folders = [os.getcwd(), *(os.path.abspath(folder) for folder in search), package]
+    interpreter = sys.executable if python == "python" else _program(python, "python")
+    return callables.InChild(interpreter, name, arguments, folders, settings)
 
 
 def _of_command(

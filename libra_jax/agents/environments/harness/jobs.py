@@ -92,6 +92,16 @@ class Runner(Protocol):
         ...
 
 
+def metrics(verdict: object) -> dict[str, float]:
+    """Returns the metrics of a verdict, of which nothing else counts because a scorer gives the reward."""
+    given = verdict.metrics if isinstance(verdict, protocols.Outcome) else None
+    if isinstance(verdict, Mapping):
+        given = verdict.get("metrics")
+    if not isinstance(given, Mapping):
+        return {}
+    return {str(name): float(value) for name, value in given.items() if isinstance(value, int | float)}
+
+
 def outcome(verdict: object, whose: str) -> protocols.Outcome:
     """Returns a verdict as an `Outcome`.
 

@@ -97,13 +97,14 @@ class AgentHarness:
                     f"{whose} it exited with status {finished.status} (environment_arguments.exits has those that are "
                     f"scored); it said last: {said or 'nothing'}"
                 )
-            outcome = scoring.checked(await self.scorer.score(finished), whose)
+            scored = await self.scorer.score(finished)
+            took = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
+            known = {**took, **jobs.metrics(finished.verdict), **scored.metrics}
+            return scoring.checked(protocols.Outcome(scored.reward, known, scored.segment_rewards), whose)
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox
             raise protocols.EnvironmentCrashed(f"{whose} it lost a worker: {error}") from error
         finally:
             await processes.uncancelled(deadlines.off_loop(workspace.remove, root))
-        own = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
-        return protocols.Outcome(outcome.reward, {**own, **outcome.metrics}, outcome.segment_rewards)
 
 
 async def _settled(running: asyncio.Task[protocols.Outcome]) -> None:
