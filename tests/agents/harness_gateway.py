@@ -42,7 +42,7 @@ async def serving():
     serving = server.Server(gateway, config.GatewayConfig())
     gateway._url = await serving.start()
     try:
-        yield harness_loop.Host(gateway, chat_format.CharacterFormat(session_doubles.CHARACTERS))
+        yield harness_loop.Host(gateway, lambda: chat_format.CharacterFormat(session_doubles.CHARACTERS))
     finally:
         await serving.stop()
 
