@@ -85,11 +85,16 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
             "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
         )
-    if need_weights and (size := chat_formats.policy_tokenizer(config, tools).vocab_size) > shape.vocab_size:
+    if not need_weights:
+        return
+    tokenizer = chat_formats.policy_tokenizer(config, tools)
+    if tokenizer.vocab_size > shape.vocab_size:
         raise protocols.ConfigError(
-            f"config.task.tokenizer: its {size} tokens do not fit the model's vocabulary "
+            f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
             f"of {shape.vocab_size}; choose the tokenizer the model was made with"
         )
+    if not {config.gateway.tool_parser, config.gateway.reasoning_parser} <= {"auto", "none"}:
+        chat_formats.make(tokenizer, config.gateway)  # its parsers are vLLM's to name
 
 
 def warn(config: libra_config.RunConfig) -> None:
