@@ -33,11 +33,13 @@ class Offered:
       message: the output as the client gets it.
       tokens: number of its tokens.
       stopped: it ends with a stop token.
+      unseen: the client does not have it.
     """
 
     message: protocols.Message
     tokens: int
     stopped: bool
+    unseen: bool = False
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from libra_jax import protocols
@@ -85,7 +86,12 @@ class Session:
             # Closed at once where the client closes this one: Python would leave that to the garbage collector.
             async with contextlib.aclosing(self._output(line, request)) as items:
                 async for item in items:
-                    yield item
+                    try:
+                        yield item
+                    except protocols.ClientGone as gone:
+                        with contextlib.suppress(StopAsyncIteration):
+                            await items.athrow(gone)
+                        return
         except Exception as error:
             # The engines failed for good, for example.
             if not self.broken.done():
@@ -296,7 +302,7 @@ class Session:
         self._record(line, kept, began)
         line.offered = lines.Offered(message, kept, reader.stopped)
         ids, scores = segment.token_ids[start : start + kept], segment.log_probs[start : start + kept]
-        yield protocols.Reply(
+        reply = protocols.Reply(
             message=message,
             finish="tool_calls" if message.tool_calls else "stop" if reader.ended else "length",
             prompt_tokens=segment.shared + start,
@@ -305,6 +311,11 @@ class Session:
             log_probs=tuple(scores),
             stop_text=reader.stop_text,
         )
+        try:
+            yield reply
+        except protocols.ClientGone:
+            line.offered = dataclasses.replace(line.offered, unseen=True)
+            return
         self._deliver(line, line.offered)
 
     def _deliver(self, line: lines.Line, offered: lines.Offered) -> None:
@@ -385,17 +396,26 @@ class Session:
         Call it once no request is under way.
         """
         self._closed = True
+        for line in self._lines:
+            # The harness went on, so it has the answer: it would have asked again.
+            if line.offered is not None and not line.offered.unseen:
+                self._deliver(line, line.offered)
         by_segment = {id(line.segment): line for line in self._lines}
         # Children first: what they share has to stay.
         needed: dict[int, int] = {}
         for segment in reversed(self._trajectory.segments):
-            line = by_segment.get(id(segment))
-            seen = line.position if line is not None else 0
+            known = by_segment.get(id(segment))
+            seen = known.position if known is not None else 0
             kept = max(seen, needed.get(id(segment), 0))
             segment.cut(kept)
-            del segment.turns[len(line.outputs) if line is not None else 0 :]
+            del segment.turns[len(known.outputs) if known is not None else 0 :]
             for at in range(seen, kept):
-                segment.loss_mask[at] = False
+                # Context of a child, which another output than this rollout's may have led to.
+                segment.loss_mask[at], segment.log_probs[at] = False, 0.0
+                segment.sources[at], segment.policy_versions[at] = (
+                    int(protocols.TokenSource.PROMPT),
+                    protocols.NO_VERSION,
+                )
             if kept and segment.parent is not None:
                 own = segment.shared - segment.parent.shared
                 needed[id(segment.parent)] = max(needed.get(id(segment.parent), 0), own)

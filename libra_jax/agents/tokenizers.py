@@ -7,6 +7,7 @@ adds the text between two outputs.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import pathlib
 import re
@@ -144,13 +145,13 @@ class HuggingFaceTokenizer:
 
     def _wants_parts(self) -> bool:
         """Returns whether the template takes content as a list of parts only, as some multi-modal templates do."""
-        question = _dicts(_PREFIX[:1])
-        try:
-            return _PREFIX[0][1] not in self._apply(question, True) and _PREFIX[0][1] in self._apply(
-                _in_parts(question), True
-            )
-        except protocols.DataError:
-            return False
+        dialogue = _dicts(_PREFIX)
+        for parts in (False, True):
+            with contextlib.suppress(protocols.DataError):
+                text = self._apply(_in_parts(dialogue) if parts else dialogue, True)
+                if all(content in text for _, content in _PREFIX):
+                    return parts
+        return False
 
     def _not_incremental(self) -> str:
         """Returns why the template cannot be applied to increments; empty if it can.

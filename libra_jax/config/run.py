@@ -431,10 +431,12 @@ def identity(config: RunConfig) -> dict[str, Any]:
     Other settings of `MAY_CHANGE` stay in the name, so that a sweep over them has a workdir for each value.
     """
     values = to_dict(config)
-    for name in ("steps", "telemetry", "gateway", "deadlines"):
+    for name in ("steps", "telemetry", "deadlines"):
         del values[name]
     # Another cluster, or one that was started again, goes on in the same workdir.
     values["cluster"]["address"] = ""
+    for name in ("host", "port"):
+        del values["gateway"][name]
     return values
 
 

@@ -9,7 +9,7 @@ import asyncio
 import collections
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from libra_jax import protocols
 from libra_jax.agents import factories, harness_loop, resolving
@@ -19,6 +19,24 @@ from libra_jax.coordinator import dispatch
 
 MakeTrajectory = Callable[[str, str], protocols.Trajectory]
 """Makes an empty trajectory from its id and its prompt's id."""
+
+
+class RunRollout(Protocol):
+    """Runs one rollout to its end (`agents.loop.run_rollout`)."""
+
+    async def __call__(
+        self,
+        *,
+        trajectory: protocols.Trajectory,
+        task: protocols.Task,
+        environment: protocols.Environment,
+        tokenizer: protocols.Tokenizer,
+        sampler: protocols.Sampler,
+        limits: agent_loop.Limits,
+        reward: scoring.Scorer | None = None,
+    ) -> protocols.Trajectory:
+        """Runs the rollout from the current state of `trajectory`, and returns that same object."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class Agent:
       teacher: scores the tokens of training rollouts; None unless the run has a teacher behind an endpoint.
       make_trajectory: returns an empty trajectory (those of the simulator hold no token lists).
       host: gives harnesses their sessions; None only if no environment is a harness.
+      run_rollout: runs a rollout in an environment (those of the simulator may have several segments).
     """
 
     tasks: protocols.TaskSource
@@ -44,6 +63,7 @@ class Agent:
     teacher: protocols.Teacher | None = None
     make_trajectory: MakeTrajectory = protocols.Trajectory
     host: harness_loop.Host | None = None
+    run_rollout: RunRollout = agent_loop.run_rollout
 
 
 class Rollouts:
@@ -161,7 +181,7 @@ class Rollouts:
                 reward=self._agent.reward,
             )
             return
-        await agent_loop.run_rollout(
+        await self._agent.run_rollout(
             trajectory=trajectory,
             task=task,
             environment=cast("protocols.Environment", environment),

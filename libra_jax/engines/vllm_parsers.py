@@ -23,11 +23,19 @@ for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):
 _OWN_ID = "functions."
 """Beginning of call ids that a model writes itself (Kimi K2). All others are drawn at random by vLLM."""
 
+_LIVE_TOOLS = ("", "hermes", "qwen3_json", "qwen3_xml", "qwen3_coder", "glm45", "kimi_k2", "minimax_m2")
+_LIVE_REASONING = ("", "qwen3", "glm45", "kimi_k2", "minimax_m2")
+"""Parsers whose streaming functions read plain text as their functions for whole outputs do: a test compares them on
+random outputs. With `llama3_json`, for example, text before a call streams, and is no part of the whole message."""
+
 _OWN_FORMAT = ("openai", "openai_gptoss")
 
 _MARK = re.compile(r"<[^\s\d=]")
 """A mark of a call or the like. vLLM's streaming functions may read what follows one in another way than its functions
 for whole outputs."""
+
+_TOGETHER = 8
+"""Tokens that vLLM's streaming functions get at once."""
 
 _BEGINS_MARK = re.compile(r"</?t?h?i?n?k?$")
 
@@ -85,10 +93,12 @@ def parsing(
             f"tokens of this tokenizer ({error})"
         ) from error
 
+    live = tool_parser in _LIVE_TOOLS and reasoning_parser in _LIVE_REASONING
+
     def parser(tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
         if made is None:
             return chat_format.TextParser(tokenizer)
-        return _VllmParser(made, vocabulary, tokenizer, tools, context, list(header))
+        return _VllmParser(made, vocabulary, tokenizer, tools, context, list(header), live=live)
 
     return parser
 
@@ -96,9 +106,9 @@ def parsing(
 class _VllmParser:
     """Reads one output with a parser of vLLM.
 
-    Reasoning and content are streamed by vLLM's streaming functions. Calls come at the end, by the function that vLLM
-    applies to whole outputs: a call is of no use before its end, and the text of a call that does not parse is content
-    after all, which streamed parts of a call would contradict.
+    The message is what vLLM's function for whole outputs reads. Before the end, plain text streams, as vLLM's streaming
+    functions read it. Calls come at the end: a call is of no use before, and the text of a call that does not parse is
+    content after all, which streamed parts of a call would contradict.
     """
 
     def __init__(
@@ -109,6 +119,8 @@ class _VllmParser:
         tools: Sequence[protocols.ToolSpec],
         context: Sequence[int],
         header: list[int],
+        *,
+        live: bool,
     ) -> None:
         self._request = _request(tools)
         self._make = lambda: made(vocabulary, self._request.tools)
@@ -117,15 +129,22 @@ class _VllmParser:
         self._context, self._header = tuple(context), header
         self._tokens: list[int] = []
         self._text = ""
+        self._ahead: list[int] = []
+        self._ahead_text = ""
         self._said = {"reasoning": "", "content": ""}
         self._held = dict(self._said)
-        self._has_mark, self._plain = False, 0
-        self._broken = False
+        self._quiet, self._plain = not live, 0
 
     def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
         """Returns the parts of reasoning and content that further tokens complete."""
-        # One token at a time: what some of vLLM's streaming functions read depends on how an output is cut.
-        return [delta for token in token_ids for delta in self._streamed(token)]
+        deltas: list[protocols.MessageDelta] = []
+        for token in token_ids:
+            text = self._stream.feed([token])
+            self._tokens.append(token)
+            self._text += text
+            if not self._quiet:
+                deltas += self._next(token, text)
+        return deltas
 
     def finish(self) -> tuple[Sequence[protocols.MessageDelta], protocols.Message]:
         """Returns the rest of reasoning and content, and the calls; and the whole message."""
@@ -142,43 +161,53 @@ class _VllmParser:
         said = self._said
         return deltas, protocols.Message("assistant", said["content"], tuple(read), reasoning=said["reasoning"])
 
-    def _streamed(self, token: int) -> Sequence[protocols.MessageDelta]:
-        """Returns what vLLM's streaming functions read in one more token."""
-        text = self._stream.feed([token])
-        self._tokens.append(token)
-        self._text += text
-        if self._broken:
-            return []
-        try:
-            delta = self._parser.parse_delta(text, [token], self._request, self._header, finished=False)
-        except Exception:  # the whole output is read again at its end
-            self._broken = True
-            return []
-        if delta is None:
-            return []
-        return [*self._live("reasoning", delta.reasoning or ""), *self._live("content", delta.content or "")]
+    def _next(self, token: int, text: str) -> list[protocols.MessageDelta]:
+        """Returns what one more token lets stream.
 
-    def _live(self, part: str, text: str) -> list[protocols.MessageDelta]:
-        """Passes streamed text on while it is plain.
-
-        White space at its end waits, since vLLM drops some of it from a whole output. From the first mark on all waits.
+        Tokens go to vLLM by eight, which costs a tenth, but a mark alone. They never go as they came: what some of
+        vLLM's streaming functions read depends on how an output is cut.
         """
-        self._held[part] += text
-        told = "" if self._marked() else self._held[part].rstrip()
-        self._held[part] = self._held[part][len(told) :]
-        return self._say(part, told)
+        deltas = self._streamed() if "<" in text else []
+        self._ahead.append(token)
+        self._ahead_text += text
+        if "<" in text or len(self._ahead) == _TOGETHER:
+            deltas += self._streamed()
+        return deltas
 
-    def _marked(self) -> bool:
-        """Returns whether the output has a mark, or ends with the beginning of one."""
-        if not self._has_mark and "<" in self._text[self._plain :]:
-            # The marks around the reasoning are the expected ones.
-            rest = self._text.removeprefix("<think>").replace("</think>", "", 1)
-            self._has_mark = _MARK.search(rest) is not None
-            if _BEGINS_MARK.search(rest) is not None:
-                return True
-            self._plain = len(self._text)
+    def _streamed(self) -> list[protocols.MessageDelta]:
+        """Returns what vLLM's streaming functions read in the tokens that wait for them."""
+        tokens, text = self._ahead, self._ahead_text
+        if not tokens:
+            return []
+        self._ahead, self._ahead_text = [], ""
+        try:
+            delta = self._parser.parse_delta(text, tokens, self._request, self._header, finished=False)
+        except Exception:  # the whole output is read again at its end
+            self._quiet = True
+            return []
+        waits = self._waits()
+        deltas: list[protocols.MessageDelta] = []
+        for part in self._held:
+            self._held[part] += (getattr(delta, part) or "") if delta is not None else ""
+            # vLLM drops some white space at the end of a whole output.
+            told = "" if waits else self._held[part].rstrip()
+            self._held[part] = self._held[part][len(told) :]
+            deltas += self._say(part, told)
+        return deltas
+
+    def _waits(self) -> bool:
+        """Returns whether nothing may stream now: there is a mark in the output, or the beginning of one at its end."""
         # Some parsers drop white space at the beginning if a call follows.
-        return self._has_mark or self._text[:1].isspace()
+        self._quiet = self._text[:1].isspace()
+        if "<" not in self._text[self._plain :]:
+            return self._quiet
+        # The marks around the reasoning are the expected ones.
+        rest = self._text.removeprefix("<think>").replace("</think>", "", 1)
+        self._quiet |= _MARK.search(rest) is not None
+        waits = self._quiet or _BEGINS_MARK.search(rest) is not None
+        if not waits:
+            self._plain = len(self._text)
+        return waits
 
     def _say(self, part: str, text: str) -> list[protocols.MessageDelta]:
         self._said[part] += text

@@ -137,8 +137,9 @@ def validated(model: type[T], value: object, path: str) -> T:
         first = error.errors(include_url=False, include_input=False)[0]
         for step in first["loc"]:
             path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-        unknown = first["type"] == "extra_forbidden"
-        message = "unknown field" if unknown else first["msg"].removeprefix("Value error, ")
+        # Fields of type None are known, and serve nothing that the gateway has.
+        plain = {"extra_forbidden": "unknown field", "none_required": "is not supported; leave it out"}
+        message = plain.get(first["type"], first["msg"].removeprefix("Value error, "))
         raise errors.invalid(path, message[:1].lower() + message[1:]) from None
 
 

@@ -111,6 +111,7 @@ class Fronts:
             if front.sessions.pop(session, None) is None:
                 continue
             tasks = {served.task for owner, served in front.served.values() if owner == session}
+            # Of a complete answer this means that nobody knows: the client may have it already.
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -211,15 +212,22 @@ class Fronts:
         if conversation is None:
             tell(front_lib.Refusal("closed", "the rollout of this session has ended", ""))
             return
-        task = asyncio.current_task()
-        assert task is not None
-        # A client that goes away ends the wait for tokens, too.
-        settled.add_done_callback(lambda done: None if done.cancelled() or done.result() else task.cancel())
+        task, complete = asyncio.current_task(), False
+
+        def gone(done: asyncio.Future[bool]) -> None:
+            """Ends the wait for tokens, if the client goes away."""
+            if task is not None and not complete and not done.cancelled() and not done.result():
+                task.cancel()
+
+        settled.add_done_callback(gone)
         try:
             async with contextlib.aclosing(conversation.reply(asked.request)) as items:
                 async for item in items:
+                    complete = isinstance(item, protocols.Reply)
                     tell(item)
-                    if isinstance(item, protocols.Reply) and not await settled:
+                    if complete and not await settled:
+                        with contextlib.suppress(StopAsyncIteration, protocols.ClientGone):
+                            await items.athrow(protocols.ClientGone)
                         return
         except protocols.Refused as refused:
             tell(front_lib.Refusal(refused.kind, str(refused), refused.field))

@@ -93,7 +93,14 @@ class Tool(fields.Fields):
 
 
 class Format(fields.Fields):
-    type: Literal["text"]
+    type: str
+
+    @pydantic.field_validator("type")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if value != "text":
+            raise ValueError(fields.TEXT_ONLY)
+        return value
 
 
 class TextOptions(fields.Fields):

@@ -10,6 +10,7 @@ from libra_jax.protocols.cluster import ActorHandle, ActorSpec, Cluster, DirectH
 from libra_jax.protocols.conversations import (
     ChatFormat,
     ChatRequest,
+    ClientGone,
     ContentDelta,
     Conversation,
     Conversations,
@@ -148,6 +149,7 @@ __all__ = [
     "ChatRequest",
     "CheckpointCommitted",
     "CheckpointFailed",
+    "ClientGone",
     "Cluster",
     "ConfigError",
     "ContentDelta",

@@ -181,6 +181,10 @@ class Refused(Exception):
         self.kind, self.field = kind, field
 
 
+class ClientGone(Exception):
+    """Thrown into a reply at its `Reply`: the client went away before it had the answer."""
+
+
 class Conversation(Protocol):
     """The session of one rollout, as the API sees it."""
 
@@ -188,9 +192,13 @@ class Conversation(Protocol):
         """Streams one model output. The last item is the `Reply`.
 
         The output counts as delivered, and becomes part of the dialogue, once the caller asks for an item after the
-        `Reply`. If the caller closes the generator before, or is cancelled while it waits for an item, the tokens
-        stay: the same request asked again continues from them. The output must count as delivered before the generator
-        first waits after the `Reply`, because the client's next request may come any time from then on.
+        `Reply`. It must count before the generator first waits after the `Reply`, because the client's next request may
+        come any time from then on. There are three other ends:
+        - The caller closes the generator before the `Reply`, or is cancelled while it waits for an item. The tokens
+          stay: the same request asked again continues from them.
+        - The caller closes the generator at the `Reply`: nobody knows whether the client has the answer. It does if a
+          later request continues it, or if the session ends without the same request asked again.
+        - The caller throws `ClientGone` at the `Reply`. The same request asked again gets the same answer.
 
         Raises:
           Refused: the session does not serve the request.

@@ -207,6 +207,36 @@ def test_an_answer_that_was_never_delivered_is_given_again():
     asyncio.run(test())
 
 
+def test_an_answer_of_which_nobody_knows_is_trained_if_it_is_not_asked_again():
+    async def test() -> None:
+        trajectory = protocols.Trajectory("task/0", "task")
+        one = opened(trajectory=trajectory)
+        stream = one.reply(protocols.ChatRequest([user("x")]))
+        items = [item async for item in _until_reply(stream)]
+        await stream.aclose()
+        one.close()
+        assert sum(trajectory.loss_mask) == len(items[-1].output_ids)
+
+    asyncio.run(test())
+
+
+def test_an_answer_whose_client_is_gone_is_kept_for_it_and_not_trained():
+    async def test() -> None:
+        trajectory, writer = protocols.Trajectory("task/0", "task"), doubles.Writer(echo)
+        one = opened(writer, trajectory)
+        for _ in range(2):
+            stream = one.reply(protocols.ChatRequest([user("x")]))
+            items = [item async for item in _until_reply(stream)]
+            with pytest.raises(StopAsyncIteration):
+                await stream.athrow(protocols.ClientGone)
+            assert isinstance(items[-1], protocols.Reply)
+        assert len(writer.asked) == 1
+        one.close()
+        assert trajectory.generated_tokens == 0
+
+    asyncio.run(test())
+
+
 def test_an_answer_that_arrived_unnoticed_becomes_part_of_the_dialogue():
     async def test() -> None:
         trajectory = protocols.Trajectory("task/0", "task")

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import socket
 import threading
+import weakref
 
 import gateway_doubles as doubles
 import httpx
@@ -302,3 +304,20 @@ async def test_stop_ends_requests_threads_and_connections(monkeypatch):
     assert threading.active_count() == threads
     with pytest.raises(OSError, match=r"refused|Connect"):
         socket.create_connection(address(url), timeout=1)
+
+
+@in_loop
+async def test_an_ended_session_leaves_nothing_behind():
+    sessions = doubles.Scripts(**{SECRET: doubles.Scripted()})
+    ended = weakref.ref(sessions.find(SECRET))
+    gateway = server.Server(sessions, config.GatewayConfig())
+    url = await gateway.start()
+    try:
+        async with doubles.plain_client(url) as client:
+            await client.post("/responses", json={"model": "m", "input": "Hi"})
+            await client.post("/chat/completions", json=CHAT | {"stream": True})
+            sessions.sessions = {}
+            assert (await client.post("/chat/completions", json=CHAT)).status_code == 401
+        await doubles.until(lambda: gc.collect() >= 0 and ended() is None)
+    finally:
+        await gateway.stop()
