@@ -327,7 +327,7 @@ def environment(
       variables: Further environment variables of the agent.
       seconds: Deadline of the agent in seconds. The task's own counts if it is shorter.
       build_seconds: Seconds that the build of a container's image, or its start, may take.
-      overdue: What a missed deadline is: "crash" (infrastructure, retried) or "score" (the tests judge what is there).
+      overdue: What a missed deadline is: "crash" (infrastructure, retried) or "score" (the tests judge what is left).
       exits: Exit statuses of the agent that are scored. Others are crashes.
       most: Number of agents that run at once.
       output_bytes: Last bytes of the program's output that are kept.
