@@ -264,7 +264,7 @@ async def serve(
     """Serves a model on the running event loop until SIGINT or SIGTERM.
 
     Args:
-      config: configuration with names in place of objects; nothing but its engines and its gateway takes part.
+      config: configuration of a run. Its model, its engines and its gateway take part, and no task, tool or reward.
       checkpoint: checkpoint whose weights are served; None serves those of `config.model`.
       secret: key of the clients; empty: a random one.
       ready: called with the address once it is served.
@@ -272,7 +272,10 @@ async def serve(
     Raises:
       LibraError: the workers cannot start, or one is lost; one sentence names the field, file or worker.
     """
-    config = _without_training(config)
+    # The machine that serves need not have what the run trained on.
+    task = libra_config.TaskConfig(tokenizer=config.task.tokenizer)
+    bare = dataclasses.replace(config, task=task, tools=libra_config.ToolsConfig(), reward=libra_config.RewardConfig())
+    config = _without_training(bare)
     folder = Path(tempfile.mkdtemp(prefix="libra-serve-"))
     async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
         await wiring.serve(config, folder, tools, checkpoint=_trainer_part(checkpoint), secret=secret, ready=ready)

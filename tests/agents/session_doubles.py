@@ -101,3 +101,18 @@ class Writer:
 
     async def tool_returned(self, segment: protocols.Segment, causal_state: protocols.CausalState) -> None:
         self.events.append((segment.name, causal_state))
+
+
+class Directly:
+    """A gateway without HTTP: harnesses find their conversation by its secret."""
+
+    def __init__(self) -> None:
+        self.open_now: dict[str, protocols.Conversation] = {}
+
+    async def open(self, conversation: protocols.Conversation, secret: str = "") -> protocols.Endpoint:
+        secret = f"secret {len(self.open_now)}"
+        self.open_now[secret] = conversation
+        return protocols.Endpoint("http://nowhere/v1", secret, "policy")
+
+    async def close(self, endpoint: protocols.Endpoint) -> None:
+        del self.open_now[endpoint.secret]

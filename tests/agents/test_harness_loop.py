@@ -17,25 +17,10 @@ LIMITS = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=5
 TASK = protocols.Task("task", {"question": "how many"})
 
 
-class Directly:
-    """A gateway without HTTP: harnesses find their conversation by its secret."""
-
-    def __init__(self) -> None:
-        self.open_now: dict[str, protocols.Conversation] = {}
-
-    async def open(self, conversation: protocols.Conversation, secret: str = "") -> protocols.Endpoint:
-        secret = f"secret {len(self.open_now)}"
-        self.open_now[secret] = conversation
-        return protocols.Endpoint("http://nowhere/v1", secret, "policy")
-
-    async def close(self, endpoint: protocols.Endpoint) -> None:
-        del self.open_now[endpoint.secret]
-
-
 class Asking:
     """A harness that runs a function over its gateway's conversation."""
 
-    def __init__(self, gateway: Directly, body) -> None:
+    def __init__(self, gateway: doubles.Directly, body) -> None:
         self._gateway, self._body = gateway, body
         self.closed = 0
 
@@ -55,7 +40,7 @@ class Asking:
 
 
 def run(body, *, writer=None, trajectory=None, reward=None, **limits):
-    gateway = Directly()
+    gateway = doubles.Directly()
     harness = Asking(gateway, body)
     trajectory = trajectory if trajectory is not None else protocols.Trajectory("task/0", "task")
 

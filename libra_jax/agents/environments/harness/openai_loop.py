@@ -98,12 +98,12 @@ def _returned(answered: protocols.ToolReturn) -> Any:
 
 
 def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple[str, protocols.ToolStatus] | None:
-    """Returns the calculator's name and the outcome of its call. See `protocols.ReadsStatus`.
+    """Returns the tool's name and the outcome of its call. See `protocols.ReadsStatus`.
 
-    The name of a tool whose calls are a part of the text is not on the wire.
+    The name of a tool whose calls are a part of the text is not on the wire. `agent` sends it as the call's id.
     """
     found = wire.status(call, message)
-    return None if found is None else (arithmetic.TOOL, found[1])
+    return None if found is None else (message.tool_call_id or arithmetic.TOOL, found[1])
 
 
 def demonstration(task: protocols.Task) -> Sequence[protocols.Message]:
