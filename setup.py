@@ -59,6 +59,7 @@ setup(
         "xxhash>=3.5",
     ],
     extras_require={
+        "gateway": ["httptools>=0.6.3", "pydantic>=2.12", "starlette>=1.0.1", "uvicorn>=0.54"],
         "gymnasium": ["gymnasium>=1.2"],
         "judge": ["openai>=3.52"],
         "math": ["math-verify[antlr4_13_2]>=0.9"],

@@ -34,10 +34,10 @@ SEARCH_SLOTS = {1: 96, 2: 96}
 
 
 def get_config(variant: str = "swe") -> settings.SimulatedRun:
-    """Returns the run of `variant`: swe, search or math (synthetic), trace (with --trace), or large (swe, 1,024
+    """Returns the run of `variant`: swe, search, math or agents (synthetic), trace (with --trace), or large (swe, 1,024
     devices)."""
-    if variant not in ("swe", "search", "math", "trace", "large"):
-        raise ValueError(f"configs/simulate.py has swe, search, math, trace and large, not {variant!r}")
+    if variant not in ("swe", "search", "math", "agents", "trace", "large"):
+        raise ValueError(f"configs/simulate.py has swe, search, math, agents, trace and large, not {variant!r}")
     config = settings.SimulatedRun()
     config.name = f"simulate-{variant}"
     config.steps = 16  # 8,192 trajectories

@@ -1,4 +1,4 @@
-"""Measures on this machine what a run needs: rollout, weight sync and the train step.
+"""Measures on this machine what a run needs: rollout, weight sync, the train step and the gateway.
 
   python launch/benchmark.py [--only=rollout,train] [--peer_python=PATH] [--output=benchmark.json]
 
@@ -6,6 +6,7 @@
   bridge       bytes a second from JAX arrays to tensors in the engine's process, over memcpy
   weight_sync  seconds of a whole weight sync, vLLM's reload included
   train        tokens a second of the train step; with --peer_python also over google-tunix's
+  gateway      requests a second of 1,000 live sessions, their latency, and memory a session
 
 The two sides of a ratio take turns, in one process or in two, so that a machine whose speed drifts slows both.
 Medians are compared. `--peer_python` is an interpreter with google-tunix, in an environment of its own. Benchmarks
@@ -20,7 +21,7 @@ from support import cli
 
 from absl import flags
 
-from benchmarks import bridge, parts, rollout, train, weight_sync
+from benchmarks import bridge, gateway, parts, rollout, train, weight_sync
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of the two sides; short ones get a multiple.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")
@@ -30,6 +31,7 @@ PARTS: parts.Parts = {
     "bridge": lambda: bridge.measure(6 * _ROUNDS.value),
     "weight_sync": lambda: asyncio.run(weight_sync.measure(_ROUNDS.value)),
     "train": lambda: train.measure(_ROUNDS.value, _PEER.value),
+    "gateway": lambda: gateway.measure(_ROUNDS.value),
 }
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ UNITS = (
     (r"_gib$", "GiB"),
     (r"_bytes$", "bytes"),
     (r"_characters$", "characters"),
+    (r"requests_per_second$", "requests per second"),
     (r"_per_second$", "tokens per second"),
     (r"_flops$", "FLOP/s"),
     (r"_tokens$|max_context$|stream_interval$|quanta$|row_buckets$|attention_chunk$|logits_chunk$", "tokens"),

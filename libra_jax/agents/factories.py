@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import cast
+from typing import TypeGuard, cast
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, loop, resolving
@@ -76,9 +76,18 @@ def _parameters(factory: Callable[..., object]) -> Mapping[str, inspect.Paramete
         return None
 
 
+def is_harness(made: protocols.Environment | protocols.Harness) -> TypeGuard[protocols.Harness]:
+    """Returns whether an object drives its rollouts itself (`protocols.Harness`), instead of being stepped."""
+    return _drives(made)
+
+
+def _drives(made: object) -> bool:
+    return callable(getattr(made, "run", None)) and not callable(getattr(made, "step", None))
+
+
 def environment_factory(
     task: config.TaskConfig, tools: toolkit.Toolkit | None = None
-) -> Callable[[], protocols.Environment]:
+) -> Callable[[], protocols.Environment | protocols.Harness]:
     """Returns a function that makes a fresh environment of `task.environment` at each call. Makes none itself.
 
     Args:
@@ -106,13 +115,13 @@ def environment_factory(
     if inspect.isclass(factory):
         _check_methods(task, factory, factory)
     make = functools.partial(resolving.call, factory, task.environment, arguments, field)
-    return cast("Callable[[], protocols.Environment]", make)
+    return cast("Callable[[], protocols.Environment | protocols.Harness]", make)
 
 
 def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
     called = resolving.shown(task.environment)
     makes = called if called == kind.__name__ else f"{called} makes a {kind.__name__}, which"
-    for method in ("reset", "step", "close"):
+    for method in ("run", "close") if _drives(made) else ("reset", "step", "close"):
         config.check(callable(getattr(made, method, None)), "task.environment", f"{makes} has no method {method}")
 
 

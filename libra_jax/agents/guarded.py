@@ -105,12 +105,8 @@ class Environment:
             return protocols.StepResult(tool_returns=[protocols.ToolReturn(tool, "timeout", "timeout")])
         if not isinstance(result, protocols.StepResult):
             raise self.crash("step", f"returned {type(result).__name__} instead of a StepResult")
-        metrics = result.metrics
-        if not isinstance(metrics, Mapping) or not all(isinstance(value, numbers.Real) for value in metrics.values()):
-            raise self.crash("step", f"gave the metrics {metrics!r}, which are not all numbers")
-        for name in metrics:
-            if not (isinstance(name, str) and _METRIC.fullmatch(name)):
-                raise self.crash("step", f"gave a metric the name {name!r:.80}; use only letters, digits, _ and /")
+        if problem := metrics_problem(result.metrics):
+            raise self.crash("step", f"gave {problem}")
         if problem := messages_problem(result.messages):
             raise self.crash("step", f"gave the StepResult.messages {problem}")
         return result
@@ -153,6 +149,16 @@ class Environment:
             raise
         except Exception as error:
             raise self.crash(verb, resolving.raised(error)) from error
+
+
+def metrics_problem(metrics: object) -> str:
+    """Returns what keeps an object from being metrics; empty if it is a mapping from names to numbers."""
+    if not isinstance(metrics, Mapping) or not all(isinstance(value, numbers.Real) for value in metrics.values()):
+        return f"the metrics {metrics!r}, which are not all numbers"
+    for name in metrics:
+        if not (isinstance(name, str) and _METRIC.fullmatch(name)):
+            return f"a metric the name {name!r:.80}; use only letters, digits, _ and /"
+    return ""
 
 
 def messages_problem(messages: object) -> str:

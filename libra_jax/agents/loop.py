@@ -347,17 +347,8 @@ class _Rollout:
         trajectory = self.trajectory
         # Retained turns that this walk did not reach are no part of the rollout.
         del trajectory.turns[self.walk.turn + 1 :]
-        calls = [turn for turn in trajectory.turns if turn.tool is not None]
-        after_tool = reward > 0 and finish == "answered" and any(turn.status == "success" for turn in calls)
         trajectory.metrics.update(self.metrics)
-        trajectory.metrics.update(
-            turns=float(len(trajectory.turns)),
-            tool_calls=float(len(calls)),
-            tool_timeouts=float(sum(turn.status == "timeout" for turn in calls)),
-            tool_success=float(bool(calls) and calls[-1].status == "success"),
-            rewarded_after_tool=float(after_tool),
-            answered=float(finish == "answered"),
-        )
+        trajectory.metrics.update(turn_metrics(trajectory.turns, reward, finish))
         trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
         self.status(f"{finish}, reward {float(reward):g}")
 
@@ -369,23 +360,52 @@ class _Rollout:
             answer=self.messages[-1].content if finish == "answered" else "",
             finish=finish,
             messages=tuple(self.messages),
-            tools=tuple(
-                protocols.CausalState(turn.tool, turn.payload_tokens, turn.status)
-                for turn in turns
-                if turn.tool is not None and turn.status is not None
-            ),
+            tools=returns(turns),
             # A scorer does not see whether the rollout was interrupted, so that an interruption changes no reward.
             metrics={name: value for name, value in self.metrics.items() if name != "replay_differs"},
             environment_reward=float(own) if guarded.is_finite(own) else None,
         )
-        crash = f"reward, task {self.task.prompt_id}: it"
-        try:
-            score = await scorer(self.task, transcript)
-        except protocols.LibraError:
-            raise
-        except Exception as error:
-            raise protocols.RewardFailed(f"{crash} {resolving.raised(error)}") from error
-        if not guarded.is_finite(score.reward):
-            raise protocols.RewardFailed(f"{crash} gave {score.reward!r}, which is not a finite number")
-        self.metrics.update(score.metrics)
-        return score.reward
+        scored = await score(scorer, self.task, transcript)
+        self.metrics.update(scored.metrics)
+        return scored.reward
+
+
+def turn_metrics(turns: Sequence[protocols.Turn], reward: float, finish: str) -> dict[str, float]:
+    """Returns the metrics that the loop adds to an environment's own (`run_rollout`)."""
+    calls = [turn for turn in turns if turn.tool is not None]
+    after_tool = reward > 0 and finish == "answered" and any(turn.status == "success" for turn in calls)
+    return {
+        "turns": float(len(turns)),
+        "tool_calls": float(len(calls)),
+        "tool_timeouts": float(sum(turn.status == "timeout" for turn in calls)),
+        "tool_success": float(bool(calls) and calls[-1].status == "success"),
+        "rewarded_after_tool": float(after_tool),
+        "answered": float(finish == "answered"),
+    }
+
+
+def returns(turns: Sequence[protocols.Turn]) -> tuple[protocols.CausalState, ...]:
+    """Returns what the tools of these turns returned, in order."""
+    return tuple(
+        protocols.CausalState(turn.tool, turn.payload_tokens, turn.status)
+        for turn in turns
+        if turn.tool is not None and turn.status is not None
+    )
+
+
+async def score(scorer: scoring.Scorer, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
+    """Returns the score of a finished rollout.
+
+    Raises:
+      RewardFailed: the scorer broke, or gave a reward that is not a finite number.
+    """
+    crash = f"reward, task {task.prompt_id}: it"
+    try:
+        found = await scorer(task, transcript)
+    except protocols.LibraError:
+        raise
+    except Exception as error:
+        raise protocols.RewardFailed(f"{crash} {resolving.raised(error)}") from error
+    if not guarded.is_finite(found.reward):
+        raise protocols.RewardFailed(f"{crash} gave {found.reward!r}, which is not a finite number")
+    return found

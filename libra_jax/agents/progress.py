@@ -91,11 +91,12 @@ class Stopwatch:
             self._trajectory.seconds = self._earlier + asyncio.get_running_loop().time() - self._since
         return 0 < self._most <= self._trajectory.seconds
 
-    def tokens_came(self, timer: asyncio.Timeout) -> None:
+    def tokens_came(self, timer: asyncio.Timeout | None = None) -> None:
         """Starts the stopwatch at the first token, and updates the seconds."""
         if self._since is None:
             self._since = asyncio.get_running_loop().time()
-            self.arm(timer)
+            if timer is not None:
+                self.arm(timer)
         self.over()
 
     def arm(self, timer: asyncio.Timeout) -> None:

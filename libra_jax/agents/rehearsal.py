@@ -9,6 +9,7 @@ import asyncio
 import math
 from dataclasses import dataclass
 from multiprocessing import connection
+from typing import cast
 
 from libra_jax import config, protocols
 from libra_jax.agents import child, factories, guarded, resolving
@@ -71,8 +72,11 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
 
     async def body() -> None:
         async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
+            made = factories.environment_factory(run.task, tools)()
+            if factories.is_harness(made):  # it would ask a model, and there is none yet
+                return
             world = guarded.Environment(
-                factories.environment_factory(run.task, tools)(),
+                cast("protocols.Environment", made),
                 task,
                 reset_seconds=run.task.reset_seconds,
                 step_seconds=run.task.tool_seconds,

@@ -109,12 +109,13 @@ def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def resolve(name: str, field: str) -> Callable[..., Any]:
+def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..., Any]:
     """Returns the callable that `"package.module:factory"` names. The working directory is searched too.
 
     Args:
       name: Name in the config.
       field: Config field with the name, for example "task.environment", for errors.
+      asynchronous: Whether it may be async. A factory may not.
 
     Raises:
       ConfigError: The module or attribute does not exist (the nearest name is suggested), the import fails, or the name
@@ -154,7 +155,9 @@ def resolve(name: str, field: str) -> Callable[..., Any]:
         raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
     config.check(callable(found), field, f"{name!r} is not callable")
     config.check(
-        not inspect.iscoroutinefunction(found), field, f"{name!r} is async; a factory must be a plain function"
+        asynchronous or not inspect.iscoroutinefunction(found),
+        field,
+        f"{name!r} is async; a factory must be a plain function",
     )
     return cast("Callable[..., Any]", found)
 

@@ -7,10 +7,11 @@ adds the text between two outputs.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
@@ -104,20 +105,28 @@ class HuggingFaceTokenizer:
     An increment's text is what the template writes after a fixed assistant turn and its end-of-turn token. So it
     contains the template's own text between turns (such as a newline), and does not depend on the content of earlier
     turns.
+
+    A template that is not incremental renders whole dialogues only (`dialogue`). An increment under such a template is
+    refused.
+
+    Attributes:
+      hugging_face: The wrapped tokenizer.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         """Wraps a `transformers` tokenizer. `name` is its name in errors.
 
         Raises:
-          DataError: There is no chat template, or the template is not incremental.
+          DataError: There is no chat template, or it does not end an assistant turn with a special token.
         """
-        self._tokenizer = tokenizer
+        self.hugging_face = tokenizer
         self._name = name
         if not getattr(tokenizer, "chat_template", None):
             raise protocols.DataError(
                 f"{name}: the tokenizer has no chat template; use an instruction-tuned model's directory or add one"
             )
+        self._parts = False
+        self._parts = self._wants_parts()
         after = self._after_output((*_PREFIX, ("user", "next")), True)
         tokens = tokenizer.encode(after, add_special_tokens=False)
         if not tokens or tokens[0] not in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
@@ -126,19 +135,7 @@ class HuggingFaceTokenizer:
                 f"(it goes on with {after[:20]!r}), so a turn cannot end on a stop token id"
             )
         self._turn_end = str(tokenizer.convert_ids_to_tokens(tokens[0]))
-        # A user message has to be rendered the same after two different dialogues, and with its content.
-        increment = (("user", "LIBRA-7f3a-NEXT"),)
-        longer: Sequence[tuple[str, str]] = _LONGER_PREFIX
-        try:
-            self._apply(longer[:2], True)
-        except protocols.DataError:  # some templates refuse a system message
-            longer = longer[1:]
-        alone, later = self._increment(_PREFIX, increment, True), self._increment(longer, increment, True)
-        if alone != later or "LIBRA-7f3a-NEXT" not in alone:
-            raise protocols.DataError(
-                f"{name}: the chat template is not incremental: the same user message is rendered as {alone!r} "
-                f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
-            )
+        self._refusal = self._not_incremental()
         end_id = tokenizer.convert_tokens_to_ids(self._turn_end)
         eos_id = tokenizer.eos_token_id
         # Some models end their last turn with the token that ends a text.
@@ -146,16 +143,90 @@ class HuggingFaceTokenizer:
         self.pad_token_id: int = end_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
 
+    def _wants_parts(self) -> bool:
+        """Returns whether the template takes content as a list of parts only, as some multi-modal templates do."""
+        dialogue = _dicts(_PREFIX)
+        for parts in (False, True):
+            with contextlib.suppress(protocols.DataError):
+                text = self._apply(_in_parts(dialogue) if parts else dialogue, True)
+                if all(content in text for _, content in _PREFIX):
+                    return parts
+        return False
+
+    def _not_incremental(self) -> str:
+        """Returns why the template cannot be applied to increments; empty if it can.
+
+        A user message has to be rendered the same after two different dialogues, and with its content.
+        """
+        increment = (("user", "LIBRA-7f3a-NEXT"),)
+        longer: Sequence[tuple[str, str]] = _LONGER_PREFIX
+        try:
+            self._apply(_dicts(longer[:2]), True)
+        except protocols.DataError:  # some templates refuse a system message
+            longer = longer[1:]
+        try:
+            alone, later = self._increment(_PREFIX, increment, True), self._increment(longer, increment, True)
+        except protocols.DataError as error:
+            return str(error)
+        if alone == later and "LIBRA-7f3a-NEXT" in alone:
+            return ""
+        return (
+            f"{self._name}: the chat template is not incremental: the same user message is rendered as {alone!r} "
+            f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
+        )
+
+    def check_incremental(self) -> None:
+        """Checks that the template can be applied to increments.
+
+        Raises:
+          DataError: It cannot; the message shows what differs.
+        """
+        if self._refusal:
+            raise protocols.DataError(self._refusal)
+
+    def dialogue(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """Returns the text of a whole dialogue.
+
+        Args:
+          messages: Messages in the form that chat templates take.
+          tools: Tools in the form that chat templates take.
+          generation_prompt: Whether the header after which the assistant writes ends the text.
+
+        Raises:
+          DataError: The template refuses the dialogue.
+        """
+        return self._apply(messages, generation_prompt, tools)
+
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of text, with nothing added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self.hugging_face.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, with special tokens spelled out."""
         # Clean-up would move spaces, and the text would no longer be that of these tokens.
         return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self.hugging_face.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
+
+    @property
+    def template(self) -> str:
+        """Source of the chat template for dialogues with tools."""
+        try:
+            return str(self.hugging_face.get_chat_template(tools=[{}]))
+        except Exception:  # several templates, and none that is named as the one to use
+            return ""
+
+    @property
+    def header(self) -> str:
+        """Text with which the template begins an output."""
+        question = _dicts(_PREFIX[:1])
+        return self._apply(question, True).removeprefix(self._apply(question, False))
 
     def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
         """Returns the tokens that `messages` add to the context.
@@ -163,29 +234,36 @@ class HuggingFaceTokenizer:
         If not `first`, they follow a model output and its stop token.
 
         Raises:
-          DataError: The template refuses these messages.
+          DataError: The template refuses these messages, or is not incremental and the messages are not the first.
         """
         increment = tuple((message.role, message.content) for message in messages)
         # Only here the template may write what belongs to the start of a text.
         if first:
-            return self.encode(self._apply(increment, generation_prompt))
+            return self.encode(self._apply(_dicts(increment), generation_prompt))
+        self.check_incremental()
         return self.encode(self._increment(_PREFIX, increment, generation_prompt))
 
-    def _apply(self, messages: Sequence[tuple[str, str]], generation_prompt: bool) -> str:
-        dialogue = [{"role": role, "content": content} for role, content in messages]
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         try:
             return str(
-                self._tokenizer.apply_chat_template(dialogue, tokenize=False, add_generation_prompt=generation_prompt)
+                self.hugging_face.apply_chat_template(
+                    _in_parts(messages) if self._parts else list(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                )
             )
         except Exception as error:  # jinja lets templates raise errors of any type
-            roles = ", ".join(role for role, _ in messages)
+            roles = ", ".join(str(message["role"]) for message in messages)
             raise protocols.DataError(
                 f"{self._name}: the chat template refuses a dialogue with the roles {roles} ({error})"
             ) from error
 
     def _after_output(self, messages: Sequence[tuple[str, str]], generation_prompt: bool) -> str:
         """Returns what the template writes after the assistant turn of `_PREFIX`."""
-        _, found, after = self._apply(messages, generation_prompt).partition(_SENTINEL)
+        _, found, after = self._apply(_dicts(messages), generation_prompt).partition(_SENTINEL)
         if not found:
             raise protocols.DataError(f"{self._name}: the chat template drops the content of assistant turns")
         return after
@@ -202,12 +280,30 @@ class HuggingFaceTokenizer:
         return after[len(self._turn_end) :]
 
 
+def _dicts(messages: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns messages with their content as vLLM gives it to templates that go through parts of it."""
+    return [
+        message
+        if message["role"] == "tool"
+        else {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else []}
+        for message in messages
+    ]
+
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """Names of files that contain a vocabulary. From a directory without them, `transformers` makes an empty tokenizer."""
 
 
-def load(path: str) -> HuggingFaceTokenizer:
+def load(path: str, *, incremental: bool = True) -> HuggingFaceTokenizer:
     """Loads a Hugging Face tokenizer directory, from local files only.
+
+    Args:
+      path: The directory.
+      incremental: Whether the template has to be incremental, as the native loop needs it.
 
     Raises:
       DataError: The directory is missing, or contains no usable tokenizer or template.
@@ -223,11 +319,20 @@ def load(path: str) -> HuggingFaceTokenizer:
     except Exception as error:  # any file of the directory may be missing or malformed, and each fails in its own way
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise protocols.DataError(f"{path}: the tokenizer cannot be loaded ({reason})") from error
-    return HuggingFaceTokenizer(tokenizer, path)
+    loaded = HuggingFaceTokenizer(tokenizer, path)
+    if incremental:
+        loaded.check_incremental()
+    return loaded
 
 
-def create(task: config.TaskConfig, model_path: str) -> protocols.Tokenizer:
+def create(task: config.TaskConfig, model_path: str, *, incremental: bool = True) -> protocols.Tokenizer:
     """Returns the tokenizer that `task.tokenizer` names: "character", a directory, or (if empty) the model's own.
+
+    Args:
+      task: Settings of the task.
+      model_path: Directory of the model, or empty.
+      incremental: Whether the template has to be incremental, as the native loop needs it. A `ChatFormat` needs no
+        such template.
 
     Raises:
       ConfigError: The name is neither.
@@ -244,7 +349,7 @@ def create(task: config.TaskConfig, model_path: str) -> protocols.Tokenizer:
         near = difflib.get_close_matches(task.tokenizer, ("character",), n=1)
         hint = "; did you mean 'character'?" if near else ""
         config.check(False, "task.tokenizer", f'{task.tokenizer!r} is neither "character" nor a directory{hint}')
-    return load(task.tokenizer or model_path)
+    return load(task.tokenizer or model_path, incremental=incremental)
 
 
 def demonstration_trajectory(

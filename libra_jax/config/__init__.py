@@ -46,7 +46,7 @@ from libra_jax.config.environments import (
     ToolsConfig,
 )
 from libra_jax.config.group import RENAMED, freeze, group, now, renamed
-from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import checked, parse, to_dict
 from libra_jax.config.rollout import ORDERINGS, POLICIES, CostConfig, RolloutConfig, SchedulerConfig, slots_by_degree
@@ -82,6 +82,7 @@ __all__ = [
     "DeadlineConfig",
     "ElasticConfig",
     "EvaluationConfig",
+    "GatewayConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",

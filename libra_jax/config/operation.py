@@ -36,6 +36,55 @@ class ClusterConfig:
         )
 
 
+def _address(host: str, field_name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"config.{field_name}: {host!r} is no address; give one of this host's, such as 127.0.0.1"
+        ) from None
+
+
+@group
+@dataclass
+class GatewayConfig:
+    """The gateway: the address at which agents ask for outputs (docs/reference/gateway.md), and its limits."""
+
+    # Address of this host at which the gateway listens. Beyond the loopback, secrets of sessions travel unencrypted.
+    host: str = "127.0.0.1"
+    port: int = 0  # port of the gateway; 0: any that is free
+    max_body_bytes: int = 16 * 2**20  # bytes of the largest request
+    requests_per_second: float = 100.0  # requests of one session a second, in the long run; 0: no limit
+    # Outputs that one session may wait for at once. Each choice of a request with n choices counts.
+    max_concurrent: int = 64
+    request_seconds: float = 1800.0  # seconds from a request to the end of its answer, the wait for a slot included
+    write_seconds: float = 60.0  # seconds that a client may leave a part of its answer unread before it is cut off
+    # Processes that serve requests, with cluster.backend=ray; a session stays at one of them, and with a port in the
+    # config, they have ports one after another. Embedded, the run's own process serves.
+    processes: int = 1
+    # Requests for another temperature than the run's. run: sample at the run's; refuse: answer with an error.
+    temperature: str = "run"
+    # vLLM's parser of tool calls in outputs, such as hermes, qwen3_xml or llama3_json; auto: the one that the model's
+    # chat template is certain to need, else none; none: calls stay in the text.
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"  # vLLM's parser of reasoning in outputs, such as qwen3 or deepseek_r1; auto, none
+
+    def __post_init__(self) -> None:
+        _address(self.host, "gateway.host")
+        check(0 <= self.port <= 65535, "gateway.port", f"must be a port, or 0 (any), not {self.port}")
+        check(
+            self.requests_per_second >= 0,
+            "gateway.requests_per_second",
+            f"must not be negative, not {self.requests_per_second:g}; 0 is no limit",
+        )
+        check_choice(self.temperature, ("run", "refuse"), "gateway.temperature")
+        for name in ("max_body_bytes", "max_concurrent", "request_seconds", "write_seconds", "processes"):
+            value = getattr(self, name)
+            check(value > 0, f"gateway.{name}", f"must be positive, not {value:g}")
+        for name in ("tool_parser", "reasoning_parser"):
+            check(bool(getattr(self, name)), f"gateway.{name}", 'is empty; use "none" for no parser')
+
+
 @group
 @dataclass
 class TelemetryConfig:
@@ -54,12 +103,7 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         check(self.samples >= 0, "telemetry.samples", f"must not be negative, not {self.samples}; 0 saves none")
         check(-1 <= self.port <= 65535, "telemetry.port", f"must be a port, 0 (off) or -1 (any), not {self.port}")
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            raise ConfigError(
-                f"config.telemetry.host: {self.host!r} is no address; give one of this host's, such as 127.0.0.1"
-            ) from None
+        address = _address(self.host, "telemetry.host")
         check(
             not self.port or address.is_loopback or bool(self.token_env),
             "telemetry.host",

@@ -20,7 +20,7 @@ from libra_jax.config.coordination import (
 )
 from libra_jax.config.environments import SHARE_OF_CALLS, RewardConfig, SandboxConfig, TaskConfig, ToolsConfig
 from libra_jax.config.group import group
-from libra_jax.config.operation import ClusterConfig, DeadlineConfig, TelemetryConfig
+from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import to_dict
 from libra_jax.config.rollout import RolloutConfig, SchedulerConfig
@@ -32,6 +32,14 @@ MAX_SEED = 2**31 - 1
 MAY_CHANGE = (
     "steps",
     "telemetry",
+    # Not how outputs are read: agents see what a parser makes of them.
+    "gateway.host",
+    "gateway.port",
+    "gateway.max_body_bytes",
+    "gateway.requests_per_second",
+    "gateway.max_concurrent",
+    "gateway.request_seconds",
+    "gateway.write_seconds",
     "deadlines",
     "evaluation",
     "checkpoint",
@@ -78,6 +86,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
@@ -352,6 +361,11 @@ class RunConfig:
     def _check_elastic(self) -> None:
         elastic, instances = self.elastic, len(self.rollout.tensor_parallel)
         check(
+            self.gateway.processes == 1 or self.cluster.backend == "ray",
+            "gateway.processes",
+            f"{self.gateway.processes} processes need cluster.backend=ray",
+        )
+        check(
             self.trainer.processes == 1 or self.cluster.backend == "ray",
             "trainer.processes",
             f"{self.trainer.processes} processes need cluster.backend=ray",
@@ -412,7 +426,7 @@ class RunConfig:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Returns what names a run's default workdir: nested plain dicts without steps, address, telemetry and deadlines.
+    """Returns what names a run's default workdir: nested plain dicts without steps, addresses, telemetry and deadlines.
 
     Other settings of `MAY_CHANGE` stay in the name, so that a sweep over them has a workdir for each value.
     """
@@ -421,6 +435,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
         del values[name]
     # Another cluster, or one that was started again, goes on in the same workdir.
     values["cluster"]["address"] = ""
+    for name in ("host", "port"):
+        del values["gateway"][name]
     return values
 
 

@@ -161,6 +161,9 @@ class Dispatcher:
                 generated_tokens=request.generated,
                 dispatch_version=rollout.dispatch_version,
                 parent=segment.parent.name if segment.parent is not None else "",
+                shared_tokens=segment.shared,
+                rollout_id=segment.trajectory_id,
+                segment=segment.index,
             )
             self._apply(self._scheduler.on_arrival(info, now), now)
         request.heard, start = heard, len(segment.token_ids)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
-from libra_jax.coordinator import parts, reports, rollouts, scores, stopping
+from libra_jax.coordinator import parts, public, reports, rollouts, scores, stopping
 
 FIRST_TASK = 1_000_000_000
 """Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""
@@ -176,14 +177,15 @@ async def evaluate(
     return Evaluation(metrics, scored, found)
 
 
-async def evaluate_alone(
+@contextlib.asynccontextmanager
+async def loaded(
     run: parts.RunContext,
     specs: parts.WorkerSpecs,
     agent: rollouts.Agent,
     scheduler: protocols.Scheduler,
     checkpoint: str | None = None,
-) -> Evaluation:
-    """Starts the workers of a config, evaluates the trainer's weights, and ends the workers. Trains nothing.
+) -> AsyncIterator[tuple[parts.Parts, int]]:
+    """Starts the workers of a config, gives the engines the trainer's weights, and ends the workers. Trains nothing.
 
     The trainer takes part because it reads every form of weights, and the engines get theirs by weight sync only.
 
@@ -192,14 +194,17 @@ async def evaluate_alone(
       specs: what the workers are made from.
       agent: what the policy is asked to do.
       scheduler: decides which instance serves a request.
-      checkpoint: the trainer's part of a checkpoint; None evaluates the weights of the config's model.
+      checkpoint: the trainer's part of a checkpoint; None takes the weights of the config's model.
+
+    Yields:
+      The parts of the run, and the policy version that is served.
 
     Raises:
-      LibraError: a worker is lost, or no task could be scored.
+      LibraError: a worker is lost.
     """
 
     def no_state() -> NoReturn:
-        raise AssertionError("an evaluation takes no checkpoints")
+        raise AssertionError("without training, there are no checkpoints")
 
     ending, workers = run.scope, parts.Workers(run, specs)
     try:
@@ -207,6 +212,26 @@ async def evaluate_alone(
         wired = parts.wire(run, agent, scheduler, None, workers=workers, state=no_state)
         version = 0 if checkpoint is None else await ending.race(wired.trainer.restore(checkpoint))
         await ending.race(wired.weight_sync.sync_weights(version))
+        yield wired, version
+    finally:
+        await ending.cancel_background(run.config.deadlines.shutdown)
+        # Each worker's own deadline holds.
+        await workers.shut_down(math.inf)
+
+
+async def evaluate_alone(
+    run: parts.RunContext,
+    specs: parts.WorkerSpecs,
+    agent: rollouts.Agent,
+    scheduler: protocols.Scheduler,
+    checkpoint: str | None = None,
+) -> Evaluation:
+    """Evaluates the trainer's weights, or a checkpoint's, with workers of its own. See `loaded` for the arguments.
+
+    Raises:
+      LibraError: a worker is lost, or no task could be scored.
+    """
+    async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
         run.recorder.status("rollout", "evaluating")
         work = evaluate(
             run.config,
@@ -215,8 +240,41 @@ async def evaluate_alone(
             version=version,
             status=lambda text: run.recorder.status("rollout", text),
         )
-        return await ending.race(work)
-    finally:
-        await ending.cancel_background(run.config.deadlines.shutdown)
-        # Each worker's own deadline holds.
-        await workers.shut_down(math.inf)
+        return await run.scope.race(work)
+
+
+async def serve_alone(
+    run: parts.RunContext,
+    specs: parts.WorkerSpecs,
+    agent: rollouts.Agent,
+    scheduler: protocols.Scheduler,
+    *,
+    checkpoint: str | None,
+    secret: str,
+    ready: Callable[[protocols.Endpoint], None],
+) -> None:
+    """Serves the trainer's weights, or a checkpoint's, until SIGINT or SIGTERM. See `loaded` for the other arguments.
+
+    Args:
+      run: what the parts of the run share.
+      specs: what the workers are made from.
+      agent: the policy's chat format and gateway.
+      scheduler: decides which instance serves a request.
+      checkpoint: the trainer's part of a checkpoint; None serves the weights of the config's model.
+      secret: key of the clients; empty: a random one.
+      ready: called with the address once it is served.
+
+    Raises:
+      LibraError: a worker is lost, or the gateway cannot listen at its address.
+    """
+    host = agent.host
+    if host is None:
+        raise protocols.LibraError("The agent has no gateway to serve by.")
+    async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
+        limits = factories.limits(run.config, run.config.evaluation.temperature)
+        endpoint = await host.gateway.open(public.Public(wired.dispatcher, host.form, limits, version), secret)
+        stop = asyncio.Event()
+        with stopping.caught(lambda *_: stop.set()):
+            ready(endpoint)
+            await run.scope.race(stop.wait())
+        await host.gateway.close(endpoint)

@@ -9,9 +9,10 @@ import asyncio
 import collections
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 from libra_jax import protocols
-from libra_jax.agents import factories, resolving
+from libra_jax.agents import factories, harness_loop, resolving
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.coordinator import dispatch
@@ -20,27 +21,49 @@ MakeTrajectory = Callable[[str, str], protocols.Trajectory]
 """Makes an empty trajectory from its id and its prompt's id."""
 
 
+class RunRollout(Protocol):
+    """Runs one rollout to its end (`agents.loop.run_rollout`)."""
+
+    async def __call__(
+        self,
+        *,
+        trajectory: protocols.Trajectory,
+        task: protocols.Task,
+        environment: protocols.Environment,
+        tokenizer: protocols.Tokenizer,
+        sampler: protocols.Sampler,
+        limits: agent_loop.Limits,
+        reward: scoring.Scorer | None = None,
+    ) -> protocols.Trajectory:
+        """Runs the rollout from the current state of `trajectory`, and returns that same object."""
+        ...
+
+
 @dataclass(frozen=True)
 class Agent:
     """What the policy is asked to do, and how its rollouts are scored.
 
     Attributes:
       tasks: training and held-out tasks.
-      make_environment: returns a fresh environment at each call.
+      make_environment: returns a fresh environment, or a fresh harness, at each call.
       tokenizer: the policy's tokenizer.
       demonstrator: solves tasks for the warm start; None if there is none.
       reward: scores rollouts; None leaves them the environments' own rewards.
       teacher: scores the tokens of training rollouts; None unless the run has a teacher behind an endpoint.
       make_trajectory: returns an empty trajectory (those of the simulator hold no token lists).
+      host: gives harnesses their sessions; None only if no environment is a harness.
+      run_rollout: runs a rollout in an environment (those of the simulator may have several segments).
     """
 
     tasks: protocols.TaskSource
-    make_environment: Callable[[], protocols.Environment]
+    make_environment: Callable[[], protocols.Environment | protocols.Harness]
     tokenizer: protocols.Tokenizer
     demonstrator: protocols.Demonstrator | None = None
     reward: scoring.Scorer | None = None
     teacher: protocols.Teacher | None = None
     make_trajectory: MakeTrajectory = protocols.Trajectory
+    host: harness_loop.Host | None = None
+    run_rollout: RunRollout = agent_loop.run_rollout
 
 
 class Rollouts:
@@ -142,10 +165,26 @@ class Rollouts:
             raise protocols.EnvironmentCrashed(
                 f"the factory {self._config.task.environment} {resolving.raised(error)}"
             ) from error
-        await agent_loop.run_rollout(
+        if factories.is_harness(environment):
+            if self._agent.host is None:
+                raise protocols.LibraError(
+                    f"{self._config.task.environment} is a harness, and this run has no gateway."
+                )
+            await harness_loop.run_harness(
+                trajectory=trajectory,
+                task=task,
+                harness=environment,
+                host=self._agent.host,
+                tokenizer=self._agent.tokenizer,
+                sampler=self._dispatcher,
+                limits=limits,
+                reward=self._agent.reward,
+            )
+            return
+        await self._agent.run_rollout(
             trajectory=trajectory,
             task=task,
-            environment=environment,
+            environment=cast("protocols.Environment", environment),
             tokenizer=self._agent.tokenizer,
             sampler=self._dispatcher,
             limits=limits,

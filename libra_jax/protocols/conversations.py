@@ -34,11 +34,13 @@ class ChatRequest:
     """A request for one model output, in no API's own form.
 
     Attributes:
-      messages: the whole dialogue.
+      messages: the whole dialogue. Some clients read the arguments of calls as JSON and write them again, so an earlier
+        output's arguments may come back with other spaces: compare them as JSON.
       tools: tools that the model may call.
       max_tokens: most tokens to generate; None: as the run allows.
       stop: texts that end the output, which then ends before the text.
       temperature: temperature that the client asks for; None: the run's.
+      failed_calls: ids of calls whose results the client marks as failed, in APIs that can (Anthropic's `is_error`).
     """
 
     messages: Sequence[Message]
@@ -46,6 +48,7 @@ class ChatRequest:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     temperature: float | None = None
+    failed_calls: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Reply:
       output_tokens: tokens of the output.
       output_ids: the sampled tokens.
       log_probs: their log-probabilities at the sampling temperature.
+      stop_text: text of `ChatRequest.stop` that ended the output; empty if none did.
     """
 
     message: Message
@@ -102,6 +106,7 @@ class Reply:
     output_tokens: int
     output_ids: Sequence[int] = ()
     log_probs: Sequence[float] = ()
+    stop_text: str = ""
 
 
 class OutputParser(Protocol):
@@ -136,7 +141,9 @@ class ChatFormat(Protocol):
     def extend(self, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]) -> list[int] | None:
         """Returns the tokens that follow the stop token of the output `messages[known - 1]`.
 
-        They hold the messages after it, and the header after which the assistant writes.
+        They hold the messages after it, and the header after which the assistant writes. The first `known` messages
+        are those that the outputs' parsers returned, with reasoning, even if a client sent it back without.
+        The tools are those of the request that the output answered: with others, a dialogue begins another context.
 
         Returns:
           The tokens. None if the template writes the first `known` messages in another way once the others follow (it
@@ -147,8 +154,14 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def parser(self, tools: Sequence[ToolSpec]) -> OutputParser:
-        """Returns a parser for one output of a dialogue with these tools."""
+    def parser(self, tools: Sequence[ToolSpec], context: Sequence[int]) -> OutputParser:
+        """Returns a parser for one output of a dialogue with these tools.
+
+        Args:
+          tools: tools of the request.
+          context: tokens that the output follows. The ids of calls are derived from them and from the output, so they
+            differ within a session and are the same in a replay.
+        """
         ...
 
 
@@ -168,6 +181,10 @@ class Refused(Exception):
         self.kind, self.field = kind, field
 
 
+class ClientGone(Exception):
+    """Thrown into a reply at its `Reply`: the client went away before it had the answer."""
+
+
 class Conversation(Protocol):
     """The session of one rollout, as the API sees it."""
 
@@ -175,8 +192,13 @@ class Conversation(Protocol):
         """Streams one model output. The last item is the `Reply`.
 
         The output counts as delivered, and becomes part of the dialogue, once the caller asks for an item after the
-        `Reply`. If the caller closes the generator before, the tokens stay: the same request asked again continues
-        from them.
+        `Reply`. It must count before the generator first waits after the `Reply`, because the client's next request may
+        come any time from then on. There are three other ends:
+        - The caller closes the generator before the `Reply`, or is cancelled while it waits for an item. The tokens
+          stay: the same request asked again continues from them.
+        - The caller closes the generator at the `Reply`: nobody knows whether the client has the answer. It does if a
+          later request continues it, or if the session ends without the same request asked again.
+        - The caller throws `ClientGone` at the `Reply`. The same request asked again gets the same answer.
 
         Raises:
           Refused: the session does not serve the request.
@@ -191,7 +213,11 @@ class Conversations(Protocol):
     """Name of the model in answers."""
 
     def find(self, secret: str) -> Conversation | None:
-        """Returns the session with this secret; None if there is none (any more)."""
+        """Returns the session with this secret; None if there is none (any more).
+
+        Takes the same time for each wrong secret of one length. Returns the same object as long as the session lives:
+        the API keeps the session's limits by a weak reference to it.
+        """
         ...
 
 
@@ -257,9 +283,37 @@ class Harness(Protocol):
         ...
 
 
-class ReadsStatus(Protocol):
-    """An optional companion of a harness: reads the outcome of a tool call off the wire."""
+class Gateway(Protocol):
+    """Gives each rollout's session an address for as long as its harness runs."""
 
-    def status(self, call: ToolCall, result: Message) -> ToolStatus:
-        """Returns the outcome of a tool call from the message that returns its result."""
+    async def open(self, conversation: Conversation, secret: str = "") -> Endpoint:
+        """Serves a session. Starts the server, if this is the first session.
+
+        Args:
+          conversation: the session.
+          secret: key of its clients; empty: a random one.
+
+        Raises:
+          LibraError: the server cannot start.
+        """
+        ...
+
+    async def close(self, endpoint: Endpoint) -> None:
+        """Ends a session: later requests with its secret are refused, and its requests under way are cancelled."""
+        ...
+
+
+class ReadsStatus(Protocol):
+    """An optional companion of a harness: reads the outcome of tool calls off the wire."""
+
+    def status(self, call: ToolCall | None, message: Message) -> tuple[str, ToolStatus] | None:
+        """Returns the name of the tool and the outcome of its call, from a message that follows an output.
+
+        Args:
+          call: the call that the message answers; None if the message names none of the output's calls.
+          message: a message of role "tool" or "user".
+
+        Returns:
+          The name and the outcome. None if no tool wrote the message.
+        """
         ...

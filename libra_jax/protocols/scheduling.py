@@ -80,10 +80,14 @@ class RequestInfo:
       prompt_id: id of its prompt; siblings share it.
       group_id: id of its group.
       context_tokens: number of tokens in its context now.
-      generated_tokens: number of tokens generated so far, over all turns.
+      generated_tokens: number of its own tokens generated so far, over all turns.
       dispatch_version: policy version at its group's first dispatch; the group's staleness is counted from here.
-      parent: name of the segment that its context begins with; empty if there is none. What tools returned there is
-        evidence for this request, too.
+      parent: name of the segment that its context begins with; empty if there is none. The instance that holds the
+        parent's context holds the beginning of this one.
+      shared_tokens: number of first tokens of the context that are shared with `parent`.
+      rollout_id: id of its rollout. What tools returned to the rollout's earlier segments is evidence for this request.
+        Empty: the request is a rollout of its own.
+      segment: number of the segment in its rollout, from 0.
     """
 
     request_id: str
@@ -93,6 +97,9 @@ class RequestInfo:
     generated_tokens: int = 0
     dispatch_version: int = 0
     parent: str = ""
+    shared_tokens: int = 0
+    rollout_id: str = ""
+    segment: int = 0
 
 
 class Placement(NamedTuple):

@@ -244,7 +244,46 @@ async def score(
     Raises:
       LibraError: the evaluation cannot start or end; one sentence names the field, file or worker.
     """
-    # A hybrid worker's engine then is an engine like the others, and no plan or warm start takes part.
+    config = _without_training(config)
+    await deadlines.off_loop(dry_run.try_rewards, config)
+    # Removed only after success: the error of a lost worker names its log in there.
+    folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
+    async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
+        result = await wiring.evaluate(config, folder, tools, _trainer_part(checkpoint))
+    shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+async def serve(
+    config: libra_config.RunConfig,
+    checkpoint: checkpoint_store.Stored | None,
+    *,
+    secret: str,
+    ready: Callable[[protocols.Endpoint], None],
+) -> None:
+    """Serves a model on the running event loop until SIGINT or SIGTERM.
+
+    Args:
+      config: configuration of a run. Its model, its engines and its gateway take part, and no task, tool or reward.
+      checkpoint: checkpoint whose weights are served; None serves those of `config.model`.
+      secret: key of the clients; empty: a random one.
+      ready: called with the address once it is served.
+
+    Raises:
+      LibraError: the workers cannot start, or one is lost; one sentence names the field, file or worker.
+    """
+    # The machine that serves need not have what the run trained on.
+    task = libra_config.TaskConfig(tokenizer=config.task.tokenizer)
+    bare = dataclasses.replace(config, task=task, tools=libra_config.ToolsConfig(), reward=libra_config.RewardConfig())
+    config = _without_training(bare)
+    folder = Path(tempfile.mkdtemp(prefix="libra-serve-"))
+    async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
+        await wiring.serve(config, folder, tools, checkpoint=_trainer_part(checkpoint), secret=secret, ready=ready)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_training(config: libra_config.RunConfig) -> libra_config.RunConfig:
+    """Returns a checked config of the same policy and engines with local paths. No hybrid worker or plan takes part."""
     config = dataclasses.replace(
         config,
         elastic=libra_config.ElasticConfig(),
@@ -256,14 +295,11 @@ async def score(
     if located.problems:
         raise protocols.DataError("; ".join(located.problems))
     preflight.validate(located.config, need_weights=True)
-    await deadlines.off_loop(dry_run.try_rewards, located.config)
-    # Removed only after success: the error of a lost worker names its log in there.
-    folder = Path(tempfile.mkdtemp(prefix="libra-evaluate-"))
-    stored = None if checkpoint is None else str(checkpoint.manifest.parent / checkpoint.record["trainer"])
-    async with toolkit.Toolkit(config.tools, config.sandbox, config.task.call_seconds) as tools:
-        result = await wiring.evaluate(located.config, folder, tools, stored)
-    shutil.rmtree(folder, ignore_errors=True)
-    return result
+    return located.config
+
+
+def _trainer_part(checkpoint: checkpoint_store.Stored | None) -> str | None:
+    return None if checkpoint is None else str(checkpoint.manifest.parent / checkpoint.record["trainer"])
 
 
 @_plain_async

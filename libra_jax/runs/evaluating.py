@@ -118,10 +118,10 @@ def evaluate(asked: Asked, given: libra_config.RunConfig | None) -> Evaluated:
     Raises:
       LibraError: a flag is wrong, or the evaluation fails; the sentence names the flag or the worker.
     """
-    config, checkpoint, source = _chosen(asked, given)
+    config, checkpoint, source = chosen(asked, given)
     config = _with_flags(config, asked)
     k = _checked_k(asked, config.evaluation.attempts)
-    config = _with_tasks(_located(config, asked), asked)
+    config = _with_tasks(located(config, asked), asked)
     found, _ = asyncio.run(api.score(config, checkpoint))
     return estimated(found.scores, config.evaluation, k, source, found.metrics)
 
@@ -171,7 +171,7 @@ def interval(values: Sequence[float], seed: int = 0) -> Estimate:
 # What is evaluated ----------------------------------------------------------------------------------------------------
 
 
-def _chosen(
+def chosen(
     asked: Asked, given: libra_config.RunConfig | None
 ) -> tuple[libra_config.RunConfig, checkpoint_store.Stored | None, str]:
     """Returns config, checkpoint (None: the config's model) and title."""
@@ -264,7 +264,7 @@ def _checked_k(asked: Asked, attempts: int) -> tuple[int, ...]:
     return k
 
 
-def _located(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
+def located(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
     """Returns the config with the path of --tasks, and with local paths in place of Hugging Face ids."""
     if asked.tasks is not None:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, path=asked.tasks))

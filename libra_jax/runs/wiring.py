@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import factories, samples, tokenizers
+from libra_jax.agents import factories, harness_loop, samples, tokenizers
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
@@ -23,10 +23,11 @@ from libra_jax.cluster import hosts, placement
 from libra_jax.coordinator import checkpoint_store, checkpoints, evaluation, fencing, rollouts, stopping
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
+from libra_jax.gateway import fronts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
-from libra_jax.runs import observing
+from libra_jax.runs import chat_formats, observing
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, status
@@ -372,7 +373,13 @@ async def _surroundings(
         around = parts_lib.RunContext(
             config, actors, recorder, workdir, fencing=fencing_token, samples=texts, export=workdir / "model"
         )
-        yield around, dataclasses.replace(agent, reward=reward)
+        host = harness_loop.Host(
+            # Its processes start with the first session, so a run without harnesses has none.
+            gateway=fronts.Fronts(around, model=config.name),
+            make_form=lambda: chat_formats.make(agent.tokenizer, config.gateway),
+            refuse_temperature=config.gateway.temperature == "refuse",
+        )
+        yield around, dataclasses.replace(agent, reward=reward, host=host)
     finally:
         await rewards.aclose()
         await actors.shutdown()
@@ -394,6 +401,32 @@ async def evaluate(
     async with _surroundings(config, workdir, parts.agent) as (around, agent):
         found = await evaluation.evaluate_alone(around, parts.specs, agent, parts.scheduler, checkpoint)
     return found, parts.agent.tokenizer
+
+
+async def serve(
+    config: libra_config.RunConfig,
+    workdir: Path,
+    tools: toolkit.Toolkit,
+    *,
+    checkpoint: str | None,
+    secret: str,
+    ready: Callable[[protocols.Endpoint], None],
+) -> None:
+    """Serves a model at the gateway's address, on the running event loop, until SIGINT or SIGTERM.
+
+    Args:
+      config: configuration without hybrid workers, plans or a warm start.
+      workdir: folder of the workers' logs.
+      tools: tools of the config, open.
+      checkpoint: the trainer's part of a checkpoint; None serves `model.path`.
+      secret: key of the clients; empty: a random one.
+      ready: called with the address once it is served.
+    """
+    parts = _parts(config, workdir, tools, None)
+    async with _surroundings(config, workdir, parts.agent) as (around, agent):
+        await evaluation.serve_alone(
+            around, parts.specs, agent, parts.scheduler, checkpoint=checkpoint, secret=secret, ready=ready
+        )
 
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*")

@@ -8,7 +8,7 @@ Inside a bucket, `scheduler.ordering` decides which request goes next, for every
 - `fcfs`: the request that began to wait first.
 - `longest_first`, `shortest_first`: by the tokens that the policy expects still to be generated. A policy without
   expectations goes by the tokens generated so far: with heavy tails, a request that has run long has long to run.
-- `group_completion`: the oldest dispatch version first, then the group with the fewest live requests, then the longest.
+- `group_completion`: the oldest dispatch version first, then the group with the fewest live rollouts, then the longest.
   A training step waits for whole groups, and for groups at the staleness bound first.
 Ageing overrides all of them (`slots.SlotScheduler`).
 """
@@ -25,14 +25,31 @@ from typing import TYPE_CHECKING, Any
 from libra_jax import protocols
 
 if TYPE_CHECKING:
-    from libra_jax.scheduling import evidence
+    from libra_jax.scheduling import paths
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The number of live requests of a group. Each evaluation request is a group of its own."""
+    """The number of live rollouts of a group. Each evaluation rollout is a group of its own."""
 
     live: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """A rollout with live requests: one for each of its segments.
+
+    Attributes:
+      rollout_id: id of the rollout.
+      group: its group.
+      arrived: time of its first arrival, in seconds.
+      requests: its live requests, in the order of their arrival.
+    """
+
+    rollout_id: str
+    group: Group
+    arrived: float
+    requests: list[Request] = field(default_factory=list)
 
 
 class Server:
@@ -113,8 +130,7 @@ class Request:
       prompt_id: id of its prompt.
       group_id: id of its group.
       dispatch_version: policy version at its group's first dispatch.
-      group: live requests of its group, this one included.
-      arrived: time of its arrival, in seconds.
+      rollout: its rollout, for which a training step waits as a whole.
       context_tokens: tokens of its context at its arrival or last tool return.
       generated_tokens: tokens generated over all turns, as last reported.
       turn_start: generated tokens at its arrival or last tool return.
@@ -123,7 +139,9 @@ class Request:
       queue: queue in which it waits; None while it decodes or is away.
       server: instance on which it decodes; None while it waits or is away.
       served_by: name of the instance that it decoded on last; empty before the first.
-      context_at: name of the instance that may hold its context; empty before the first and after an eviction.
+      context_at: name of the instance that may hold its context, or the part that it shares with its parent; empty if
+        there is none, or after an eviction.
+      inherited: tokens of the context that it shares with its parent, until it has been served itself.
       reason: why it waits, or waited last: the reason of a move that follows.
       gain: seconds that its policy expects to save by its last decision; None if that was no move, or not estimated.
       since: time at which it began to wait.
@@ -134,6 +152,7 @@ class Request:
       wanted: the instance that it waits for; None if any instance of its bucket will do.
       urgency: cost of one second that it loses, as of its last decision (`cmlfq`).
       home: instance that counts it among its residents (`cmlfq`).
+      anchor: instance that may hold its context, or its parent's, and does not count it (`cmlfq`).
       held: its context, urgency, remaining tokens and footprint as `home` counts them.
       track: its causal path, as the policy's learner follows it.
     """
@@ -142,8 +161,7 @@ class Request:
     prompt_id: str
     group_id: int
     dispatch_version: int
-    group: Group
-    arrived: float
+    rollout: Rollout
     context_tokens: int
     generated_tokens: int
     turn_start: int = 0
@@ -153,6 +171,7 @@ class Request:
     server: Server | None = None
     served_by: str = ""
     context_at: str = ""
+    inherited: int = 0
     reason: protocols.MoveReason = protocols.MoveReason.TOOL_RETURN
     gain: float | None = None
     since: float = 0.0
@@ -163,13 +182,19 @@ class Request:
     wanted: Server | None = None
     urgency: float = 0.0
     home: Server | None = None
+    anchor: Server | None = None
     held: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
-    track: evidence.Track | None = None
+    track: paths.Track | None = None
 
     @property
     def context_now(self) -> int:
         """Context tokens, including the tokens generated in this turn."""
         return self.context_tokens + self.generated_tokens - self.turn_start
+
+    @property
+    def away(self) -> bool:
+        """Whether it neither waits nor decodes."""
+        return self.queue is None and self.server is None
 
 
 HEAP_SLACK = 64
@@ -253,7 +278,7 @@ ORDERS: dict[str, Order] = {
     "fcfs": lambda request: (),  # all alike, so that their tickets decide
     "longest_first": lambda request: (-request.remaining,),
     "shortest_first": lambda request: (request.remaining,),
-    "group_completion": lambda request: (request.dispatch_version, request.group.live, -request.remaining),
+    "group_completion": lambda request: (request.dispatch_version, request.rollout.group.live, -request.remaining),
 }
 """Orders by the name that `scheduler.ordering` gives them."""
 

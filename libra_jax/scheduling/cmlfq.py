@@ -19,6 +19,12 @@ tools run and prefilled again at each turn, which costs more than waiting. Each 
 of what it has yet to grow, since requests are at all stages. If contexts outgrow the cache all the same, a request that
 returns from a tool waits for room anywhere.
 
+A request is one segment of a rollout: elapsed seconds are those of the rollout, remaining tokens those of the segment.
+A segment that was not served yet belongs where its parent's context is: elsewhere, what it shares is prefilled once
+more, and that is its cost of a move. Where little is shared, it goes wherever a new request would. While a segment
+waits or decodes, those of its rollout that are away are no residents. They decode later, after their sub-agents, or
+never, after a summary. A segment that comes back is priced like a new request, whose context lies where it was served.
+
 Free slots whose own queue is empty serve other requests: those of the nearest bucket, then those of the most crowded
 instance. There are two exceptions, each bounded by `scheduler.ageing_seconds`. The last `scheduler.reserve` of a
 bucket's slots are kept from narrower work. And a request waits on for a wider bucket while that costs it less than a
@@ -32,7 +38,7 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, prefix_tree, slots
+from libra_jax.scheduling import buckets, evidence, paths, prefix_tree, slots
 from libra_jax.scheduling import costs as cost_model
 
 TURN_SHARE = 0.02
@@ -95,6 +101,8 @@ class Cmlfq(slots.SlotScheduler):
         for request in self.requests.values():
             if request.home is not None and request.home.name not in live:
                 self._evict(request)
+            if request.anchor is not None and request.anchor.name not in live:
+                request.anchor = None
         return super().on_instance_change(instances, now)
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
@@ -137,9 +145,28 @@ class Cmlfq(slots.SlotScheduler):
         self._account(request, server)
         return placement
 
+    def begins(self, request: buckets.Request) -> None:
+        """Takes its rollout's other segments that are away off their instances' accounts.
+
+        A segment waits for its sub-agents, and one whose history was summarised never comes back. Their contexts stay
+        where they are, and draw them back there.
+        """
+        if len(request.rollout.requests) > 1:
+            for other in request.rollout.requests:
+                if other is not request and other.home is not None and other.away:
+                    other.anchor = other.home
+                    self._evict(other)
+        if request.inherited:
+            request.anchor = self.servers.get(request.context_at)
+
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
-        home = request.home
-        if returned and home is not None and self.config.cache_share and 0 < home.instance.cache_tokens < home.context:
+        home, anchor, share = request.home, request.anchor, self.config.cache_share
+        if anchor is not None and share:
+            # Without room beside the present requests it was pushed out.
+            needed = anchor.context + (request.inherited or request.context_tokens)
+            if 0 < anchor.instance.cache_tokens < needed:
+                request.anchor, request.context_at, request.inherited = None, "", 0
+        if returned and home is not None and share and 0 < home.instance.cache_tokens < home.context:
             self._evict(request)
             request.context_at = ""  # the engine has evicted it, or another in its place
         points = self.expect(request)
@@ -152,6 +179,8 @@ class Cmlfq(slots.SlotScheduler):
 
     def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = request.home
+        if home is None and request.anchor is not None and self.admits(request, request.anchor):
+            home = request.anchor
         return bucket.least() if home is None or home.level != bucket.level or home.full else home
 
     def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
@@ -170,7 +199,7 @@ class Cmlfq(slots.SlotScheduler):
         server = bucket.least()
         if not self.admits(request, server):
             return False
-        context = cost_model.rounded(request.context_tokens)
+        context = cost_model.rounded(request.inherited or request.context_tokens)
         move = self.config.move_margin * self.rates.move(request.context_at, server.instance, context)
         here = self._pace(server, server.residents + 1, request.context_tokens)
         if wanted is not None:
@@ -203,7 +232,7 @@ class Cmlfq(slots.SlotScheduler):
                 self.buckets[server.level].eased(server)
         else:
             self._evict(request)
-            request.home = server
+            request.home, request.anchor = server, None
             server.residents += 1
             server.footprint += footprint
             server.context += context
@@ -239,8 +268,8 @@ class Cmlfq(slots.SlotScheduler):
         Sets `request.wanted` to the instance in it if the request is to go to that one, `request.urgency`, and
         `request.gain` if a bucket is cheaper than home.
         """
-        elapsed = now - request.arrived
-        home = request.home
+        elapsed = now - request.rollout.arrived  # of the rollout: a step waits for all of its segments
+        home, anchor = request.home, request.anchor
         best, level = float("inf"), request.level
         stay = best
         request.wanted = request.gain = None
@@ -262,13 +291,21 @@ class Cmlfq(slots.SlotScheduler):
             best = stay = self._cost(request, home, points, elapsed, wait)
             level, request.wanted = home.level, home
             urgency = self._urgency
+        elif anchor is not None:
+            # Priced as the others are, with the wait for a slot: it may hold little of the context.
+            wait = 0.0
+            if anchor.full or not self.admits(request, anchor):
+                wait = self._wait_at(anchor.queue.ahead(request), anchor, anchor.slots)
+            best = stay = self._cost(request, anchor, points, elapsed, wait)
+            level, request.wanted = anchor.level, anchor
+            urgency = self._urgency
         for bucket in self.buckets:
             if not bucket.slots:
                 continue
             server, wait, roomy = bucket.servers[0], 0.0, False
             if bucket.free > 0:
                 server = bucket.least()
-                if server is home:
+                if server is home or server is anchor:
                     continue
                 roomy = self.admits(request, server)
             if not roomy:
@@ -317,7 +354,9 @@ class Cmlfq(slots.SlotScheduler):
         others = server.residents - here
         # At home its context is in the sum already, as of its last account: only the growth since then joins.
         pace = self._pace(server, others + 1, context - request.held[0] if here else context)
-        seconds_to_move = self.rates.move(request.context_at, server.instance, cost_model.rounded(context))
+        # A segment that was not served yet moves what it shares with its parent; the rest is computed anywhere.
+        moved = cost_model.rounded(request.inherited or context)
+        seconds_to_move = self.rates.move(request.context_at, server.instance, moved)
         # A move costs several times its seconds: loads even out by themselves before it has paid off.
         move = self.config.move_margin * seconds_to_move
         start = elapsed + wait + move
@@ -351,7 +390,7 @@ class CmlfqPaper(slots.SlotScheduler):
     by_length = True
 
     def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
-        self.paths = evidence.PathStatistics(config)
+        self.paths = paths.PathStatistics(config)
         super().__init__(config, degrees=degrees, learner=self.paths)
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, prefix_tree
+from libra_jax.scheduling import evidence, paths, prefix_tree
 
 BUCKETS = 3
 
@@ -53,7 +53,7 @@ class State:
 
     Attributes:
       tool: name of the tool that returned.
-      size_class: size class of its payload (`evidence.causal_key`).
+      size_class: size class of its payload (`paths.causal_key`).
       status: outcome of the call.
       count: number of returns.
       mean: mean tokens left.
@@ -116,10 +116,10 @@ def measure(
       rollouts: rollouts in the order in which they were trained.
       config: the scheduler's settings; None takes the defaults.
     """
-    left: dict[evidence.Key, list[int]] = collections.defaultdict(list)
+    left: dict[paths.Key, list[int]] = collections.defaultdict(list)
     for one in rollouts:
         for state, remaining in zip(one.returns, _remaining(one), strict=True):
-            left[evidence.causal_key(state)].append(remaining)
+            left[paths.causal_key(state)].append(remaining)
     if not left:
         return None
     every = sorted(itertools.chain.from_iterable(left.values()))
@@ -137,8 +137,8 @@ def measure(
 
 def told(size_class: int) -> str:
     """Returns the range of tokens of a payload-size class, as text."""
-    low = 2 ** (evidence.SMALLEST_BITS + size_class - 1)
-    if size_class == evidence.LARGEST_CLASS:
+    low = 2 ** (paths.SMALLEST_BITS + size_class - 1)
+    if size_class == paths.LARGEST_CLASS:
         return f"{low:,} and more"
     return f"{low:,} to {2 * low - 1:,}" if size_class else f"under {2 * low:,}"
 
@@ -153,7 +153,7 @@ class _Judge:
     def __init__(self, bounds: tuple[int, ...]) -> None:
         self._bounds = bounds
         size = len(bounds) + 1
-        self._after: dict[evidence.Key, list[int]] = collections.defaultdict(lambda: [0] * size)
+        self._after: dict[paths.Key, list[int]] = collections.defaultdict(lambda: [0] * size)
         self._confusion = [[0] * size for _ in range(size)]
         self._right_by_state = 0
         self._sum = self._squares = self._errors = 0.0
@@ -169,7 +169,7 @@ class _Judge:
             if turn == len(one.returns):  # the last output ends the rollout
                 known.finish(track, generated)
                 for state, remaining in zip(one.returns, _remaining(one), strict=True):
-                    self._after[evidence.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
+                    self._after[paths.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
                 continue
             known.observe(track, one.returns[turn], generated)
             # Not even asked in the first step: a prediction is kept in the track and teaches when the track ends.
@@ -182,14 +182,14 @@ class _Judge:
                 likely[bisect.bisect_left(self._bounds, tokens)] += mass
             self._confusion[bucket][likely.index(max(likely))] += 1
             # The rival knows the causal state alone; before it has seen one it names the lowest bucket.
-            seen = self._after[evidence.causal_key(one.returns[turn])]
+            seen = self._after[paths.causal_key(one.returns[turn])]
             self._right_by_state += bucket == seen.index(max(seen))
             expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
             self._sum += remaining
             self._squares += remaining**2
             self._errors += (remaining - expected) ** 2
 
-    def quality(self, left: Mapping[evidence.Key, Sequence[int]]) -> PredictionQuality:
+    def quality(self, left: Mapping[paths.Key, Sequence[int]]) -> PredictionQuality:
         """Returns the quality of all predictions, given the tokens left after each causal state."""
         # The most frequent first; equally frequent ones by name, so that a report repeats exactly.
         states = []

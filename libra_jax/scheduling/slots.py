@@ -25,7 +25,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence
+from libra_jax.scheduling import buckets, evidence, paths
 
 AGES_SLACK = 1024
 """Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
@@ -38,7 +38,7 @@ UNPLANNED = (ENGINE_LOST, protocols.MoveReason.PREEMPTED, AGING)
 """Reasons of moves that are no choice of the policy between two instances, so that it expects no gain of them."""
 
 
-Learner = evidence.Evidence | evidence.PathStatistics
+Learner = evidence.Evidence | paths.PathStatistics
 """Learns from finished requests how long others will be."""
 
 
@@ -84,6 +84,7 @@ class SlotScheduler:
         self.servers: dict[str, buckets.Server] = {}
         self.buckets: list[buckets.Bucket] = []
         self._groups: dict[int, buckets.Group] = {}
+        self._rollouts: dict[str, buckets.Rollout] = {}
         self._tickets = 0  # drawn so far; the next request to wait gets one more
         self._front = 0  # the lowest ticket: displaced requests get tickets below all others
         self._seats = 0
@@ -126,6 +127,9 @@ class SlotScheduler:
         """
         return self.lends
 
+    def begins(self, request: buckets.Request) -> None:
+        """Takes in that a request is about to wait, having arrived or come back from a tool. Comes before `route`."""
+
     # Events (`protocols.Scheduler`).
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
@@ -167,13 +171,11 @@ class SlotScheduler:
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
-        # Evaluation requests share one group id, but no step waits for them together: each is a group of its own.
-        group = (
-            buckets.Group() if request.group_id == protocols.EVALUATION_GROUP else self._groups.get(request.group_id)
-        )
-        if group is None:
-            group = self._groups[request.group_id] = buckets.Group()
-        group.live += 1
+        rollout_id = request.rollout_id or request.request_id
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            rollout = self._rollouts[rollout_id] = buckets.Rollout(rollout_id, self._group(request.group_id), now)
+            rollout.group.live += 1
         # After a resume, or a failure, a request brings tokens along: turn and budget count from there.
         generated = request.generated_tokens
         item = buckets.Request(
@@ -181,19 +183,36 @@ class SlotScheduler:
             request.prompt_id,
             request.group_id,
             request.dispatch_version,
-            group,
-            now,
+            rollout,
             request.context_tokens,
             generated,
             turn_start=generated,
             remaining=float(generated),
             mark=generated,
         )
+        # Unknown after a restart, a parent leaves no trace: the request is placed as one that shares nothing.
+        parent = self.requests.get(request.parent)
+        if parent is not None and parent.context_at and request.shared_tokens:
+            item.context_at, item.inherited = parent.context_at, request.shared_tokens
         self.requests[request.request_id] = item
         if self.learner is not None:
-            item.track = self.learner.start(item.prompt_id, generated)
+            earlier = rollout.requests[0].track if rollout.requests else None
+            spent = sum(other.generated_tokens for other in rollout.requests)
+            item.track = self.learner.start(item.prompt_id, generated, request.segment, earlier, spent)
+        rollout.requests.append(item)
+        self.begins(item)
         self.wait(item, self.route(item, now), now)
         return self.place(now)
+
+    def _group(self, group_id: int) -> buckets.Group:
+        # Evaluation requests share one group id, but no step waits for them together: each rollout is a group of its
+        # own, which is in no table.
+        if group_id == protocols.EVALUATION_GROUP:
+            return buckets.Group()
+        group = self._groups.get(group_id)
+        if group is None:
+            group = self._groups[group_id] = buckets.Group()
+        return group
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         request = self.requests[request_id]
@@ -211,6 +230,7 @@ class SlotScheduler:
         if self.learner is not None:
             assert request.track is not None
             self.learner.observe(request.track, causal_state, request.generated_tokens)
+        self.begins(request)
         self.wait(request, self.route(request, now, returned=True), now)
         return self.place(now)
 
@@ -224,15 +244,24 @@ class SlotScheduler:
         request = self.requests.pop(request_id)
         request.generated_tokens = generated_tokens
         self.withdraw(request)
-        request.group.live -= 1
-        if not request.group.live:
-            self._groups.pop(request.group_id, None)  # groups of evaluation requests are not in the table
+        self._left(request)
         if self.learner is not None:
             assert request.track is not None
             # Held-out tasks must not teach: what is learnt steers training.
             learn = completed and request.group_id != protocols.EVALUATION_GROUP
             self.learner.finish(request.track, generated_tokens, learn=learn)
         return self.place(now)
+
+    def _left(self, request: buckets.Request) -> None:
+        """Takes a request off its rollout, and the rollout off its group when the last one is gone."""
+        rollout = request.rollout
+        rollout.requests.remove(request)
+        if rollout.requests:
+            return
+        del self._rollouts[rollout.rollout_id]
+        rollout.group.live -= 1
+        if not rollout.group.live:
+            self._groups.pop(request.group_id, None)  # groups of evaluation rollouts are not in the table
 
     def snapshot(self) -> Mapping[str, Any]:
         return self.learner.snapshot() if self.learner is not None else {}
@@ -266,6 +295,7 @@ class SlotScheduler:
         request.seated = self._seats
         request.server = server
         request.served_by = request.context_at = server.name
+        request.inherited = 0
         request.wanted = None
         server.decoding[request] = None
         self.buckets[server.level].occupy(server)

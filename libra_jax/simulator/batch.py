@@ -9,7 +9,8 @@ Prefill is chunked: it shares steps with decoding and makes them longer. Request
 are prefilled together. A returning request reuses the prefix of its context that its instance still holds. If room
 is needed, held prefixes are dropped, least recently used first. If there is no room for one more step, the latest
 arrival is pre-empted and prefilled again later. The common prompt of siblings is not shared, so each sibling pays
-for its own prefill.
+for its own prefill. A segment that begins like another one of its rollout reuses what the instance holds of that one.
+Both then occupy the cache with the tokens that they share, which a real engine would keep once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Request:
     """A request from its arrival to its departure; it has `length` tokens of context at step `since`."""
 
     name: str
-    trajectory: trajectory.Trajectory
+    segment: trajectory.Counted
     number: int
     length: int
     fresh: int
@@ -69,7 +70,7 @@ class Request:
     @property
     def key(self) -> tuple[str, int]:
         # With the life: a trajectory that began again shares no prefix with its former self.
-        return self.trajectory.trajectory_id, self.trajectory.life
+        return self.segment.key
 
     @property
     def unstreamed(self) -> int:
@@ -350,7 +351,7 @@ class Batch:
         requests: list[Request] = []
         while self._waiting and len(self._decoding) + len(requests) < self._slots:
             request = self._waiting[0]
-            held = min(self._held.get(request.key, 0), request.length)
+            held = self._prefix(request)
             # Even a fully cached context computes its last token again, to sample the next one.
             new = max(1, request.length - held)
             idle = not self._decoding and not requests
@@ -374,6 +375,18 @@ class Batch:
             # Tokens and attention are spread evenly over the chunks.
             steps = -(-tokens // chunk)
             self._prefill = Prefill(requests, steps, tokens / steps, seconds / steps)
+
+    def _prefix(self, request: Request) -> int:
+        """Returns the tokens at the beginning of the context whose keys and values the instance holds."""
+        held = min(self._held.get(request.key, 0), request.length)
+        segment, shared = request.segment, request.length
+        # What the segments before it left here serves as far as it is shared. Their own entries stay.
+        while segment.parent is not None:
+            shared, segment = min(shared, segment.shared), segment.parent
+            if segment.key in self._held:
+                self._held.move_to_end(segment.key)
+                held = max(held, min(self._held[segment.key], shared))
+        return held
 
     def _retire_leaving(self) -> None:
         """Removes ended and departed requests from the batch; holds their prefixes in case they return."""
@@ -425,7 +438,7 @@ class Batch:
         return steps
 
     def _hold(self, request: Request) -> None:
-        """Keeps a request's prefix while there is room, in case that its trajectory returns."""
+        """Keeps a request's prefix while there is room, in case that its segment returns."""
         # Popped first, so that it counts as the most recently used.
         self._held_tokens += request.length - self._held.pop(request.key, 0)
         self._held[request.key] = request.length

@@ -99,7 +99,7 @@ def lower_bound(
     drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
     groups = Groups(
         work=_work(drawn, slots, config, model),
-        train=np.array([model.train_seconds([script.context_tokens for script in group], devices) for group in drawn]),
+        train=np.array([model.train_seconds([script.own_tokens for script in group], devices) for group in drawn]),
         path=np.array([max(_path_seconds(script, config, model) for script in group) for group in drawn]),
     )
     end = run_seconds(groups, limits.groups_per_step, limits.max_staleness)
@@ -146,13 +146,15 @@ def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model
     degrees = set(config.rollout.tensor_parallel)
     step = min(model.fixed_seconds(degree, 1) for degree in degrees)
     each = min(model.context_seconds(degree) for degree in degrees)
-    seconds, cached, new = 0.0, 0, script.prompt_tokens
-    for turn in script.turns:
-        seconds += min(model.prefill_seconds(degree, new, cached) for degree in degrees)
+    seconds, outputs = 0.0, list(script.outputs())
+    for (turn, place, cached, new, goes_on), after in itertools.zip_longest(outputs, outputs[1:]):
+        seconds += min(model.prefill_seconds(degree, max(1, new), cached) for degree in degrees)
         steps = turn.generated_tokens - 1  # prefill samples the first token
-        context = cached + new
-        seconds += steps * (step + each * (context + 1 + (steps - 1) / 2)) + turn.tool_seconds
-        cached, new = context + turn.generated_tokens, max(1, turn.payload_tokens)
+        context = cached + max(1, new)
+        seconds += steps * (step + each * (context + 1 + (steps - 1) / 2))
+        # A tool that runs beside the outputs of other segments may take no time of its own.
+        if not goes_on or after.segment == place:
+            seconds += turn.tool_seconds
     return seconds
 
 
@@ -167,11 +169,10 @@ def _work(
     rows = []
     for index, scripts_of_group in enumerate(drawn):
         for script in scripts_of_group:
-            before, fresh = 0, script.prompt_tokens
-            for turn in script.turns:
-                before += fresh
-                rows.append((index, turn.generated_tokens - 1, before, fresh))  # prefill samples the first token
-                before, fresh = before + turn.generated_tokens, max(1, turn.payload_tokens)
+            for turn, _, known, new, _ in script.outputs():
+                fresh = max(1, new)
+                # Prefill samples the first token.
+                rows.append((index, turn.generated_tokens - 1, known + fresh, fresh))
     group, *measured = np.array(rows).T
     tokens, starts, new = (values.astype(float) for values in measured)
     best: Values = np.zeros(len(drawn))

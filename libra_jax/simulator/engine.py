@@ -236,7 +236,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             if self._alive and before == "decoding":
                 self._settle(mine, self._steps + self._done())
             undelivered = [run for delta in mine.deltas for run in cast(trajectory.Runs, delta.policy_versions).runs()]
-            mine.trajectory.unstreamed = undelivered + mine.spans
+            mine.segment.unstreamed = undelivered + mine.spans
             mine.deltas.clear()
             mine.spans = []
             mine.state, mine.due = "gone", -1
@@ -254,18 +254,16 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         context = request.token_ids
         if not isinstance(context, trajectory.Context):
             raise protocols.LibraError(f"engine {self.name}: {request.request_id} is no simulated trajectory")
-        rollout = context.trajectory
-        turns, at = rollout.script.turns, context.turn
-        # A turn beyond the script is one stop token: a tool that timed out took the place of the script's end.
-        scripted = (max(1, turns[at].generated_tokens) if at < len(turns) else 1) - context.sampled
+        segment = context.segment
+        scripted = segment.scripted(context.turn) - context.sampled
         # What the request may still generate, by its own limit and by the engine's.
         limit = min(request.sampling.max_tokens, self._max_context - len(context))
         # Tokens that the last engine sampled and did not stream belong to this request now.
-        spans, rollout.unstreamed = rollout.unstreamed, []
+        spans, segment.unstreamed = segment.unstreamed, []
         already = sum(count for _, count in spans)
         made = batch.Request(
             name=request.request_id,
-            trajectory=rollout,
+            segment=segment,
             number=self._arrivals,
             length=len(context) + already,
             fresh=0 if already else context.fresh,

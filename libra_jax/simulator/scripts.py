@@ -9,11 +9,44 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from libra_jax import protocols
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A scripted segment after a rollout's first one (`protocols.Segment`).
+
+    Attributes:
+      parent: number of the segment with whose context it begins; None if it shares no token.
+      shared_tokens: first tokens of the parent's context that it shares.
+      prompt_tokens: own tokens before its first output.
+    """
+
+    parent: int | None
+    shared_tokens: int
+    prompt_tokens: int
+
+
+class Output(NamedTuple):
+    """One model output of a script, with the context that it continues.
+
+    Attributes:
+      turn: the output, and the tool return after it.
+      segment: number of its segment.
+      known: tokens of the context that had been computed before: earlier ones of the segment, or shared ones.
+      fresh: tokens of the context after those.
+      goes_on: whether the segment has a later output, and so the tool return is shown.
+    """
+
+    turn: protocols.Turn
+    segment: int
+    known: int
+    fresh: int
+    goes_on: bool
 
 
 @dataclass(frozen=True)
@@ -25,11 +58,30 @@ class Script:
       turns: model outputs and the tool returns that follow them, at least one; the last turn's return ends the rollout.
         A turn generates at least one token, the stop token. `tool` None is a turn that calls no tool.
       limit: one of `protocols.LIMITS` that ended the recorded rollout; None if no limit did.
+      segments: the segments after the first one; a parent comes before its children.
+      places: number of each turn's segment, from 0; empty if all are in the first one.
     """
 
     prompt_tokens: int
     turns: tuple[protocols.Turn, ...]
     limit: str | None = None
+    segments: tuple[Segment, ...] = ()
+    places: tuple[int, ...] = ()
+
+    def outputs(self) -> Iterator[Output]:
+        """Yields the outputs in order, each with its context."""
+        places = self.places or (0,) * len(self.turns)
+        last = {place: index for index, place in enumerate(places)}
+        lengths: dict[int, int] = {}
+        owed: dict[int, int] = {0: self.prompt_tokens}  # tokens that the next output of the segment sees first
+        for index, (turn, place) in enumerate(zip(self.turns, places, strict=True)):
+            if place and place not in lengths:
+                begun = self.segments[place - 1]
+                lengths[place], owed[place] = begun.shared_tokens, begun.prompt_tokens
+            known, fresh = lengths.get(place, 0), owed[place]
+            yield Output(turn, place, known, fresh, index < last[place])
+            lengths[place] = known + fresh + max(1, turn.generated_tokens)
+            owed[place] = turn.payload_tokens
 
     @property
     def generated_tokens(self) -> int:
@@ -38,9 +90,16 @@ class Script:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the whole context when the rollout ends, without the last turn's tool return, which is never
-        shown."""
-        return self.prompt_tokens + self.generated_tokens + sum(turn.payload_tokens for turn in self.turns[:-1])
+        """Tokens of the longest context, without a last turn's tool return, which is never shown."""
+        return max(each.known + each.fresh + max(1, each.turn.generated_tokens) for each in self.outputs())
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of all segments, shared ones counted once: those that training processes.
+
+        Equal to `context_tokens` if there is one segment.
+        """
+        return sum(each.fresh + max(1, each.turn.generated_tokens) for each in self.outputs())
 
 
 class Workload(Protocol):

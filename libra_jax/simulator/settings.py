@@ -24,6 +24,7 @@ IGNORED = (
     "model.compute_dtype",
     "model.param_dtype",
     "model.attention",
+    "gateway",
     "optimizer",
     "reward",
     "sandbox",

@@ -3,7 +3,8 @@
 A task is a prompt of the trace. Its first samples are the prompt's recorded trajectories, turn by turn. Further
 siblings are made from them. The whole rollout gets longer or shorter by a log-normal factor of mean 1. The factor is
 split between the number of turns and the tokens of each turn. A longer sibling tries again more often: its added
-turns repeat a recorded turn, and half of them fail.
+turns repeat a recorded turn, and half of them fail. A repeated turn belongs to the same segment of its rollout, so a
+longer sibling has longer segments, and not more of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from libra_jax import protocols
@@ -51,7 +53,18 @@ def read(path: Path) -> list[tuple[str, scripts.Script]]:
         # Other ends, such as an answer, follow from the script; a limit of the recorded run would not.
         finish = record.get("finish")
         limit = finish if finish in protocols.LIMITS else None
-        rows.append((record["prompt_id"], scripts.Script(max(1, record["prompt_tokens"]), turns, limit)))
+        further = tuple(
+            scripts.Segment(
+                segment["parent"],
+                segment["shared_tokens"],
+                # A context of no token at all could not be continued.
+                segment["prompt_tokens"] or int(not segment["shared_tokens"]),
+            )
+            for segment in record.get("segments", ())[1:]
+        )
+        places = tuple(turn.get("segment", 0) for turn in record["turns"]) if further else ()
+        prompt_tokens = max(1, record["prompt_tokens"])
+        rows.append((record["prompt_id"], scripts.Script(prompt_tokens, turns, limit, further, places)))
     return rows
 
 
@@ -99,12 +112,16 @@ def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool
 
 
 def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.Random) -> scripts.Script:
-    """Returns another rollout of the prompt of `script`, varied by `sigma`, with a context of at most `max_context`."""
+    """Returns another rollout of the prompt of `script`, varied by `sigma`, with a context of at most `max_context`.
+
+    Segments keep their order, and the length of a segment follows its turns. A segment that loses all its turns is
+    left out, unless another one begins with its context.
+    """
     factor = math.exp(sigma * rng.gauss(0.0, 1.0) - sigma**2 / 2.0)  # of mean 1
     turn_factor, token_factor = factor**TURN_SHARE, factor ** (1.0 - TURN_SHARE)
-    *before, last = script.turns
+    *before, last = zip(script.turns, script.places or (0,) * len(script.turns), strict=True)
     wanted = max(0, round(len(script.turns) * turn_factor) - 1)
-    turns: list[protocols.Turn] = []
+    turns: list[tuple[protocols.Turn, int]] = []
     if wanted <= len(before):
         turns = [before[index] for index in sorted(rng.sample(range(len(before)), wanted))] if before else []
     elif before:
@@ -112,27 +129,70 @@ def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.
         again = [0] * len(before)
         for _ in range(wanted - len(before)):
             again[rng.randrange(len(before))] += 1
-        for turn, times in zip(before, again, strict=True):
-            turns.append(turn)
+        for (turn, place), times in zip(before, again, strict=True):
+            turns.append((turn, place))
             for _ in range(times):
                 failed = turn.tool is not None and rng.random() < 0.5
-                turns.append(dataclasses.replace(turn, status="failure") if failed else turn)
+                turns.append((dataclasses.replace(turn, status="failure") if failed else turn, place))
     varied, each = [], sigma * TURN_SIGMA
-    for turn in (*turns, last):
+    for turn, place in (*turns, last):
         jitter = math.exp(each * rng.gauss(0.0, 1.0) - each**2 / 2.0)
         generated = max(1, round(turn.generated_tokens * token_factor * jitter))
         seconds = round(turn.tool_seconds * jitter, 6)
-        varied.append(dataclasses.replace(turn, generated_tokens=generated, tool_seconds=seconds))
-    *varied, last = varied
-    # The last turn is kept in any case; earlier turns are cut to make room.
-    room = max_context - script.prompt_tokens - last.generated_tokens
-    kept = []
-    for turn in varied:
-        room -= turn.generated_tokens + turn.payload_tokens
-        if room <= 0:
-            break
-        kept.append(turn)
-    return scripts.Script(script.prompt_tokens, (*kept, last))
+        varied.append((dataclasses.replace(turn, generated_tokens=generated, tool_seconds=seconds), place))
+    return _fitting(script, varied, max_context)
+
+
+def _fitting(script: scripts.Script, turns: Sequence[tuple[protocols.Turn, int]], max_context: int) -> scripts.Script:
+    """Returns the script with these turns instead, each with its segment, and no context above `max_context`.
+
+    The last turn is kept in any case; earlier turns of its segment are cut to make room. A segment shares no more
+    than its parent has left.
+    """
+    *before, (last, place_of_last) = turns
+    begun: dict[int, scripts.Segment] = {}
+    contexts = {0: script.prompt_tokens}
+    kept: list[tuple[protocols.Turn, int]] = []
+    full: set[int] = set()
+
+    def begin(place: int) -> None:
+        """Begins a segment, and the one whose context it begins with."""
+        if place in contexts:
+            return
+        segment = script.segments[place - 1]
+        if segment.parent is not None:
+            begin(segment.parent)
+            shared = min(segment.shared_tokens, contexts[segment.parent])
+            # The tokens that its parent lost are its own now: the child begins with as long a context as before.
+            own = segment.prompt_tokens + segment.shared_tokens - shared
+            segment = dataclasses.replace(segment, shared_tokens=shared, prompt_tokens=own)
+        begun[place] = segment
+        contexts[place] = segment.shared_tokens + segment.prompt_tokens
+
+    for turn, place in before:
+        begin(place)
+        # Without room for one more turn a segment ends, and those that begin later go on.
+        after = contexts[place] + turn.generated_tokens + turn.payload_tokens
+        if place in full or after + (last.generated_tokens if place == place_of_last else 0) >= max_context:
+            full.add(place)
+            continue
+        contexts[place] = after
+        kept.append((turn, place))
+    begin(place_of_last)
+    kept.append((last, place_of_last))
+    if not script.segments:
+        return scripts.Script(script.prompt_tokens, tuple(turn for turn, _ in kept))
+    # Segments are numbered by their place in the list, so those that never began leave no gap.
+    numbers = {0: 0, **{place: number for number, place in enumerate(sorted(begun), start=1)}}
+    segments = tuple(
+        dataclasses.replace(begun[place], parent=None if parent is None else numbers[parent])
+        for place in sorted(begun)
+        for parent in (begun[place].parent,)
+    )
+    places = tuple(numbers[place] for _, place in kept)
+    return scripts.Script(
+        script.prompt_tokens, tuple(turn for turn, _ in kept), None, segments, places if segments else ()
+    )
 
 
 # Cached, because each script is asked for alone, and a shuffle costs the whole order.

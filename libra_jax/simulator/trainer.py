@@ -119,7 +119,7 @@ class Trainer:
 
     async def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> Mapping[str, float]:
         """Takes one step's time on given sequences."""
-        await self._train([len(sequence.token_ids) for sequence in sequences])
+        await self._train([training_side.own_tokens(sequence) for sequence in sequences])
         return {"loss": 0.0}
 
     async def train_step(
@@ -127,7 +127,7 @@ class Trainer:
     ) -> Mapping[str, float]:
         """Takes one step's time and logs the batch. Computes late shares itself."""
         trajectories = training_side.trained(batch, self.masks)
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        lengths = [training_side.own_tokens(trajectory) for trajectory in trajectories]
         core, parts = training_side.split(lengths, shares)
         computed = {"": list(core)}
         # The core's own part first, as in a real step: shares arrive meanwhile and are added at its end.
@@ -155,7 +155,7 @@ class Trainer:
         self.log.parts.append({who: [names[index] for index in part] for who, part in computed.items()})
         for name in itertools.chain.from_iterable(self.log.parts[-1].values()):
             self.log.trained[name] = self.log.trained.get(name, 0) + 1
-        self.log.generated += sum(trajectory.generated_tokens for trajectory in trajectories)
+        self.log.generated += sum(trajectory.sampled_tokens for trajectory in trajectories)
         self.log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
         return {"loss": 0.0, **(counts if shares else {})}

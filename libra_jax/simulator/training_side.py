@@ -84,6 +84,11 @@ def trained(batch: protocols.TrainBatch, masks: Masks | None) -> list[protocols.
     return [trajectory for trajectory in every if masks is None or not masks(trajectory.finish)]
 
 
+def own_tokens(trajectory: protocols.Trajectory) -> int:
+    """Returns the tokens of a trajectory that training processes: those of all its segments, shared ones once."""
+    return sum(len(segment.token_ids) for segment in trajectory.segments)
+
+
 def split(lengths: Sequence[int], shares: Sequence[protocols.Share]) -> tuple[list[int], dict[str, list[int]]]:
     """Returns the sequences of the core trainer, and those of each worker. Sequences are dealt in turn, so that each
     part has all lengths.
@@ -206,7 +211,7 @@ class TrainingSide(protocols.TrainingSide):
         began = asyncio.get_running_loop().time()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the training side of {self.worker} holds version {self._version}")
-        lengths = [len(trajectory.token_ids) for trajectory in trained(batch, self.masks)]
+        lengths = [own_tokens(trajectory) for trajectory in trained(batch, self.masks)]
         # Trainer and workers split by the same rule, so no list of sequences has to be sent.
         mine = split(lengths, shares)[1][self.worker]
         if not mine:

@@ -103,65 +103,61 @@ class Runs(Sequence[Any]):
 
 
 class Context(Sequence[int]):
-    """A trajectory's tokens at one moment, as a simulated engine is asked to continue them.
+    """A segment's tokens at one moment, as a simulated engine is asked to continue them.
 
     Attributes:
-      trajectory: owner of the tokens.
+      segment: owner of the tokens.
       turn: number of completed outputs, which is the index of the output to continue.
       sampled: tokens of that output which the context already holds.
       fresh: tokens at the end that no engine has seen: text since the last sampled token.
     """
 
-    __slots__ = ("_length", "fresh", "sampled", "trajectory", "turn")
+    __slots__ = ("_length", "fresh", "sampled", "segment", "turn")
 
-    def __init__(self, trajectory: Trajectory) -> None:
-        self.trajectory = trajectory
-        self.turn = trajectory.outputs
-        self.sampled = trajectory.sampled
-        self.fresh = trajectory.fresh
-        self._length = len(trajectory.token_ids)
+    def __init__(self, segment: Counted) -> None:
+        self.segment = segment
+        self.turn = segment.outputs
+        self.sampled = segment.sampled
+        self.fresh = segment.fresh
+        self._length = segment.context_tokens
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int | slice) -> Any:
-        # The trajectory may have grown since; this context keeps its length.
-        return self.trajectory.token_ids[: self._length][index]
+        # The segment may have grown since; this context keeps its length.
+        return _context_of(self.segment)[: self._length][index]
 
 
-class Trajectory(protocols.Trajectory):
-    """A `protocols.Trajectory` with counted tokens, and the script that it follows.
+class Counted(protocols.Segment):
+    """A `protocols.Segment` with counted tokens, and the lengths of its outputs.
 
-    Only `token_ids` is kept; the other per-token sequences are built from segments on request.
+    Only `token_ids` is kept; the other per-token sequences are built from parts on request.
 
     Attributes:
-      script: script of the rollout.
+      lengths: tokens of each output that the script has for the segment.
       outputs: number of completed model outputs (with their stop token).
       sampled: tokens of the output in progress.
       fresh: tokens at the end that no policy sampled.
-      life: number of times it was cleared, so that a prefix held for an earlier life is not reused.
+      life: number of times that the rollout was cleared, so that a prefix held for an earlier life is not reused.
       unstreamed: (version, tokens) that an engine sampled and had not streamed when the request left. A real engine
         streams every few tokens, a simulated one every thousand, so the next engine streams these as its own.
     """
 
-    def __init__(self, trajectory_id: str, prompt_id: str, *, script: scripts.Script) -> None:
+    parent: Counted | None
+
+    def _begin(self, trajectory_id: str, prompt_id: str, lengths: Sequence[int], index: int = 0) -> None:
         self.trajectory_id = trajectory_id
         self.prompt_id = prompt_id
-        self.index, self.parent, self.shared, self.branches = 0, None, 0, []
-        self.token_ids: Any = Runs(name=trajectory_id)
+        self.index, self.parent, self.shared = index, None, 0
+        self.lengths = lengths
+        self.token_ids: Any = Runs(name=self.name)
         self.turns = []
         self.routing = []
         self.reward = None
-        self.environment_reward = None
-        self.script = script
-        self.finish = None
-        self.metrics = {}
-        self.start_seconds = 0.0
-        self.seconds = 0.0
-        self.snapshot = None
         self.outputs = self.sampled = self.fresh = self.life = 0
         self.unstreamed: list[tuple[int, int]] = []
-        self._segments: list[tuple[protocols.TokenSource, int, protocols.TokenDelta | None]] = []
+        self._parts: list[tuple[protocols.TokenSource, int, protocols.TokenDelta | None]] = []
         self._generated = 0
 
     # By identity: the dataclass compares every field, which here would build the per-token ones, and has no hash.
@@ -169,19 +165,19 @@ class Trajectory(protocols.Trajectory):
     __hash__ = object.__hash__
 
     @property
-    def finish(self) -> str | None:
-        """How the rollout ended. A rollout that replays a script to its end reports the limit of the recorded
-        rollout."""
-        return self._finish
+    def key(self) -> tuple[str, int]:
+        """Name of the segment in its present life, under which an engine holds its keys and values."""
+        return self.name, self.life
 
-    @finish.setter
-    def finish(self, finish: str | None) -> None:
-        self._finish = self.script.limit or finish if finish == "answered" else finish
+    def scripted(self, output: int) -> int:
+        """Returns the tokens of an output. One beyond the script is one stop token: a tool that timed out took the
+        place of the script's end."""
+        return self.lengths[output] if output < len(self.lengths) else 1
 
     def append_text(self, token_ids: Sequence[int], source: protocols.TokenSource) -> None:
         count = len(token_ids)
         self.token_ids.extend(token_ids)
-        self._segments.append((source, count, None))
+        self._parts.append((source, count, None))
         self.fresh += count
 
     def append_sampled(self, delta: protocols.TokenDelta) -> None:
@@ -189,7 +185,7 @@ class Trajectory(protocols.Trajectory):
         if not count:
             return
         self.token_ids.extend(delta.token_ids)
-        self._segments.append((protocols.TokenSource.MODEL, count, delta))
+        self._parts.append((protocols.TokenSource.MODEL, count, delta))
         self._generated += count
         self.fresh = 0
         # A stop token ends the output; the next tokens belong to the next one.
@@ -197,15 +193,6 @@ class Trajectory(protocols.Trajectory):
             self.outputs, self.sampled = self.outputs + 1, 0
         else:
             self.sampled += count
-
-    def clear(self) -> None:
-        self.token_ids.clear()
-        self.turns.clear()
-        self._segments.clear()
-        self.outputs = self.sampled = self.fresh = self._generated = 0
-        self.unstreamed.clear()
-        self.seconds, self.snapshot = 0.0, None
-        self.life += 1
 
     def context(self) -> Context:
         return Context(self)
@@ -215,20 +202,16 @@ class Trajectory(protocols.Trajectory):
         return self._generated
 
     @property
-    def sampled_tokens(self) -> int:
-        return self._generated
-
-    @property
     def prompt_tokens(self) -> int:
-        return sum(count for source, count, _ in self._segments if source is protocols.TokenSource.PROMPT)
+        return sum(count for source, count, _ in self._parts if source is protocols.TokenSource.PROMPT)
 
     @property
     def sources(self) -> Any:  # type: ignore[override]
-        return Runs((int(source), count) for source, count, _ in self._segments)
+        return Runs((int(source), count) for source, count, _ in self._parts)
 
     @property
     def loss_mask(self) -> Any:  # type: ignore[override]
-        return Runs((delta is not None, count) for _, count, delta in self._segments)
+        return Runs((delta is not None, count) for _, count, delta in self._parts)
 
     @property
     def log_probs(self) -> Any:  # type: ignore[override]
@@ -241,12 +224,92 @@ class Trajectory(protocols.Trajectory):
     def _of_deltas(self, name: str, elsewhere: float) -> Runs:
         values = Runs()
         # Text was not sampled: it has no log-probability and no version.
-        for _, count, delta in self._segments:
+        for _, count, delta in self._parts:
             if delta is None:
                 values.append_run(elsewhere, count)
             else:
                 values.extend(getattr(delta, name))
         return values
+
+
+class Segment(Counted):
+    """A segment after the first one of its rollout."""
+
+    def __init__(self, rollout: Trajectory, lengths: Sequence[int]) -> None:
+        self._begin(rollout.trajectory_id, rollout.prompt_id, lengths, len(rollout.branches) + 1)
+        self.life = rollout.life
+
+
+class Trajectory(Counted, protocols.Trajectory):
+    """A `protocols.Trajectory` with counted tokens, and the script that it follows.
+
+    Attributes:
+      script: script of the rollout.
+      branches: the further segments that have begun, as in a real one.
+    """
+
+    branches: list[protocols.Segment]
+
+    def __init__(self, trajectory_id: str, prompt_id: str, *, script: scripts.Script) -> None:
+        self.script = script
+        self._begin(trajectory_id, prompt_id, self._lengths(0))
+        self.branches = []
+        self.environment_reward = None
+        self.finish = None
+        self.metrics = {}
+        self.start_seconds = 0.0
+        self.seconds = 0.0
+        self.snapshot = None
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def _lengths(self, place: int) -> tuple[int, ...]:
+        script = self.script
+        turns = zip(script.turns, script.places or (0,) * len(script.turns), strict=True)
+        return tuple(max(1, turn.generated_tokens) for turn, at in turns if at == place)
+
+    def begin(self, place: int, parent: Counted | None, shared: int) -> Segment:
+        """Begins the script's segment of this number, as `branch` does."""
+        made = Segment(self, self._lengths(place))
+        made.parent, made.shared = parent, shared
+        # As in `branch`: tokens shared with the parent's own beginning belong to the segment that holds them.
+        while made.parent is not None and shared <= made.parent.shared:
+            made.parent = made.parent.parent
+        if made.parent is None:
+            made.shared = 0
+        self.branches.append(made)
+        return made
+
+    @property
+    def finish(self) -> str | None:
+        """How the rollout ended. A rollout that replays a script to its end reports the limit of the recorded
+        rollout."""
+        return self._finish
+
+    @finish.setter
+    def finish(self, finish: str | None) -> None:
+        self._finish = self.script.limit or finish if finish == "answered" else finish
+
+    def clear(self) -> None:
+        self.token_ids.clear()
+        self.turns.clear()
+        self._parts.clear()
+        self.branches.clear()
+        self.outputs = self.sampled = self.fresh = self._generated = 0
+        self.unstreamed.clear()
+        self.seconds, self.snapshot = 0.0, None
+        self.life += 1
+
+
+def _context_of(segment: Counted) -> Any:
+    """Returns the tokens of the segment's context; the caller must not change them."""
+    if segment.parent is None:
+        return segment.token_ids
+    tokens = Runs(name=segment.name)
+    tokens.extend(_context_of(segment.parent)[: segment.shared])
+    tokens.extend(segment.token_ids)
+    return tokens
 
 
 @dataclass(eq=False)
@@ -289,10 +352,11 @@ class Book:
         """Returns the script of a live trajectory."""
         return self._alive[trajectory_id].script
 
-    def remaining(self, trajectory_id: str) -> int:
-        """Returns the tokens that the trajectory has yet to generate: the truth that only a simulator knows."""
-        trajectory = self._alive[trajectory_id]
-        return max(0, trajectory.script.generated_tokens - trajectory.generated_tokens)
+    def remaining(self, request_id: str) -> int:
+        """Returns the tokens that a segment has yet to generate: the truth that only a simulator knows."""
+        trajectory_id, _, index = request_id.partition("+")
+        segment: Any = self._alive[trajectory_id].segments[int(index or 0)]
+        return max(0, sum(segment.lengths) - segment.generated_tokens)
 
 
 class CountedText:
@@ -326,12 +390,14 @@ class ScriptedEnvironment:
 
     Attributes:
       book: trajectories of the run, which have the scripts.
-      running_tool: name of the tool that the last step called; empty if it called none.
+      running_tool: name of the tool that the last step called; empty if it called none. A step beside another one, of
+        another segment, that calls none leaves the other's.
     """
 
     book: Book
     running_tool: str = field(default="", init=False)
     _turn: int = field(default=0, init=False)
+    _steps: int = field(default=0, init=False)  # under way
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Shows a prompt of the scripted length."""
@@ -345,10 +411,15 @@ class ScriptedEnvironment:
         at, self._turn = self._turn, self._turn + 1
         if at < len(turns):  # else a tool that timed out took the place of the script's end
             turn = turns[at]
-            self.running_tool = turn.tool or ""
-            if turn.tool_seconds > 0:
-                await asyncio.sleep(turn.tool_seconds)
-        if self._turn >= len(turns):
+            if turn.tool or not self._steps:
+                self.running_tool = turn.tool or ""
+            self._steps += 1
+            try:
+                if turn.tool_seconds > 0:
+                    await asyncio.sleep(turn.tool_seconds)
+            finally:
+                self._steps -= 1
+        if at + 1 >= len(turns):
             return protocols.StepResult(done=True, reward=float(int(output.rpartition("/")[2]) % 2))
         payload = str(turn.payload_tokens)
         if turn.tool is None:

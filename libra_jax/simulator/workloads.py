@@ -7,6 +7,8 @@ The synthetic workloads are shaped like the figures that Libra's authors publish
   under 8k, returns of 12.5k to about 21k, and repeated failures to more than 40k.
 * `search`. Published: short trajectories, and 91% of requests sent to the right bucket at their first tool return.
 * `math`. Published: long outputs without tools. Nothing tells a long output from a short one before it ends.
+* `agents`. The rollouts of `swe` by an agent that summarises its history when the context has grown, and leaves some
+  work to sub-agents. Its figures are ours (`COMPACTION_TOKENS` and what follows it); nothing published is behind them.
 
 A trajectory's length is mostly drawn for each sample, and only weakly for its prompt. So siblings differ nearly as
 much as strangers, and only the tool returns tell them apart. `variation` widens or narrows that difference. A script
@@ -138,7 +140,67 @@ def mathematics(draw: _Draw, progress: float) -> scripts.Script:
     return scripts.Script(_log_normal(draw.prompt, 200, 0.4, 1_000), (protocols.Turn(total),))
 
 
-SHAPES: dict[str, Callable[[_Draw, float], scripts.Script]] = {"swe": swe, "search": search, "math": mathematics}
+COMPACTION_TOKENS = 16_000
+"""Context at which the agent of `agents` summarises its history."""
+
+SUMMARY_TOKENS = 800
+"""Median tokens of a summary."""
+
+DELEGATED = 0.06
+"""Share of turns after which that agent calls a sub-agent for the next turns."""
+
+SUB_AGENT_TURNS = (2, 8)
+"""Fewest and most turns of a sub-agent."""
+
+SUB_AGENT_PROMPT, SHARED_PROMPT = 900, 400
+"""Tokens of a sub-agent's prompt, and of its beginning that all prompts share: the tools."""
+
+
+def agents(draw: _Draw, progress: float) -> scripts.Script:
+    """Returns a software-engineering rollout whose turns are spread over segments."""
+    plain = swe(draw, progress)
+    *before, last = plain.turns
+    rng, prompt = draw.sample, plain.prompt_tokens
+    turns: list[protocols.Turn] = []
+    places: list[int] = []
+    segments: list[scripts.Segment] = []
+    main, context = 0, prompt  # the main line's present segment, and its context
+    index = 0
+
+    def add(turn: protocols.Turn, place: int) -> int:
+        """Adds a turn; returns the tokens that it adds to the context."""
+        turns.append(turn)
+        places.append(place)
+        return turn.generated_tokens + turn.payload_tokens
+
+    while index < len(before):
+        if context > COMPACTION_TOKENS:
+            summary = _log_normal(rng, SUMMARY_TOKENS, 0.3, 3_000)
+            add(protocols.Turn(summary), main)
+            segments.append(scripts.Segment(0, prompt, summary))
+            main, context = len(segments), prompt + summary
+        context += add(before[index], main)
+        index += 1
+        if rng.random() < DELEGATED and index + SUB_AGENT_TURNS[0] <= len(before):
+            report = _log_normal(rng, 400, 0.4, 2_000)
+            context += add(protocols.Turn(_log_normal(rng, 120, 0.4, 600), "task", "success", report, 0.1), main)
+            shared = min(SHARED_PROMPT, prompt)
+            segments.append(scripts.Segment(0, shared, SUB_AGENT_PROMPT - shared))
+            count = rng.randint(*SUB_AGENT_TURNS)
+            for turn in before[index : index + count]:
+                add(turn, len(segments))
+            add(protocols.Turn(report), len(segments))
+            index += count
+    add(last, main)
+    return scripts.Script(prompt, tuple(turns), None, tuple(segments), tuple(places) if segments else ())
+
+
+SHAPES: dict[str, Callable[[_Draw, float], scripts.Script]] = {
+    "swe": swe,
+    "search": search,
+    "math": mathematics,
+    "agents": agents,
+}
 
 
 @dataclass(frozen=True)
@@ -188,7 +250,7 @@ def _split(total: int, count: int, rng: random.Random) -> list[int]:
 class WorkloadConfig:
     """The simulated work."""
 
-    shape: str = "swe"  # swe, search, math (synthetic), or trace
+    shape: str = "swe"  # swe, search, math, agents (synthetic), or trace
     trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
     variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
     shuffle: bool = True  # trace: new order of prompts for each pass; False keeps the file's order

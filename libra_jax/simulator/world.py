@@ -25,7 +25,7 @@ from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
 from libra_jax.scheduling import baselines
-from libra_jax.simulator import clock, engine, results, scripts, trainer, training_side, trajectory
+from libra_jax.simulator import branching, clock, engine, results, scripts, trainer, training_side, trajectory
 
 MakeScheduler = Callable[[costs.SchedulingCosts, baselines.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
@@ -231,6 +231,7 @@ def run(
             lambda: environment(book),
             trajectory.CountedText(),
             make_trajectory=book.make,
+            run_rollout=branching.run_rollout,
         ),
         make_scheduler(costs.SchedulingCosts(model), book.remaining),
         planned,

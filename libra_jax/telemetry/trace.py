@@ -4,12 +4,15 @@ A record is `{"trajectory_id", "prompt_id", "prompt_tokens", "turns": [{"generat
 "payload_tokens", "tool_seconds"}]}`, with `group_id`, `step`, `policy_version`, `reward`, `start_seconds` and a turn's
 `start_seconds` if they are known. A turn whose request moved between instances has `moves`, a list of {"source",
 "target", "reason", "expected_gain"} (`protocols.Move`). Unknown keys are kept.
+
+A rollout of several token segments (`protocols.Segment`) has `segments`, a list of {"parent", "shared_tokens",
+"prompt_tokens"}, and its turns name theirs in `segment`. Turns are in the order in which they began.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,45 @@ def _check_record(record: Mapping[str, Any], where: str) -> None:
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= MOST_SECONDS
         bounds = f"a number of at least 0 and at most {MOST_SECONDS:,.0f}"
         _check(number, here, f'"tool_seconds" must be {bounds}, not {seconds!r}')
+    _check_segments(record, turns, where)
+
+
+def _check_segments(record: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Checks the segments of a record, and that no segment begins with more than its parent held by then."""
+    segments = record.get("segments", [{"parent": None, "shared_tokens": 0, "prompt_tokens": record["prompt_tokens"]}])
+    if not isinstance(segments, list) or not segments:
+        raise DataError(f'{where}: "segments" must be a list with an object for each segment, not {segments!r:.40}')
+    for index, segment in enumerate(segments):
+        here = f"{where}, segment {index}"
+        _check(isinstance(segment, dict), here, "a segment must be a JSON object")
+        _check_count(segment, "shared_tokens", here)
+        _check_count(segment, "prompt_tokens", here)
+        parent, shared = segment.get("parent"), segment["shared_tokens"]
+        before = parent is None or (isinstance(parent, int) and not isinstance(parent, bool) and 0 <= parent < index)
+        earlier = f"the number of an earlier segment (below {index}) or null" if index else "null, as for any first one"
+        _check(before, here, f'"parent" must be {earlier}, not {parent!r:.40}')
+        _check(parent is not None or not shared, here, f'"shared_tokens" must be 0 without a "parent", not {shared}')
+    contexts: dict[int, int] = {}
+
+    def begin(index: int) -> None:
+        """Begins a segment, and the one whose context it begins with."""
+        if index in contexts:
+            return
+        parent, shared = segments[index]["parent"], segments[index]["shared_tokens"]
+        if parent is not None:
+            begin(parent)
+            here, held = f"{where}, segment {index}", contexts[parent]
+            most = f"at most {held}, the tokens of segment {parent} by then"
+            _check(shared <= held, here, f'"shared_tokens" must be {most}, not {shared}')
+        contexts[index] = shared + segments[index]["prompt_tokens"]
+
+    for number, turn in enumerate(turns):
+        place = turn.get("segment", 0)
+        whole = isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(segments)
+        known = f'one of the {len(segments)} of "segments", from 0' if "segments" in record else '0 without "segments"'
+        _check(whole, f"{where}, turn {number}", f'"segment" must be {known}, not {place!r:.40}')
+        begin(place)
+        contexts[place] += turn["generated_tokens"] + turn["payload_tokens"]
 
 
 def _check_count(holder: Mapping[str, Any], name: str, where: str) -> None:

@@ -1,8 +1,7 @@
 """Tokenizers: text round trips, and chat templates that are applied to increments only."""
 
-import json
-
 import pytest
+from chat_templates import save
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,27 +35,6 @@ QWEN = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-
-
-def save(folder, template, eos="<|im_end|>"):
-    """A byte-level BPE tokenizer directory, made here."""
-    hf = pytest.importorskip("tokenizers")
-    bpe = hf.Tokenizer(hf.models.BPE())
-    bpe.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = hf.decoders.ByteLevel()
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = hf.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=specials, initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet()
-    )
-    bpe.train_from_iterator(["user assistant system tool_response 12 34 error answer \n\n"] * 4, trainer)
-    bpe.add_tokens([hf.AddedToken(text, special=False, normalized=False) for text in (*MARKS, "<think>", "</think>")])
-    folder.mkdir(exist_ok=True)
-    bpe.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": "<|endoftext|>"}
-    if template:
-        settings["chat_template"] = template
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
 
 
 def test_tokens_that_are_no_characters_read_as_replacements():
@@ -138,7 +116,7 @@ def test_increments_put_together_are_what_the_template_renders_in_one_go(qwen):
         {"role": "assistant", "content": outputs[1]},
         {"role": "user", "content": "more"},
     ]
-    text = qwen._tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    text = qwen.hugging_face.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     assert tokens == qwen.encode(text)
 
 
@@ -171,6 +149,24 @@ def test_a_template_that_counts_turns_is_refused_as_not_incremental(tmp_path):
     )
     with pytest.raises(protocols.DataError, match="not incremental"):
         tokenizers.load(save(tmp_path, counting))
+
+
+def test_a_template_that_is_not_incremental_still_renders_whole_dialogues(tmp_path):
+    counting = (
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + (messages|length|string) + m.content + '<|im_end|>' -}}"
+        "{%- endfor -%}"
+    )
+    loaded = tokenizers.load(save(tmp_path, counting), incremental=False)
+    asked = [protocols.Message("user", "hi")]
+    whole = loaded.render(asked, first=True, generation_prompt=True)
+    assert loaded.decode(whole) == "<|im_start|>user1hi<|im_end|>"
+    assert loaded.dialogue([{"role": "user", "content": "hi"}]) == loaded.decode(whole)
+    with pytest.raises(protocols.DataError, match="not incremental"):
+        loaded.render(asked, first=False, generation_prompt=True)
+    folder = save(tmp_path, counting)
+    assert tokenizers.create(config.TaskConfig(tokenizer=""), folder, incremental=False).vocab_size > 256
+    with pytest.raises(protocols.DataError, match="not incremental"):
+        tokenizers.create(config.TaskConfig(tokenizer=""), folder)
 
 
 def test_a_template_that_ends_turns_in_plain_text_is_refused(tmp_path):

@@ -249,13 +249,14 @@ def read(path: str) -> dict[str, Any]:
 def check_whole(trajectory: protocols.Trajectory) -> None:
     """A trajectory fit to train on: scored, its per-token lists aligned, every turn's tokens accounted for."""
     assert trajectory.reward is not None
-    lists = (trajectory.sources, trajectory.loss_mask, trajectory.log_probs, trajectory.policy_versions)
-    assert {len(values) for values in lists} == {len(trajectory.token_ids)}
-    taught = len(trajectory.token_ids) if "teacher/seconds" in trajectory.metrics else 0
-    assert len(trajectory.teacher_log_probs) == taught
-    assert sum(turn.generated_tokens for turn in trajectory.turns) == trajectory.generated_tokens
-    for version, sampled in zip(trajectory.policy_versions, trajectory.loss_mask, strict=True):
-        assert (version >= 0) == sampled
+    for segment in trajectory.segments:
+        lists = (segment.sources, segment.loss_mask, segment.log_probs, segment.policy_versions)
+        assert {len(values) for values in lists} == {len(segment.token_ids)}
+        taught = len(segment.token_ids) if "teacher/seconds" in trajectory.metrics else 0
+        assert len(segment.teacher_log_probs) == taught
+        assert sum(turn.generated_tokens for turn in segment.turns) == segment.generated_tokens
+        for version, sampled in zip(segment.policy_versions, segment.loss_mask, strict=True):
+            assert (version >= 0) == sampled
 
 
 def make_trainer(seconds: float = 0.05, chunks: int = 3, log: str = "") -> RecordingTrainer:
@@ -323,7 +324,11 @@ def make_config(**changes: Any) -> configuration.RunConfig:
 
 
 def engine_specs(config: configuration.RunConfig, count: int = 2, **arguments: Any) -> list[protocols.ActorSpec]:
-    rollout = {"slots": config.rollout.slots, "max_context": 256, "stream_interval": config.rollout.stream_interval}
+    rollout = {
+        "slots": config.rollout.slots,
+        "max_context": config.rollout.max_context,
+        "stream_interval": config.rollout.stream_interval,
+    }
     return [
         protocols.ActorSpec(
             f"engine-{index}",

@@ -42,7 +42,7 @@ STATUS = "docs/results/status.md"
 
 SECTIONS = (
     "model|task|tools|sandbox|reward|rollout|algorithm|critic|optimizer|trainer|warm_start|coordinator|scheduler|planner|elastic|"
-    "evaluation|checkpoint|cluster|telemetry|deadlines"
+    "evaluation|checkpoint|cluster|gateway|telemetry|deadlines"
 )
 VERL = ("algorithm.adv_estimator", "trainer.save_freq", "trainer.test_freq", "trainer.total_training_steps")
 """Names of verl's, in the page for those who come from there."""

@@ -47,6 +47,7 @@ def begun(tmp_path: pathlib.Path) -> pathlib.Path:
     ("name", "after", "values"),
     [
         ("telemetry.port", 8080, {"telemetry": config.TelemetryConfig(port=8080)}),
+        ("gateway.port", 8081, {"gateway": config.GatewayConfig(port=8081)}),
         ("deadlines.train_step", 60.0, {"deadlines": config.DeadlineConfig(train_step=60.0)}),
         ("evaluation.every", 5, {"evaluation": config.EvaluationConfig(every=5)}),
         ("checkpoint.every", 7, {"checkpoint": config.CheckpointConfig(every=7)}),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, prediction_quality
+from libra_jax.scheduling import paths, prediction_quality
 
 
 def rollout(prompt, step, turns):
@@ -129,7 +129,7 @@ def test_an_output_without_a_call_is_the_environments_return_as_in_the_agent_loo
 
 @pytest.mark.parametrize("payload", [0, 1, 63, 64, 127, 128, 5000, 100_000, 2**17, 2**20])
 def test_a_size_class_is_told_as_a_range_that_holds_its_payloads(payload):
-    _, size_class, _ = evidence.causal_key(protocols.CausalState("tool", payload, "success"))
+    _, size_class, _ = paths.causal_key(protocols.CausalState("tool", payload, "success"))
     text = prediction_quality.told(size_class).replace(",", "")
     numbers = [int(word) for word in text.split() if word.isdigit()]
     if text.startswith("under"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, prefix_tree
+from libra_jax.scheduling import evidence, paths, prefix_tree
 
 EDGES = st.sampled_from(["a", "b", ("c", 1, "success")])
 PATHS = st.lists(EDGES, max_size=4)
@@ -187,7 +187,7 @@ def test_siblings_that_finished_before_a_restart_are_siblings_still():
 
 def test_payload_sizes_fall_into_octaves():
     states = [protocols.CausalState("tool", tokens, "success") for tokens in (0, 63, 64, 900, 1_000, 1_024, 10**9)]
-    assert [evidence.causal_key(state)[1] for state in states] == [0, 0, 1, 4, 4, 5, 12]
+    assert [paths.causal_key(state)[1] for state in states] == [0, 0, 1, 4, 4, 5, 12]
 
 
 # Predictions ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, prefix_tree
+from libra_jax.scheduling import evidence, paths, prefix_tree
 
 SETTLED = {"success": 20, "failure": 60}
 """Tokens that are left after such a return, whatever the prompt."""
@@ -18,7 +18,7 @@ OTHER = {"success": "failure", "failure": "success"}
 SIBLINGS = 4
 
 
-def observed(known: evidence.Evidence, prompt: str, status: str, before: int) -> evidence.Track:
+def observed(known: evidence.Evidence, prompt: str, status: str, before: int) -> paths.Track:
     """A request that called a tool after so many tokens."""
     track = known.start(prompt, 0)
     known.observe(track, protocols.CausalState("bash", 100, status), before)

@@ -25,6 +25,9 @@ from libra_jax.agents.sandbox import seccomp
 
 NAMES = ("bubblewrap", "container", "none")
 WORKSPACE = "/workspace"
+DOOR = "/libra"
+"""Where a sandbox finds the pool's folder of sockets (`pool.Sandbox.door`)."""
+
 NOBODY = 65534
 INSTALL = (
     "install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap or pacman -S bubblewrap), which the "
@@ -107,10 +110,17 @@ class Backend(abc.ABC):
     Attributes:
       limits: Limits of each sandbox.
       packages: Place in the sandbox of each directory with Python modules, by the directory of the host.
+      door: Folder of the host that each sandbox sees at `DOOR`, read-only. Empty: none.
     """
 
     limits: limits_module.Limits
     packages: Mapping[str, str]
+    door: str = ""
+
+    @property
+    def door_place(self) -> str:
+        """Where a sandbox finds `door`. Empty if a sandbox has the host's own network, and needs no door."""
+        return DOOR
 
     @abc.abstractmethod
     def launch(self, *, group: bool) -> Launch:
@@ -156,7 +166,13 @@ class Backend(abc.ABC):
 
 
 def make(
-    name: str, limits: limits_module.Limits, packages: tuple[str, ...], image: str, *, allow_unsafe: bool
+    name: str,
+    limits: limits_module.Limits,
+    packages: tuple[str, ...],
+    image: str,
+    *,
+    allow_unsafe: bool,
+    door: str = "",
 ) -> Backend:
     """Returns the backend with this name.
 
@@ -166,6 +182,7 @@ def make(
       packages: Directories of the host that are shown read-only and searched for Python modules.
       image: Container image with Python 3.11 and bash. Only the container backend reads it.
       allow_unsafe: Permits the backend "none".
+      door: Folder of the host whose sockets the sandboxes may connect to. Empty: none.
 
     Raises:
       ConfigError: The name is unknown, or a program that the backend needs is not installed.
@@ -180,17 +197,17 @@ def make(
             "none runs what a policy writes with all rights of this process; set sandbox.allow_unsafe=True if that is "
             "meant",
         )
-        return Unconfined(limits, {path: path for path in packages})
+        return Unconfined(limits, {path: path for path in packages}, door)
     places = {os.path.realpath(path): f"/packages/{number}" for number, path in enumerate(packages)}
     if name == "container":
         runtime = shutil.which("podman") or shutil.which("docker")
         if runtime is None:
             raise protocols.ConfigError("config.sandbox.backend: container needs podman or docker, and neither is here")
-        return Container(limits, places, runtime, image)
+        return Container(limits, places, runtime, image, door)
     program = shutil.which("bwrap")
     if program is None:
         raise protocols.ConfigError(f"config.sandbox.backend: bubblewrap is not here: {INSTALL}")
-    return Bubblewrap(limits, places, program)
+    return Bubblewrap(limits, places, program, door)
 
 
 class Bubblewrap(Backend):
@@ -201,8 +218,8 @@ class Bubblewrap(Backend):
     count its processes.
     """
 
-    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str], program: str) -> None:
-        super().__init__(limits, packages)
+    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str], program: str, door: str = "") -> None:
+        super().__init__(limits, packages, door)
         self._program = program
         # Older versions of bubblewrap lack some options, so its help text tells which ones exist.
         self._options = _help(program)
@@ -221,7 +238,8 @@ class Bubblewrap(Backend):
         # kernel's first choice to kill if memory runs out. Paths that only root reaches are mounted below /mnt first,
         # in a private mount namespace, while the process is still root.
         home = os.path.realpath(sys.base_prefix)
-        self._shown = {path: (path, place) for path, place in {home: home, **self.packages}.items()}
+        shown = {home: home, **self.packages, **({os.path.realpath(door): DOOR} if door else {})}
+        self._shown = {path: (path, place) for path, place in shown.items()}
         script, words = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; ", ["sh", "-c"]
         mounts = [_MAKE_ZERO] if self._zero else []
         for number, path in enumerate(self._shown if self._root else ()):
@@ -331,9 +349,11 @@ def _help(program: str) -> str:
 class Container(Backend):
     """Runs each sandbox as a podman or docker container. The runtime brings its own filter of system calls."""
 
-    def __init__(self, limits: limits_module.Limits, packages: Mapping[str, str], runtime: str, image: str) -> None:
+    def __init__(
+        self, limits: limits_module.Limits, packages: Mapping[str, str], runtime: str, image: str, door: str = ""
+    ) -> None:
         config.check(bool(image), "sandbox.image", "must name an image with Python 3.11 and bash")
-        super().__init__(limits, packages)
+        super().__init__(limits, packages, door)
         self._runtime, self._image = runtime, image
 
     def launch(self, *, group: bool) -> Launch:
@@ -349,6 +369,7 @@ class Container(Backend):
         command += [f"--shm-size={limits.workspace_mib}m"]
         command += [f"--tmpfs={WORKSPACE}:{size},exec", f"--tmpfs=/tmp:{size}", f"--workdir={WORKSPACE}"]
         command += [f"--volume={path}:{place}:ro" for path, place in self.packages.items()]
+        command += [f"--volume={self.door}:{DOOR}:ro"] if self.door else []
         program, environment = self._first_process(group=True)
         # The host's own Python is not in the image.
         command += [f"--env={key}={value}" for key, value in {**environment, "PATH": _PATH}.items()]
@@ -359,6 +380,11 @@ class Container(Backend):
 
 class Unconfined(Backend):
     """Runs code as a plain process, if neither other backend is available. It stops accidents, but no attacks."""
+
+    @property
+    def door_place(self) -> str:
+        """See `Backend`."""
+        return ""
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`."""

@@ -17,6 +17,9 @@ import dataclasses
 import functools
 import json
 import logging
+import shutil
+import tempfile
+import weakref
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,10 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
     """Runs untrusted code. Create it inside a coroutine and use it as `async with`.
 
     Not thread-safe: it belongs to one event loop. Every sandbox dies with the thread that runs this loop.
+
+    Attributes:
+      limits: Limits of each sandbox.
+      door: Folder of the host that each sandbox sees at `door_place`. A sandbox may connect to Unix sockets in it.
     """
 
     def __init__(
@@ -81,7 +88,14 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         """
         config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
-        self._backend = backends.make(backend, self.limits, packages, image, allow_unsafe=allow_unsafe)
+        # Sockets in this folder are a sandbox's only way out. Sandboxes see it read-only, and this user alone writes.
+        self.door = Path(tempfile.mkdtemp(prefix="libra-door-"))
+        self.door.chmod(0o755)
+        # Also for a pool that is never started, as those of a dry run.
+        weakref.finalize(self, shutil.rmtree, self.door, ignore_errors=True)
+        self._backend = backends.make(
+            backend, self.limits, packages, image, allow_unsafe=allow_unsafe, door=str(self.door)
+        )
         # Examinations of a policy's files have larger limits, so what fits a policy's sandbox fits theirs.
         grown = ("cpu_seconds", "memory_mib", "processes", "file_mib", "workspace_mib", "files")
         more = {name: 2 * getattr(self.limits, name) for name in grown}
@@ -101,6 +115,11 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         self._parent: Path | None = None
         self._closed = False
         self._faults = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
+
+    @property
+    def door_place(self) -> str:
+        """Where a sandbox finds the folder `door`. Empty if sandboxes have the host's network and need none."""
+        return self._backend.door_place
 
     async def __aenter__(self) -> Sandbox:
         await self.start()

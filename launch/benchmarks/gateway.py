@@ -1,0 +1,205 @@
+"""Measures the gateway: live sessions that ask by turns, their latency, and the memory that each costs.
+
+The gateway runs in a process of its own, with scripted sessions: an output is 16 pieces of text, made in no time. The
+figures are so those of HTTP, of the three APIs' forms and of the limits, without an engine and a chat template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import AsyncGenerator, Sequence
+from multiprocessing import connection
+from typing import Any
+
+import aiohttp
+import psutil
+
+from benchmarks import workload
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.gateway import server
+
+SESSIONS = 1000
+REQUESTS = 5
+"""Requests of a session, one after another; each sends the whole dialogue so far, with a tool's result of 1 kB."""
+
+PACED = 150.0
+"""Requests a second at which latency is measured beside the flood, in which all sessions ask at once."""
+
+PIECES = 16
+DEADLINE_SECONDS = 120.0
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "shell", "description": "Runs a command.", "parameters": {"type": "object"}},
+}
+
+
+def measure(rounds: int) -> workload.Figures:
+    """Runs all sessions in rounds, each with fresh ones: a flood, a flood of streams, and paced requests.
+
+    Args:
+      rounds: number of rounds.
+    """
+    # Spawned: a fork would count this process's memory as the gateway's.
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        url = _receive(ours)
+        return _figures(url, ours, rounds)
+    finally:
+        ours.send(None)
+        process.join(DEADLINE_SECONDS)
+        if process.is_alive():
+            process.kill()
+
+
+def _figures(url: str, pipe: connection.Connection, rounds: int) -> workload.Figures:
+    kinds = {"flood": (False, 0.0), "streams": (True, 0.0), "paced": (False, PACED)}
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    latencies: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
+    grown, live = [], []
+    _ask(pipe, "open")  # a round to warm up does not count
+    asyncio.run(_agents(url, pipe, streams=True, rate=0.0))
+    first = _ask(pipe, "close")
+    for _ in range(rounds):
+        for kind, (streams, rate) in kinds.items():
+            before = _ask(pipe, "open")
+            seconds, found, during = asyncio.run(_agents(url, pipe, streams=streams, rate=rate))
+            after = _ask(pipe, "close")
+            rates[kind].append(SESSIONS * REQUESTS / seconds)
+            latencies[kind] += found
+            cpu[kind].append((during["cpu"] - before["cpu"]) / (SESSIONS * REQUESTS))
+            live.append((during["rss"] - before["rss"]) / SESSIONS)
+        grown.append(f"{(after['rss'] - first['rss']) / 1e6:.1f}")
+    figures: dict[str, float | str] = {"sessions": SESSIONS, "requests_a_session": REQUESTS, "rounds": rounds}
+    for kind in kinds:
+        ordered = statistics.quantiles(latencies[kind], n=100)
+        figures |= {
+            f"{kind}_requests_per_second": statistics.median(rates[kind]),
+            f"{kind}_p50_milliseconds": 1e3 * ordered[49],
+            f"{kind}_p99_milliseconds": 1e3 * ordered[98],
+            f"{kind}_cpu_milliseconds_a_request": 1e3 * statistics.median(cpu[kind]),
+        }
+    figures["kilobytes_a_live_session"] = max(live) / 1e3
+    figures["megabytes_grown_after_each_round"] = ", ".join(grown)
+    return figures
+
+
+def _receive(pipe: connection.Connection) -> Any:
+    if not pipe.poll(DEADLINE_SECONDS):
+        raise protocols.DeadlineMissed("the gateway's process did not answer")
+    return pipe.recv()
+
+
+def _ask(pipe: connection.Connection, command: str) -> dict[str, float]:
+    """Opens or closes the sessions, or does nothing; returns the gateway's memory in bytes and CPU time in seconds."""
+    pipe.send(command)
+    found: dict[str, float] = _receive(pipe)
+    return found
+
+
+# Agents ---------------------------------------------------------------------------------------------------------------
+
+
+async def _agents(
+    url: str, pipe: connection.Connection, *, streams: bool, rate: float
+) -> tuple[float, Sequence[float], dict[str, float]]:
+    """Runs one agent a session; returns the seconds of all, those of each request, and the gateway with all connected.
+
+    Args:
+      url: base URL of the gateway.
+      pipe: to the gateway's process.
+      streams: True asks for streams.
+      rate: requests a second of all agents; 0: as fast as answers come.
+    """
+    latencies: list[float] = []
+    chance, opened = random.Random(0), time.perf_counter()
+
+    async def agent(client: aiohttp.ClientSession, number: int) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Repair it. " * 40}]
+        window = SESSIONS * REQUESTS / rate if rate else 0.0
+        starts = sorted(chance.uniform(0, window) for _ in range(REQUESTS))
+        for turn, start in enumerate(starts):
+            await asyncio.sleep(max(0.0, start - (time.perf_counter() - opened)))
+            body = {"model": "m", "messages": messages, "tools": [TOOL], "stream": streams}
+            began = time.perf_counter()
+            headers = {"Authorization": f"Bearer {_secret(number)}"}
+            async with client.post(f"{url}/chat/completions", json=body, headers=headers) as answer:
+                content = await answer.read()
+            latencies.append(time.perf_counter() - began)
+            if answer.status != 200:
+                raise protocols.LibraError(f"the gateway answered {answer.status}: {content[:200]!r}")
+            call = {"id": f"call_{turn}", "type": "function", "function": {"name": "shell", "arguments": "{}"}}
+            messages += [
+                {"role": "assistant", "content": "x" * 8 * PIECES, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": f"call_{turn}", "content": "y" * 1000},
+            ]
+
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=DEADLINE_SECONDS)
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_SECONDS)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+        await asyncio.gather(*(agent(client, number) for number in range(SESSIONS)))
+        seconds = time.perf_counter() - opened
+        return seconds, latencies, _ask(pipe, "look")
+
+
+def _secret(number: int) -> str:
+    return f"secret-of-session-{number:06}"
+
+
+# The gateway's process ------------------------------------------------------------------------------------------------
+
+
+class _Session:
+    """A session that says the same each time (`protocols.Conversation`)."""
+
+    async def reply(
+        self, request: protocols.ChatRequest
+    ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
+        for _ in range(PIECES):
+            yield protocols.ContentDelta("x" * 8)
+        message = protocols.Message("assistant", "x" * 8 * PIECES)
+        yield protocols.Reply(message, "stop", 500, PIECES)
+
+
+class _Sessions:
+    """The sessions by their secrets (`protocols.Conversations`)."""
+
+    model = "scripted"
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, _Session] = {}
+
+    def find(self, secret: str) -> protocols.Conversation | None:
+        return self.sessions.get(secret)
+
+
+def _serve(pipe: connection.Connection) -> None:
+    async def run() -> None:
+        sessions = _Sessions()
+        gateway = server.Server(sessions, configuration.GatewayConfig())
+        pipe.send(await gateway.start())
+        loop, process = asyncio.get_running_loop(), psutil.Process()
+        while (command := await loop.run_in_executor(None, pipe.recv)) is not None:
+            if command == "open":
+                sessions.sessions = {_secret(number): _Session() for number in range(SESSIONS)}
+            elif command == "close":
+                sessions.sessions = {}
+                await asyncio.sleep(0.5)  # closed connections are noticed
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # memory that is free, but not yet the kernel's, is no session's
+            times = process.cpu_times()
+            pipe.send({"rss": process.memory_info().rss, "cpu": times.user + times.system})
+        await gateway.stop()
+
+    asyncio.run(run())

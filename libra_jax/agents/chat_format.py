@@ -1,0 +1,327 @@
+"""How dialogues become tokens, and outputs become messages: the chat format of a model.
+
+A whole dialogue is rendered by the model's own chat template, with the arguments that vLLM's chat endpoint passes. A
+dialogue that goes on after an output is not rendered again: the sampled tokens stay, and only the text that the
+template writes after them is added. `extend` says when that is right, and `None` when it is not.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from libra_jax import protocols
+from libra_jax.agents import tokenizers
+
+
+class Parsing(Protocol):
+    """Makes a parser for each output."""
+
+    def __call__(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
+        """Returns a parser for one output, as `ChatFormat.parser` does."""
+        ...
+
+
+# Parsing --------------------------------------------------------------------------------------------------------------
+
+_LONGEST_CHARACTER = 4
+"""Most tokens that one character takes: UTF-8 has up to four bytes, and no token is less than a byte."""
+
+
+class TextStream:
+    """Decodes one output while its tokens arrive.
+
+    Each token is decoded together with the ones before it, because the first token of a text may decode differently
+    from a later one. Tokens that end inside a character wait for the rest of it. The text does not depend on how the
+    output is cut into pieces.
+    """
+
+    def __init__(self, tokenizer: protocols.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._ahead: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that further tokens complete."""
+        return "".join(self._next(token) for token in token_ids)
+
+    def _next(self, token: int) -> str:
+        self._ahead.append(token)
+        text = self._tokenizer.decode([*self._before, *self._ahead])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._ahead) < _LONGEST_CHARACTER:
+            return ""
+        return self._take(text)
+
+    def _take(self, text: str) -> str:
+        known = len(self._tokenizer.decode(self._before)) if self._before else 0
+        self._before, self._ahead = self._ahead, []
+        return text[known:]
+
+    def finish(self) -> str:
+        """Returns the text of tokens that still wait for the rest of a character."""
+        return self._take(self._tokenizer.decode([*self._before, *self._ahead])) if self._ahead else ""
+
+
+class TextParser:
+    """Passes the text of an output through: calls and reasoning stay in the content."""
+
+    def __init__(self, tokenizer: protocols.Tokenizer) -> None:
+        self._stream = TextStream(tokenizer)
+        self._text: list[str] = []
+
+    def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
+        """Returns the text that further tokens complete."""
+        return self._told(self._stream.feed(token_ids))
+
+    def finish(self) -> tuple[Sequence[protocols.MessageDelta], protocols.Message]:
+        """Returns the text held back, and the whole message."""
+        rest = self._told(self._stream.finish())
+        return rest, protocols.Message("assistant", "".join(self._text))
+
+    def _told(self, text: str) -> Sequence[protocols.MessageDelta]:
+        self._text += [text] if text else []
+        return [protocols.ContentDelta(text)] if text else []
+
+
+def text_parsing(tokenizer: protocols.Tokenizer) -> Parsing:
+    """Returns a maker of parsers that pass text through."""
+
+    def parser(tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
+        del tools, context
+        return TextParser(tokenizer)
+
+    return parser
+
+
+def call_id(context: Sequence[int], output: Sequence[int], index: int) -> str:
+    """Returns the id of a call: 9 letters and digits, which is the form that Mistral's templates demand.
+
+    It follows from the tokens before the call's output, the output, and the number of the call in it. So a replay
+    gives the same id, and no other call of the session has it.
+    """
+    digest = hashlib.sha256(array.array("q", (index, len(context), *context, *output)).tobytes())
+    return digest.hexdigest()[:9]
+
+
+class Parsers(NamedTuple):
+    """Names of vLLM's parsers of an output; empty for none.
+
+    Attributes:
+      tool: parser of tool calls.
+      reasoning: parser of reasoning.
+    """
+
+    tool: str = ""
+    reasoning: str = ""
+
+
+def parsers_of(template: str, header: str) -> Parsers:
+    """Returns the parsers that a chat template is certain to need.
+
+    A template shows the model how to write calls, and so tells more than an architecture: Qwen3 writes JSON, and
+    Qwen3-Coder, of the same architecture, XML.
+
+    Args:
+      template: the template's source.
+      header: text with which it begins an output.
+    """
+    tool = reasoning = ""
+    if "<tool_call>" in template and "<function=" in template:
+        tool = "qwen3_xml"
+    elif "<tool_call>" in template and re.search(r'\\*"arguments\\*"', template) and "<arg_key>" not in template:
+        tool = "hermes"
+    elif "<|start_header_id|>" in template and re.search(r'\\*"parameters\\*": ', template):
+        tool = "llama3_json"
+    # Without a switch or an open mark, the model does not think, and the parser would take its answers for reasoning.
+    thinks = "enable_thinking" in template or header.rstrip().endswith("<think>")
+    if thinks and all(mark in template for mark in ("<|im_start|>", "</think>", "reasoning_content")):
+        reasoning = "qwen3"
+    return Parsers(tool, reasoning)
+
+
+# The character tokenizer ----------------------------------------------------------------------------------------------
+
+
+class CharacterFormat:
+    """The chat format of the character tokenizer.
+
+    Its template writes the messages one after the other, so each dialogue that goes on extends the one before. It
+    writes no tools: a task states them in its prompt. Structured calls are written as Hermes writes them, and reasoning
+    in front of the content, between `<think>` and `</think>`.
+    """
+
+    def __init__(self, tokenizer: tokenizers.CharacterTokenizer, parsing: Parsing | None = None) -> None:
+        """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
+        self._tokenizer = tokenizer
+        self._parsing = parsing or text_parsing(tokenizer)
+        self.stop_token_ids = tokenizer.stop_token_ids
+
+    def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
+        """Returns the tokens of a whole dialogue, up to the assistant's role token.
+
+        Raises:
+          DataError: A message has an unknown role.
+        """
+        del tools
+        plain = [protocols.Message(message.role, _character_text(message)) for message in messages]
+        return self._tokenizer.render(plain, first=True, generation_prompt=True)
+
+    def extend(
+        self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
+    ) -> list[int] | None:
+        """Returns the tokens of the messages after the first `known`, up to the assistant's role token.
+
+        Raises:
+          DataError: A message has an unknown role.
+        """
+        return self.render(messages[known:], tools)
+
+    def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
+        """Returns a parser for one output."""
+        return self._parsing(tools, context)
+
+
+def _character_text(message: protocols.Message) -> str:
+    thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+    calls = (
+        json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
+        for call in message.tool_calls
+    )
+    parts = [message.content] if message.content else []
+    return thought + "\n".join([*parts, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
+
+
+# Hugging Face ---------------------------------------------------------------------------------------------------------
+
+
+class HuggingFaceFormat:
+    """The chat format of a Hugging Face tokenizer: its chat template.
+
+    Tokens of a whole dialogue equal those that vLLM's chat endpoint gives the model.
+    """
+
+    def __init__(self, tokenizer: tokenizers.HuggingFaceTokenizer, parsing: Parsing | None = None) -> None:
+        """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
+        self._tokenizer = tokenizer
+        self._parsing = parsing or text_parsing(tokenizer)
+        self.stop_token_ids = tokenizer.stop_token_ids
+        self._ends = tuple(tokenizer.decode([token]) for token in self.stop_token_ids)
+
+    def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
+        """Returns the tokens of a whole dialogue, up to the header after which the assistant writes.
+
+        Raises:
+          DataError: The template refuses the messages.
+        """
+        return self._tokenizer.encode(self._text(messages, tools))
+
+    def extend(
+        self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
+    ) -> list[int] | None:
+        """Returns the tokens after the stop token of the output `messages[known - 1]`.
+
+        Compared is what the template writes for all messages with what the model saw:
+        - before the output, the text has to be the one that the output followed, character by character;
+        - of the output, its reasoning, content and calls have to be there still. White space does not count, nor how
+          the template writes the calls' JSON, because the sampled tokens stay;
+        - the text after the output is taken as it is.
+
+        Returns:
+          The tokens; None if the text differs.
+
+        Raises:
+          DataError: The template refuses the messages.
+        """
+        output = messages[known - 1]
+        seen, whole = self._text(messages[: known - 1], tools), self._text(messages, tools)
+        if not whole.startswith(seen):
+            return None
+        written, after = self._split(whole[len(seen) :])
+        if after is None or not self._keeps(output, written):
+            return None
+        return self._tokenizer.encode(after)
+
+    def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
+        """Returns a parser for one output."""
+        return self._parsing(tools, context)
+
+    def _split(self, text: str) -> tuple[str, str | None]:
+        """Returns the text before and after the first stop token's text. The latter is None without one."""
+        found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
+        if not found:
+            return text, None
+        at, end = min(found)
+        return text[:at], text[at + len(end) :]
+
+    def _keeps(self, output: protocols.Message, written: str) -> bool:
+        """Returns whether the template has written all of an output."""
+        squeezed = "".join(written.split())
+        parts = [output.reasoning, output.content, *(call.name for call in output.tool_calls)]
+        # An output that spells a stop token's text in other tokens would be cut in the middle.
+        if any(end in part for end in self._ends for part in (*parts, *(call.arguments for call in output.tool_calls))):
+            return False
+        return all("".join(part.split()) in squeezed for part in parts)
+
+    def _text(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> str:
+        """Returns the template's text of a dialogue, up to the header after which the assistant writes."""
+        offered = [_template_tool(tool) for tool in tools]
+        made = [_template_message(message) for message in messages]
+        try:
+            return self._tokenizer.dialogue(made, offered)
+        except protocols.DataError:
+            named = _named(made)
+            if named == made:
+                raise
+            return self._tokenizer.dialogue(named, offered)
+
+
+def _template_message(message: protocols.Message) -> Mapping[str, Any]:
+    """Returns a message as vLLM hands it to a chat template."""
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        # Templates take arguments as objects; vLLM parses the text of the API for them.
+        made["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        made["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        # Older templates read the second name.
+        made |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    return made
+
+
+def _named(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns the messages with the tool's name in each tool message, which clients leave out and Hermes demands.
+
+    Others would write the dialogue differently with it, so it is given to templates alone that refuse without.
+    """
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    return [
+        {**message, "name": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
+        for message in messages
+    ]
+
+
+def _template_tool(tool: protocols.ToolSpec) -> Mapping[str, Any]:
+    """Returns a tool as vLLM hands it to a chat template: what a request leaves out is None."""
+    function = {
+        "name": tool.name,
+        "description": tool.description or None,
+        "parameters": dict(tool.parameters) or None,
+    }
+    return {"type": "function", "function": function}
+
+
+def _arguments(call: protocols.ToolCall) -> Mapping[str, Any]:
+    """Returns a call's arguments as an object; empty if their text is no JSON object, as in vLLM."""
+    try:
+        value = json.loads(call.arguments or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

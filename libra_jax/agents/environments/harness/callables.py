@@ -1,0 +1,124 @@
+"""Runs an agent that is a Python function: in this process, or in a process with an interpreter of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines, resolving
+from libra_jax.agents.environments.harness import commands, jobs, processes, workspace
+
+_CHILD = str(Path(__file__).with_name("child.py"))
+_CALL = "call.json"
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """Runs a function in this process: an async one on the run's event loop, a plain one on a thread of its own.
+
+    This is the cheapest way: hundreds of agents share one process and its modules. The price: environment variables
+    belong to the process, so the function takes the endpoint as an argument. A thread that overruns its deadline cannot
+    be ended. It is left alone, and its next request to the closed session fails.
+
+    Attributes:
+      name: name of the function in the config.
+      function: called as `function(task, endpoint, **arguments)`; with the keyword `folder` too, if it has that
+        parameter: its working directory.
+      arguments: further arguments.
+      settings: what all programs share.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    settings: commands.Settings
+
+    async def run(self, job: jobs.Job) -> jobs.Finished:
+        """See `jobs.Runner`."""
+        loop, settings = asyncio.get_running_loop(), self.settings
+        began, given = loop.time(), dict(self.arguments)
+        if "folder" in inspect.signature(self.function).parameters:
+            given["folder"] = job.work
+        status: int | None = 0
+        verdict: object = None
+        try:
+            # A partial of an async function counts as async, so `call` takes both kinds.
+            call = deadlines.call(_bound(self.function, given), job.task, job.endpoint)
+            verdict = await deadlines.within(settings.seconds, call)
+        except deadlines.Overdue:
+            status = None
+        except (protocols.LibraError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise protocols.EnvironmentCrashed(
+                f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}: it {resolving.raised(error)}"
+            ) from error
+        files, refused = await deadlines.off_loop(workspace.collect, job.work, settings.collect, settings.most_bytes)
+        done = jobs.Finished(job.task, status, seconds=loop.time() - began, verdict=verdict)
+        return dataclasses.replace(done, files=files, refused=refused)
+
+
+def _bound(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        async def awaited(task: protocols.Task, endpoint: protocols.Endpoint) -> object:
+            return await function(task, endpoint, **given)
+
+        return awaited
+    return lambda task, endpoint: function(task, endpoint, **given)
+
+
+@dataclass(frozen=True)
+class InChild:
+    """Runs a function in a process of its own, under any interpreter. That one need not have this package.
+
+    The process has the variables of `Endpoint.environment()`, and the working directory of the rollout.
+
+    Attributes:
+      python: path of the interpreter, in a virtual environment for example.
+      function: its name, "package.module:function". Modules of the run's working directory are found too.
+      arguments: further arguments; JSON-able.
+      search: further directories of modules.
+      settings: what all programs share.
+    """
+
+    python: str
+    function: str
+    arguments: Mapping[str, Any]
+    search: Sequence[str]
+    settings: commands.Settings
+
+    async def run(self, job: jobs.Job) -> jobs.Finished:
+        """See `jobs.Runner`."""
+        told = job.root / "told"
+        asked = {
+            "function": self.function,
+            "arguments": dict(self.arguments),
+            "search": list(self.search),
+            "task": dataclasses.asdict(job.task),
+            "endpoint": dataclasses.asdict(job.endpoint),
+            "verdict": str(told / commands.VERDICT_FILE),
+        }
+        await deadlines.off_loop(_tell, told / _CALL, json.dumps(asked))
+        own = {"HOME": str(job.root / "home"), "TMPDIR": str(job.root / "tmp")}
+        ended = await processes.run(
+            [self.python, _CHILD, str(told / _CALL)],
+            environment=commands.variables(self.settings, job.endpoint, own),
+            cwd=job.work,
+            root=job.root,
+            seconds=self.settings.seconds,
+            most_bytes=self.settings.output_bytes,
+        )
+        return await deadlines.off_loop(commands.finished, job, self.settings, ended, told / commands.VERDICT_FILE)
+
+
+def _tell(path: Path, text: str) -> None:
+    path.parent.mkdir()
+    path.write_text(text)

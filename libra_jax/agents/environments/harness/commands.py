@@ -1,0 +1,169 @@
+"""Runs an agent as a program of its own: outside of any sandbox, or in a container. `keeper.py` ends its processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines
+from libra_jax.agents.environments.harness import jobs, processes, workspace
+
+KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables of this process that an agent gets. Others may hold keys of the run's user."""
+
+TASK_FILE, VERDICT_FILE = "task.json", "verdict.json"
+_LOOPBACK = "127.0.0.1,localhost,::1"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all programs of a harness share.
+
+    Attributes:
+      seconds: deadline of the agent in seconds.
+      output_bytes: bytes of each output that are kept.
+      collect: patterns of the files that the scorer gets.
+      most_bytes: most bytes of the working directory's files.
+      fields: fields of the task's payload that the agent gets as JSON.
+      variables: further environment variables.
+      files: field of the payload with files for the working directory.
+      template: directory that is copied into the working directory.
+    """
+
+    seconds: float
+    output_bytes: int
+    collect: Sequence[str] = ()
+    most_bytes: int = 2**25
+    fields: Sequence[str] = ()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    files: str = ""
+    template: str = ""
+
+
+def task_text(job: jobs.Job, fields: Sequence[str]) -> str:
+    """Returns the task as JSON, with the named fields of its payload.
+
+    Raises:
+      DataError: the payload lacks a field.
+    """
+    for name in fields:
+        if name not in job.task.payload:
+            raise protocols.DataError(f"task {job.task.prompt_id}: its payload has no field {name!r}")
+    return json.dumps({"prompt_id": job.task.prompt_id, **{name: job.task.payload[name] for name in fields}})
+
+
+def variables(settings: Settings, endpoint: protocols.Endpoint, places: Mapping[str, str]) -> dict[str, str]:
+    """Returns an agent's complete environment.
+
+    Args:
+      settings: settings with further variables, which come last.
+      endpoint: address of the session.
+      places: variables that name folders and files.
+    """
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    no_proxy = {"NO_PROXY": _LOOPBACK, "no_proxy": _LOOPBACK}
+    return {**kept, **no_proxy, **places, **endpoint.environment(), **settings.variables}
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container in which a command runs.
+
+    Attributes:
+      runtime: path of podman or docker.
+      image: the image. It is never pulled.
+      options: further words for `run`, such as "--memory=2g".
+      folder: where the working directory is in the container.
+    """
+
+    runtime: str
+    image: str
+    options: Sequence[str] = ()
+    folder: str = "/workspace"
+
+    def wrapped(
+        self, command: Sequence[str], environment: Mapping[str, str], root: Path
+    ) -> tuple[list[str], list[str]]:
+        """Returns the command that runs another one in a container, and the command that removes the container."""
+        name = f"libra-{uuid.uuid4().hex}"
+        words = [self.runtime, "run", "--rm", "--init", "--pull=never", f"--name={name}"]
+        # The gateway listens on the host's loopback, which a network of the container's own does not reach.
+        words += ["--network=host", f"--workdir={self.folder}", f"--volume={root / 'work'}:{self.folder}"]
+        words += [f"--volume={root / 'told'}:/libra"]
+        # By name alone: a value in the words would be readable in the list of processes.
+        words += [f"--env={name}" for name in environment]
+        return [*words, *self.options, self.image, *command], [self.runtime, "rm", "--force", name]
+
+
+@dataclass(frozen=True)
+class Command:
+    """Runs a command. See `jobs.Runner`.
+
+    Attributes:
+      command: words of the command, or a line for a shell; both with placeholders.
+      settings: what all programs share.
+      container: container in which it runs; None: outside of any.
+    """
+
+    command: Sequence[str] | str
+    settings: Settings
+    container: Container | None = None
+
+    async def run(self, job: jobs.Job) -> jobs.Finished:
+        """See `jobs.Runner`."""
+        settings, root, after = self.settings, job.root, [""][:0]
+        told = root / "told"
+        await deadlines.off_loop(_tell, told, task_text(job, settings.fields))
+        command = job.filled(self.command)
+        shown = "/libra" if self.container else str(told)
+        places = {"LIBRA_TASK_FILE": f"{shown}/{TASK_FILE}", "LIBRA_VERDICT_FILE": f"{shown}/{VERDICT_FILE}"}
+        own = {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
+        if self.container is not None:
+            inside = {**places, **job.endpoint.environment(), **settings.variables}
+            command, after = self.container.wrapped(command, inside, root)
+            # The runtime's client needs this process's own environment; the container gets only what `inside` names.
+            environment = {**os.environ, **inside}
+        else:
+            environment = variables(settings, job.endpoint, {**own, **places})
+        ended = await processes.run(
+            command,
+            environment=environment,
+            cwd=job.work,
+            root=root,
+            seconds=settings.seconds,
+            most_bytes=settings.output_bytes,
+            after=after,
+        )
+        return await deadlines.off_loop(finished, job, settings, ended, told / VERDICT_FILE)
+
+
+def _tell(folder: Path, task: str) -> None:
+    folder.mkdir()
+    (folder / TASK_FILE).write_text(task)
+
+
+def finished(job: jobs.Job, settings: Settings, ended: processes.Ended, verdict: Path) -> jobs.Finished:
+    """Returns the end of an agent, with the files that it left and its verdict. Reads files."""
+    files, refused = workspace.collect(job.work, settings.collect, settings.most_bytes)
+    return jobs.Finished(
+        job.task, ended.status, ended.output, ended.errors, ended.seconds, read_verdict(verdict), files, refused
+    )
+
+
+def read_verdict(path: Path) -> object:
+    """Returns the verdict in a file. None if there is no file; its text if it is no JSON, which no scorer accepts."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return None
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found

@@ -1,0 +1,129 @@
+"""What a harness's parts hand each other: one rollout to run, and its end, which a scorer judges."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from libra_jax import protocols
+from libra_jax.agents.repair import snapshots
+
+_PLACE = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
+"""A placeholder. A shell's own `${NAME}` is none."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rollout to run.
+
+    Attributes:
+      task: its task.
+      endpoint: address of its session.
+      root: folder of the rollout alone: `work` is the agent's working directory, `home` its HOME, `tmp` its TMPDIR.
+    """
+
+    task: protocols.Task
+    endpoint: protocols.Endpoint
+    root: Path
+
+    @property
+    def work(self) -> Path:
+        """The agent's working directory."""
+        return self.root / "work"
+
+    def filled(self, command: Sequence[str] | str) -> list[str]:
+        """Returns the words of a command, with the values of its placeholders.
+
+        Placeholders are `{prompt_id}`, `{model}`, `{url}`, and `{NAME}` for each field of the task's payload. Other
+        braces stay. A command that is one string is run by a shell, and values in it are quoted.
+        """
+        values = {**self.task.payload, "prompt_id": self.task.prompt_id}
+        values |= {"model": self.endpoint.model, "url": self.endpoint.url}
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        if isinstance(command, str):
+            return [
+                "/bin/sh",
+                "-c",
+                _PLACE.sub(lambda at: shlex.quote(texts[at[1]]) if at[1] in texts else at[0], command),
+            ]
+        return [_PLACE.sub(lambda at: texts.get(at[1], at[0]), word) for word in command]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of an agent's run, for its scorer.
+
+    Attributes:
+      task: the task.
+      status: exit status of the program, 128 + N after signal N; 0 for a callable in the run's process. None if the
+        deadline ended the agent.
+      output: last part of what the program printed.
+      errors: last part of what it printed to standard error.
+      seconds: seconds that the agent ran.
+      verdict: the agent's own verdict; None if it gave none.
+      files: files that it left in its working directory, by path: those that `collect` names.
+      refused: why no files were taken, in a few words: they were too large, for example. Empty if they were.
+    """
+
+    task: protocols.Task
+    status: int | None
+    output: str = ""
+    errors: str = ""
+    seconds: float = 0.0
+    verdict: object = None
+    files: Mapping[str, snapshots.File] = field(default_factory=dict)
+    refused: str = ""
+
+
+class Runner(Protocol):
+    """Runs the agent of one rollout."""
+
+    async def run(self, job: Job) -> Finished:
+        """Runs the agent to its end or deadline, and ends all its processes, also if this call is cancelled.
+
+        Raises:
+          EnvironmentCrashed: the agent could not be run.
+        """
+        ...
+
+
+def metrics(verdict: object) -> dict[str, float]:
+    """Returns the metrics of a verdict, of which nothing else counts because a scorer gives the reward."""
+    given = verdict.metrics if isinstance(verdict, protocols.Outcome) else None
+    if isinstance(verdict, Mapping):
+        given = verdict.get("metrics")
+    if not isinstance(given, Mapping):
+        return {}
+    return {str(name): float(value) for name, value in given.items() if isinstance(value, int | float)}
+
+
+def outcome(verdict: object, whose: str) -> protocols.Outcome:
+    """Returns a verdict as an `Outcome`.
+
+    Args:
+      verdict: an `Outcome`, a number, or a mapping with `reward`, and maybe `metrics` and `segment_rewards`.
+      whose: who gave the verdict, for errors.
+
+    Raises:
+      EnvironmentCrashed: it is none of these. What has no valid verdict is never scored as zero.
+    """
+    if isinstance(verdict, protocols.Outcome):
+        return verdict
+    given: Mapping[str, Any] = verdict if isinstance(verdict, Mapping) else {"reward": verdict}
+    try:
+        if isinstance(given["reward"], str):  # float() would take a text, and a verdict is a number
+            raise TypeError
+        return protocols.Outcome(
+            float(given["reward"]),
+            {str(name): float(value) for name, value in (given.get("metrics") or {}).items()},
+            {int(index): float(value) for index, value in (given.get("segment_rewards") or {}).items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise protocols.EnvironmentCrashed(
+            f'{whose} gave the verdict {str(verdict)!r:.120}; it must be a number, or {{"reward": NUMBER}}'
+        ) from error

@@ -1,0 +1,113 @@
+"""The harness of one rollout: makes its folder, runs the agent, and scores what it left."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines, session
+from libra_jax.agents.environments.harness import commands, jobs, processes, scoring, workspace
+
+_SHOWN = 400
+_running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Semaphores of the agents that may run at once, by harness. Weak keys let ended event loops go."""
+
+
+@dataclass
+class AgentHarness:
+    """Runs one agent on one task. See `protocols.Harness` and `protocols.ReadsStatus`.
+
+    What the agent did is data: its files, its exit status among `exits`, its verdict. What went wrong around it is a
+    crash, which is retried and never scored: another exit status, a missed deadline unless `overdue` is "score", a
+    program that does not start, a scorer that breaks.
+
+    Attributes:
+      name: what the config calls the agent, for errors.
+      runner: runs the agent.
+      scorer: scores it.
+      settings: what all programs share.
+      exits: exit statuses that are scored.
+      overdue: "crash" or "score": what a missed deadline is.
+      most: agents that run at once; further ones wait, and their deadline has not begun.
+      read_status: reads the outcome of tool calls.
+      demonstration: solves tasks for the warm start; absent if there is nothing that does.
+    """
+
+    name: str
+    runner: jobs.Runner
+    scorer: scoring.Scorer
+    settings: commands.Settings
+    exits: Sequence[int]
+    overdue: str
+    most: int
+    read_status: session.ReadStatus
+    demonstrate: dataclasses.InitVar[Callable[[protocols.Task], Sequence[protocols.Message]] | None] = None
+    _task: asyncio.Task[protocols.Outcome] | None = field(default=None, init=False)
+
+    def __post_init__(self, demonstrate: Callable[[protocols.Task], Sequence[protocols.Message]] | None) -> None:
+        # Set only if it exists: the warm start looks for this attribute.
+        if demonstrate is not None:
+            self.demonstration = demonstrate
+
+    async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
+        """Runs the agent to its end and returns its outcome. See `protocols.Harness`."""
+        places = _running.setdefault(asyncio.get_running_loop(), {})
+        key = f"{self.name} {self.most}"
+        async with places.setdefault(key, asyncio.Semaphore(self.most)):
+            # A task of its own, so that `close` can end it.
+            self._task = asyncio.get_running_loop().create_task(self._run(task, endpoint))
+            try:
+                return await self._task
+            finally:
+                await self.close()
+
+    def status(
+        self, call: protocols.ToolCall | None, message: protocols.Message
+    ) -> tuple[str, protocols.ToolStatus] | None:
+        """See `protocols.ReadsStatus`."""
+        return self.read_status(call, message)
+
+    async def close(self) -> None:
+        """Ends the agent, if it still runs, with all its processes, and removes its folder. See `protocols.Harness`."""
+        running, self._task = self._task, None
+        if running is not None and not running.done():
+            running.cancel()
+            await processes.uncancelled(_settled(running))
+
+    async def _run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
+        settings, whose = self.settings, f"agent {self.name}, task {task.prompt_id}:"
+        files = await deadlines.off_loop(workspace.task_files, task, settings.files, settings.most_bytes)
+        root = workspace.fresh()
+        try:
+            await processes.uncancelled(deadlines.off_loop(workspace.fill, root, settings.template, files))
+            finished = await self.runner.run(jobs.Job(task, endpoint, root))
+            if finished.status is None and self.overdue == "crash":
+                raise protocols.EnvironmentCrashed(
+                    f"{whose} it took more than {settings.seconds:g} s (environment_arguments.seconds)"
+                )
+            if finished.status is not None and finished.status not in self.exits:
+                said = (finished.errors.strip() or finished.output.strip())[-_SHOWN:]
+                raise protocols.EnvironmentCrashed(
+                    f"{whose} it exited with status {finished.status} (environment_arguments.exits has those that are "
+                    f"scored); it said last: {said or 'nothing'}"
+                )
+            scored = await self.scorer.score(finished)
+            took = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
+            known = {**took, **jobs.metrics(finished.verdict), **scored.metrics}
+            return scoring.checked(protocols.Outcome(scored.reward, known, scored.segment_rewards), whose)
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox
+            raise protocols.EnvironmentCrashed(f"{whose} it lost a worker: {error}") from error
+        finally:
+            await processes.uncancelled(deadlines.off_loop(workspace.remove, root))
+
+
+async def _settled(running: asyncio.Task[protocols.Outcome]) -> None:
+    await asyncio.wait({running})
+    if not running.cancelled():
+        running.exception()  # marks an error as retrieved, so that asyncio does not warn

@@ -1,0 +1,135 @@
+"""Scores a finished rollout: by the agent's own verdict, by a function, or by hidden tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines, resolving
+from libra_jax.agents.environments.harness import jobs, workspace
+from libra_jax.agents.repair import snapshots, suites
+from libra_jax.agents.tools import toolkit
+
+VERDICT, TESTS = "verdict", "tests"
+MORE_FILES = 2000
+"""Number of files that an agent may add to a repository that hidden tests judge."""
+
+_METRIC = re.compile(r"[A-Za-z0-9_/]+")
+
+
+class Scorer(Protocol):
+    """Scores one finished rollout."""
+
+    async def score(self, finished: jobs.Finished) -> protocols.Outcome:
+        """Returns the rollout's outcome.
+
+        Raises:
+          EnvironmentCrashed: the rollout cannot be scored.
+        """
+        ...
+
+
+class OwnVerdict:
+    """Takes the verdict that the agent gave: a callable's return, a file, or the last line of the output."""
+
+    async def score(self, finished: jobs.Finished) -> protocols.Outcome:
+        """See `Scorer`."""
+        whose = f"the agent of task {finished.task.prompt_id}"
+        if finished.verdict is not None:
+            return jobs.outcome(finished.verdict, whose)
+        last = finished.output.rstrip().rpartition("\n")[2]
+        try:
+            found = json.loads(last)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or "reward" not in found:
+            raise protocols.EnvironmentCrashed(
+                f'{whose} gave no verdict: its last line is {last!r:.80} instead of {{"reward": NUMBER}}, and it wrote '
+                "no file $LIBRA_VERDICT_FILE. Name a function that scores it in environment_arguments.score"
+            )
+        return jobs.outcome(found, whose)
+
+
+class ByFunction:
+    """Scores by a user's function of `jobs.Finished`, plain or async, which returns a verdict."""
+
+    def __init__(self, name: str, function: Callable[..., Any], seconds: float) -> None:
+        self._name, self._function, self._seconds = name, function, seconds
+
+    async def score(self, finished: jobs.Finished) -> protocols.Outcome:
+        """See `Scorer`."""
+        whose = f"the scorer {resolving.shown(self._name)}, task {finished.task.prompt_id}:"
+        try:
+            found = await deadlines.within(self._seconds, deadlines.call(self._function, finished))
+        except deadlines.Overdue:
+            raise protocols.EnvironmentCrashed(
+                f"{whose} took more than {self._seconds:g} s (environment_arguments.score_seconds)"
+            ) from None
+        except (protocols.EnvironmentCrashed, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise protocols.EnvironmentCrashed(f"{whose} {resolving.raised(error)}") from error
+        return jobs.outcome(found, whose)
+
+
+class HiddenTests:
+    """Scores by the task's hidden tests, in a sandbox that the agent never saw. See `libra_jax.agents.repair.suites`.
+
+    Args:
+      tools: the run's tools, whose sandbox runs the tests.
+      files: field of the payload with the files that the agent began with.
+      partial: whether the reward is the share of tests that pass, instead of 1 if all pass.
+      seconds: seconds that the tests may take. Slower ones have failed.
+      most_bytes: most bytes of the files.
+    """
+
+    def __init__(self, tools: toolkit.Toolkit, files: str, partial: bool, seconds: float, most_bytes: int) -> None:
+        self._tools, self._files, self._partial = tools, files, partial
+        self._seconds, self._most_bytes = seconds, most_bytes
+
+    async def score(self, finished: jobs.Finished) -> protocols.Outcome:
+        """See `Scorer`."""
+        task, payload = finished.task, finished.task.payload
+        must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
+        before = await deadlines.off_loop(workspace.task_files, task, self._files, self._most_bytes)
+        tests = await deadlines.off_loop(workspace.task_files, task, "tests", self._most_bytes)
+        # The agent left more than it may: it did that, so this is a reward of 0 and not a crash.
+        refused = bool(finished.refused) or len(finished.files) > len(before.files) + MORE_FILES
+        verdict, lines = suites.Verdict(0, len(must_pass), finished.refused), 0
+        if not refused:
+            suite = suites.Suite(tests.files, must_pass, payload.get("test_command", ""), self._seconds)
+            verdict = await suites.run(await self._tools.sandbox(), before, finished.files, suite)
+            lines = await deadlines.off_loop(snapshots.changed_lines, before.files, finished.files)
+        metrics = {
+            "tests_passed": float(verdict.passed),
+            "tests_total": float(verdict.total),
+            "tests_overdue": float(verdict.overdue),
+            "tests_deceived": float(verdict.deceit),
+            "files_refused": float(refused),
+            "patch_lines": float(lines),
+        }
+        reward = 0.0 if refused else verdict.share if self._partial else float(verdict.solved)
+        return protocols.Outcome(reward, metrics)
+
+
+def checked(outcome: protocols.Outcome, whose: str) -> protocols.Outcome:
+    """Returns an outcome whose numbers are all finite, and whose metrics have plain names.
+
+    Raises:
+      EnvironmentCrashed: it has others.
+    """
+    for reward in (outcome.reward, *outcome.segment_rewards.values()):
+        if not math.isfinite(reward):
+            raise protocols.EnvironmentCrashed(f"{whose} gave the reward {reward!r}, which is not a finite number")
+    for name, value in outcome.metrics.items():
+        if not (_METRIC.fullmatch(name) and math.isfinite(value)):
+            raise protocols.EnvironmentCrashed(
+                f"{whose} gave the metric {name!r:.80} = {value!r}; use only letters, digits, _ and / in its name, and "
+                "a finite number"
+            )
+    return outcome

@@ -1,0 +1,109 @@
+"""The folder of one rollout: made fresh, filled with a template and the task's files, read at the end, and removed."""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from libra_jax import protocols
+from libra_jax.agents.repair import snapshots
+
+FOLDERS = ("work", "home", "tmp")
+
+
+def task_files(task: protocols.Task, field: str, most_bytes: int) -> snapshots.Snapshot:
+    """Returns the files that a field of the task's payload holds.
+
+    Args:
+      task: the task.
+      field: name of the field. Its value has texts by path, or is the path of a directory or tar. Empty: no files.
+      most_bytes: most bytes of all files.
+
+    Raises:
+      DataError: the payload has no such field, or the files cannot be read.
+    """
+    if not field:
+        return snapshots.Snapshot({})
+    given = task.payload.get(field)
+    if isinstance(given, str):
+        return snapshots.Snapshot.read(Path(given), most_bytes)
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
+        raise protocols.DataError(f"task {task.prompt_id}: its field {field!r} holds neither texts by path nor a path")
+    return snapshots.Snapshot.of_texts(given)
+
+
+def fresh() -> Path:
+    """Returns a new folder of one rollout, with empty `FOLDERS`."""
+    root = Path(tempfile.mkdtemp(prefix="libra-harness-"))
+    for name in FOLDERS:
+        (root / name).mkdir()
+    return root
+
+
+def fill(root: Path, template: str, files: snapshots.Snapshot) -> None:
+    """Copies a template into the folder's working directory, and writes files there.
+
+    Raises:
+      DataError: a path leads out of the folder.
+    """
+    if template:
+        shutil.copytree(template, root / "work", symlinks=True, dirs_exist_ok=True)
+    lay(files, root / "work")
+
+
+def lay(files: snapshots.Snapshot, folder: Path) -> None:
+    """Writes files into a folder. Paths that lead out of the folder are refused.
+
+    Raises:
+      DataError: a path leads out of the folder.
+    """
+    for path in (*files.files, *files.links):
+        if not snapshots.is_inside(path):
+            raise protocols.DataError(f"the path {path!r} of a task's file leads out of its folder")
+    for path, file in files.files.items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(file.content)
+        place.chmod(0o755 if file.executable else 0o644)
+    for path, target in files.links.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).symlink_to(target)
+
+
+def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[str, snapshots.File], str]:
+    """Returns the regular files of a working directory whose paths match a pattern, and why there are none.
+
+    Links are not followed, and `.git` and `__pycache__` are left out.
+
+    Args:
+      work: the working directory. Nothing may write to it any more.
+      patterns: patterns of `fnmatch`, such as "*.py"; "*" also matches "/".
+      most_bytes: most bytes of all files of the directory.
+    """
+    if not patterns:
+        return {}, ""
+    try:
+        found = snapshots.Snapshot.read(work, most_bytes).files
+    except (protocols.DataError, OSError) as error:
+        return {}, str(error)
+    return wanted(found, patterns), ""
+
+
+def wanted(files: Mapping[str, snapshots.File], patterns: Sequence[str]) -> dict[str, snapshots.File]:
+    """Returns the files whose paths match one of the patterns."""
+    return {
+        path: file for path, file in files.items() if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    }
+
+
+def remove(root: Path) -> None:
+    """Removes a folder as far as possible. An agent may have taken rights to it away."""
+
+    def retry(_: object, path: str, __: object) -> None:
+        Path(path).parent.chmod(0o700)
+
+    shutil.rmtree(root, onerror=retry)
+    shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,221 @@
+"""The loop of a rollout that a harness drives: opens a session for it, waits for its end, and scores it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.agents import deadlines, guarded, loop, progress, resolving, session, wire
+from libra_jax.agents.rewards import scoring
+
+
+class Host:
+    """What sessions need beside their rollouts.
+
+    Args:
+      gateway: gives sessions an address.
+      make_form: makes the chat format of the policy's model. Called at the first use: runs without harnesses need none.
+      refuse_temperature: refuse requests for another temperature than the run's.
+    """
+
+    def __init__(
+        self,
+        gateway: protocols.Gateway,
+        make_form: Callable[[], protocols.ChatFormat],
+        *,
+        refuse_temperature: bool = False,
+    ) -> None:
+        self.gateway = gateway
+        self.refuse_temperature = refuse_temperature
+        self._make_form = make_form
+
+    @functools.cached_property
+    def form(self) -> protocols.ChatFormat:
+        """Chat format of the policy's model."""
+        return self._make_form()
+
+
+async def run_harness(
+    *,
+    trajectory: protocols.Trajectory,
+    task: protocols.Task,
+    harness: protocols.Harness,
+    host: Host,
+    tokenizer: protocols.Tokenizer,
+    sampler: protocols.Sampler,
+    limits: loop.Limits,
+    reward: scoring.Scorer | None = None,
+) -> protocols.Trajectory:
+    """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
+
+    The counterpart of `loop.run_rollout` for harnesses, with the same results: `trajectory.reward`, `trajectory.finish`
+    and the same metrics, and `segments` and `other_temperatures` beside them. If the rollout met a limit, the reward is
+    0 unless `reward` gives another.
+
+    A harness is silent while none of its requests is under way. It may be silent for `limits.reset_seconds` before its
+    first request and for `limits.tool_seconds` afterwards. One that is silent for longer has crashed.
+
+    Args:
+      trajectory: empty for a new rollout, else the trajectory of an aborted rollout, cut off anywhere.
+      task: task of the rollout.
+      harness: drives the rollout. Closed in every case.
+      host: what the session needs.
+      tokenizer: decodes the rollout for a scorer.
+      sampler: source of tokens.
+      limits: limits of the rollout.
+      reward: scores every finished rollout, with its own deadlines. None: the harness's reward counts.
+
+    Raises:
+      EnvironmentCrashed: the harness broke, was silent for too long, or gave a reward that is not a finite number.
+      RewardFailed: the reward function broke, or gave a reward that is not a finite number.
+    """
+    kind = type(harness)
+    name = f"harness {kind.__module__}:{kind.__qualname__}, task {task.prompt_id}"
+    try:
+        if trajectory.finish is None or trajectory.reward is None:
+            await _Rollout(trajectory, task, harness, host, tokenizer, sampler, limits, reward, name).run()
+    finally:
+        await _close(harness, trajectory, limits.reset_seconds)
+    return trajectory
+
+
+@dataclass
+class _Rollout:
+    """One rollout, continued from the current state of its trajectory."""
+
+    trajectory: protocols.Trajectory
+    task: protocols.Task
+    harness: protocols.Harness
+    host: Host
+    tokenizer: protocols.Tokenizer
+    sampler: protocols.Sampler
+    limits: loop.Limits
+    reward: scoring.Scorer | None
+    name: str
+
+    async def run(self) -> None:
+        """Runs the harness, takes its outcome, and scores the rollout."""
+        watch = progress.Stopwatch(self.trajectory, self.limits.rollout_seconds)
+        read_status = getattr(self.harness, "status", None)
+        opened = session.Session(
+            self.trajectory,
+            form=self.host.form,
+            sampler=self.sampler,
+            limits=self.limits,
+            read_status=wire.checked(read_status, self.crash) if callable(read_status) else wire.status,
+            heard=watch.tokens_came,
+            refuse_temperature=self.host.refuse_temperature,
+        )
+        endpoint = await self.host.gateway.open(opened)
+        work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
+        try:
+            await self._wait(work, opened, watch)
+        finally:
+            work.cancel()
+            await asyncio.wait({work}, timeout=self.limits.reset_seconds)
+            await self.host.gateway.close(endpoint)
+            opened.close()
+        if opened.broken.done():
+            raise opened.broken.result()
+        finish = "max_seconds" if watch.over() and work.cancelled() else opened.limit or "answered"
+        outcome = protocols.Outcome(0.0)
+        if finish == "answered":
+            outcome = self._outcome(work)
+        elif work.done() and not work.cancelled():
+            work.exception()  # how a harness ends at a limit does not matter
+        await self._finish(opened, finish, outcome)
+
+    async def _wait(
+        self, work: asyncio.Future[protocols.Outcome], opened: session.Session, watch: progress.Stopwatch
+    ) -> None:
+        """Waits until the harness ends, the rollout's time is up, or the session breaks.
+
+        Raises:
+          EnvironmentCrashed: the harness was silent for too long.
+        """
+        limits, clock = self.limits, asyncio.get_running_loop().time
+        while not work.done() and not opened.broken.done() and not watch.over():
+            allowed, setting = (limits.tool_seconds, "tool_seconds")
+            if not opened.answered:
+                allowed, setting = max((allowed, setting), (limits.reset_seconds, "reset_seconds"))
+            silent = 0.0 if opened.active else clock() - opened.idle_since
+            if silent >= allowed:
+                raise self.crash("run", f"asked for nothing for {allowed:g} s (config.task.{setting})")
+            pause = allowed - silent
+            # The stopwatch starts at the first token, which wakes nobody here.
+            if limits.rollout_seconds:
+                pause = min(
+                    pause, max(limits.rollout_seconds - self.trajectory.seconds, 0.0), limits.rollout_seconds / 8
+                )
+            ends: set[asyncio.Future[Any]] = {work, opened.broken}
+            await asyncio.wait(ends, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+
+    def crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:
+        """Returns the error that says what the harness did."""
+        return protocols.EnvironmentCrashed(f"{self.name}: {verb} {problem}")
+
+    def _outcome(self, work: asyncio.Future[protocols.Outcome]) -> protocols.Outcome:
+        """Returns the checked result of the harness."""
+        try:
+            outcome = work.result()
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+            raise self.crash("run", f"lost a worker: {error}") from error
+        except protocols.LibraError:
+            raise
+        except Exception as error:
+            raise self.crash("run", resolving.raised(error)) from error
+        if not isinstance(outcome, protocols.Outcome):
+            raise self.crash("run", f"returned {type(outcome).__name__} instead of an Outcome")
+        if problem := guarded.metrics_problem(outcome.metrics):
+            raise self.crash("run", f"gave {problem}")
+        for value in (outcome.reward, *outcome.segment_rewards.values()):
+            # A scorer may replace the harness's own reward, but not a segment's.
+            if not guarded.is_finite(value) and (self.reward is None or value is not outcome.reward):
+                raise self.crash("run", f"gave the reward {value!r}, which is not a finite number")
+        return outcome
+
+    async def _finish(self, opened: session.Session, finish: str, outcome: protocols.Outcome) -> None:
+        trajectory, turns = self.trajectory, self.trajectory.all_turns
+        metrics = {name: float(value) for name, value in outcome.metrics.items()}
+        own = float(outcome.reward) if guarded.is_finite(outcome.reward) else None
+        reward = outcome.reward
+        if self.reward is not None:
+            dialogue = tuple(opened.dialogue)
+            transcript = scoring.Transcript(
+                text="\n".join(self.tokenizer.decode(list(segment.context())) for segment in trajectory.segments),
+                answer=dialogue[-1].content if dialogue and finish == "answered" else "",
+                finish=finish,
+                messages=dialogue,
+                tools=loop.returns(turns),
+                metrics=metrics,
+                environment_reward=own,
+            )
+            score = await loop.score(self.reward, self.task, transcript)
+            reward, metrics = score.reward, {**metrics, **score.metrics}
+        trajectory.metrics.update(metrics)
+        trajectory.metrics.update(loop.turn_metrics(turns, float(reward), finish))
+        trajectory.metrics["other_temperatures"] = float(opened.other_temperatures)
+        for index, value in outcome.segment_rewards.items():
+            if index not in range(len(trajectory.segments)):
+                raise self.crash("run", f"gave a reward to segment {index} of {len(trajectory.segments)}")
+            if index:
+                trajectory.segments[index].reward = float(value)
+        trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
+
+
+async def _close(harness: protocols.Harness, trajectory: protocols.Trajectory, seconds: float) -> None:
+    """Closes the harness; the metric `close_failures` counts a failure. Finishes even if the caller is cancelled."""
+    closing = asyncio.ensure_future(deadlines.within(seconds, deadlines.call(harness.close)))
+    try:
+        await asyncio.wait({closing})
+    except asyncio.CancelledError:
+        await asyncio.wait({closing})
+        raise
+    finally:
+        closing.cancel()
+        if closing.done() and (closing.cancelled() or closing.exception() is not None):
+            trajectory.metrics["close_failures"] = 1.0

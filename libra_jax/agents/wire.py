@@ -1,0 +1,87 @@
+"""Reads what tools returned off the messages of a harness's requests.
+
+A harness runs its tools itself, so the run sees only the text of their returns. `status` knows the usual conventions of
+agents. A harness with conventions of its own has a method `status` (`protocols.ReadsStatus`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from libra_jax import protocols
+from libra_jax.agents import resolving
+
+_HEAD = 400
+"""Characters at each end of a return that are searched for the words of a failure."""
+
+_TIMEOUT = re.compile(r"\b(timed out|timeout expired|time limit exceeded|deadline exceeded)\b", re.IGNORECASE)
+_FAILURE = re.compile(r"\s*(error\b|traceback \(most recent call last\)|exception\b|failed\b)", re.IGNORECASE)
+_EXIT = re.compile(
+    r"(?:<returncode>|\bexit(?:ed with)? (?:code|status)[: ]+|\breturncode[: =]+)\s*(-?\d+)", re.IGNORECASE
+)
+_TIMEOUT_EXITS = (124,)
+"""Exit status of coreutils' `timeout`."""
+
+
+def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple[str, protocols.ToolStatus] | None:
+    """Returns the tool and the outcome of its call, by the usual conventions.
+
+    A message of role "tool" is a tool's return. So is a message of another role that names an exit status, as agents
+    that run commands from the model's text write it; its tool is "command".
+
+    - "timeout": the text says that time ran out, or the exit status is 124.
+    - "failure": the exit status is not 0, the JSON object in the text has an "error" that is not empty, or the text
+      begins with an error, an exception or a traceback.
+    - "success": everything else, unless the client marks the call as failed (`ChatRequest.failed_calls`).
+    """
+    text = message.content
+    ends = text if len(text) <= 2 * _HEAD else f"{text[:_HEAD]}\n{text[-_HEAD:]}"
+    exits = _EXIT.search(ends)
+    if message.role != "tool" and exits is None:
+        return None
+    name = call.name if call is not None else "tool" if message.role == "tool" else "command"
+    if exits is not None:
+        code = int(exits.group(1))
+        return name, "timeout" if code in _TIMEOUT_EXITS else "failure" if code else "success"
+    failed = _FAILURE.match(text) is not None or _says_error(text)
+    if failed and _TIMEOUT.search(ends):
+        return name, "timeout"
+    return name, "failure" if failed else "success"
+
+
+def _says_error(text: str) -> bool:
+    if not text.lstrip().startswith("{") or len(text) > 2**20:
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, Mapping) and bool(value.get("error"))
+
+
+def checked(
+    read: Callable[[protocols.ToolCall | None, protocols.Message], object],
+    crash: Callable[[str, str], protocols.EnvironmentCrashed],
+) -> Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]:
+    """Returns a harness's own `status` that crashes its rollout if it raises or returns something else.
+
+    Args:
+      read: the harness's method.
+      crash: makes the error from the method's name and what it did.
+    """
+
+    def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple[str, protocols.ToolStatus] | None:
+        try:
+            found = read(call, message)
+        except Exception as error:
+            raise crash("status", resolving.raised(error)) from error
+        if found is None:
+            return None
+        statuses: tuple[protocols.ToolStatus, ...] = ("success", "failure", "timeout")
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], str) and found[1] in statuses:
+            return found[0], statuses[statuses.index(found[1])]
+        raise crash("status", f"returned {found!r:.80} instead of a tool's name and one of {', '.join(statuses)}")
+
+    return status

@@ -1,0 +1,243 @@
+"""OpenAI's Chat Completions: reads requests, and writes completions and chunks.
+
+Field names and events: https://platform.openai.com/docs/api-reference/chat. `reasoning_content` is the extension by
+which clients of open models read a model's reasoning.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import BeforeValidator, Field
+
+from libra_jax import protocols
+from libra_jax.gateway import errors, exchanges, fields, sessions
+
+LEAST_LOG_PROB = -9999.0
+"""Log-probability that the API writes for a token of probability 0."""
+
+
+class Function(fields.Fields):
+    name: fields.Name
+    arguments: str
+
+
+class Call(fields.Fields):
+    id: fields.Name
+    function: Function
+    type: Literal["function"] = "function"
+    index: fields.Ignored = None  # clients that collect a stream leave it in
+
+
+class ChatMessage(fields.Fields):
+    """A message of any role."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: fields.Content = Field(default_factory=list)
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    name: fields.Ignored = None
+    # Clients send an answer back with all its fields.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: fields.Ignored = None
+
+    @pydantic.model_validator(mode="after")
+    def _fits_its_role(self) -> ChatMessage:
+        if (self.role == "tool") != bool(self.tool_call_id):
+            raise ValueError("messages of role 'tool', and no others, need a tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of role 'assistant' have tool_calls")
+        return self
+
+    def message(self) -> protocols.Message:
+        """Returns the message in no API's own form."""
+        calls = (
+            protocols.ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
+        )
+        role = "system" if self.role == "developer" else self.role
+        reasoning = self.reasoning_content or self.reasoning or ""
+        content = fields.text(self.content, role)
+        return protocols.Message(role, content, tuple(calls), self.tool_call_id or "", reasoning)
+
+
+class Definition(fields.Fields):
+    name: fields.Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: fields.Ignored = None
+
+
+class Tool(fields.Fields):
+    type: Literal["function"]
+    function: Definition
+
+
+class StreamOptions(fields.Fields):
+    include_usage: bool = False
+    include_obfuscation: fields.Ignored = None
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Completion(fields.Request):
+    """The body of POST /v1/chat/completions."""
+
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Any = None
+    n: fields.Count = 1
+    stop: Annotated[fields.Stops, BeforeValidator(_as_list)] = Field(default_factory=list)
+    max_tokens: fields.Count | None = None
+    max_completion_tokens: fields.Count | None = None
+    temperature: fields.Temperature | None = None
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    ignored = fields.names(
+        "metadata moderation parallel_tool_calls prediction prompt_cache_key prompt_cache_options "
+        "prompt_cache_retention reasoning_effort safety_identifier service_tier store user verbosity"
+    )
+    neutral: ClassVar[Mapping[str, fields.Neutral]] = {
+        "top_p": ((1,), fields.SAMPLING),
+        "top_k": ((-1, 0), fields.SAMPLING),
+        "min_p": ((0,), fields.SAMPLING),
+        "frequency_penalty": ((0,), fields.SAMPLING),
+        "presence_penalty": ((0,), fields.SAMPLING),
+        "repetition_penalty": ((1,), fields.SAMPLING),
+        "logit_bias": (({},), fields.SAMPLING),
+        "seed": ((), fields.SEED),
+        "top_logprobs": ((0,), "the engine returns the sampled token's log-probability alone; use 0"),
+        "response_format": (({"type": "text"},), fields.TEXT_ONLY),
+        "modalities": ((["text"],), fields.TEXT_ONLY),
+        "audio": ((), fields.TEXT_ONLY),
+        "web_search_options": ((), "the gateway searches nothing; leave it out"),
+        "functions": (([],), "deprecated; use tools"),
+        "function_call": (("auto", "none"), "deprecated; use tool_choice"),
+    }
+
+
+def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
+    """Reads a request. See `exchanges.Api`."""
+    asked = Completion.read(body)
+    tools = [
+        fields.tool(each.function.name, each.function.description, each.function.parameters) for each in asked.tools
+    ]
+    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
+    request = protocols.ChatRequest(
+        messages=[message.message() for message in asked.messages],
+        tools=tools
+        if fields.offers_tools(asked.tool_choice, ("required", "function", "allowed_tools", "custom"))
+        else (),
+        max_tokens=min(limits, default=None),
+        stop=asked.stop,
+        temperature=asked.temperature,
+    )
+    return _Exchange(request, asked, model)
+
+
+class _Exchange:
+    def __init__(self, request: protocols.ChatRequest, asked: Completion, model: str) -> None:
+        self.request, self.choices, self.streams = request, asked.n, asked.stream
+        self._asked = asked
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": number,
+                    "message": _message(reply.message),
+                    "finish_reason": reply.finish,
+                    "logprobs": _log_probs(reply) if self._asked.logprobs else None,
+                }
+                for number, reply in enumerate(replies)
+            ],
+            "usage": _usage(replies),
+        }
+
+    def start(self) -> bytes:
+        return b"".join(self._chunk(number, {"role": "assistant", "content": ""}) for number in range(self.choices))
+
+    def part(self, choice: int, delta: protocols.MessageDelta) -> bytes:
+        match delta:
+            case protocols.ContentDelta(text):
+                return self._chunk(choice, {"content": text})
+            case protocols.ReasoningDelta(text):
+                return self._chunk(choice, {"reasoning_content": text})
+        call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
+        if delta.call_id:  # the call's first part
+            call |= {"id": delta.call_id, "type": "function"}
+            call["function"]["name"] = delta.name
+        return self._chunk(choice, {"tool_calls": [call]})
+
+    def end(self, choice: int, reply: protocols.Reply) -> bytes:
+        return self._chunk(choice, {}, reply)
+
+    def close(self, replies: Sequence[protocols.Reply]) -> bytes:
+        usage = b""
+        if self._asked.stream_options.include_usage:
+            usage = self._event({"choices": [], "usage": _usage(replies)})
+        return usage + b"data: [DONE]\n\n"
+
+    def failed(self, problem: errors.Problem) -> bytes:
+        return b"data: %b\n\n" % fields.encoded(errors.in_openai_form(problem))
+
+    def _chunk(self, choice: int, delta: exchanges.Json, reply: protocols.Reply | None = None) -> bytes:
+        shown = _log_probs(reply) if reply and self._asked.logprobs else None
+        content = {"index": choice, "delta": delta, "finish_reason": reply and reply.finish, "logprobs": shown}
+        return self._event({"choices": [content]})
+
+    def _event(self, content: exchanges.Json) -> bytes:
+        return b"data: %b\n\n" % fields.encoded({**self._head, "object": "chat.completion.chunk", **content})
+
+
+def _message(message: protocols.Message) -> exchanges.Json:
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    written: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content or (None if calls else ""),
+        "refusal": None,
+    }
+    if calls:
+        written["tool_calls"] = calls
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
+    return written
+
+
+def _log_probs(reply: protocols.Reply) -> exchanges.Json:
+    """Returns the log-probabilities of all sampled tokens, reasoning and stop token included, named by their ids."""
+    return {
+        "content": [
+            {
+                "token": f"token_id:{token}",
+                "logprob": max(value, LEAST_LOG_PROB),
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token, value in zip(reply.output_ids, reply.log_probs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _usage(replies: Sequence[protocols.Reply]) -> exchanges.Json:
+    prompt, output = replies[0].prompt_tokens, sum(reply.output_tokens for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}

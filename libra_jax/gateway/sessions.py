@@ -1,0 +1,116 @@
+"""What the gateway keeps of each session: its rate, its outputs under way, and its last responses."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.gateway import errors
+
+KEPT_RESPONSES = 32
+"""Responses of a session that a request may continue by `previous_response_id`."""
+
+
+class Session:
+    """A session's limits and memory. Lives as long as its conversation.
+
+    Attributes:
+      dialogues: messages up to and including each of the last responses, by the response's id, oldest first.
+    """
+
+    def __init__(self, limits: config_lib.GatewayConfig) -> None:
+        self._limits = limits
+        self._burst = max(1.0, limits.requests_per_second)
+        self._allowance, self._counted_at = self._burst, 0.0
+        self._running = 0
+        self.dialogues: collections.OrderedDict[str, Sequence[protocols.Message]] = collections.OrderedDict()
+
+    def count_request(self, now: float) -> None:
+        """Counts a request against the rate: a token bucket that holds the requests of one second.
+
+        Args:
+          now: seconds on the event loop's clock.
+
+        Raises:
+          Problem: the session sends requests faster than it may.
+        """
+        rate = self._limits.requests_per_second
+        if not rate:
+            return
+        self._allowance = min(self._burst, self._allowance + (now - self._counted_at) * rate)
+        self._counted_at = now
+        if self._allowance < 1:
+            wait = (1 - self._allowance) / rate
+            raise errors.Problem(
+                429,
+                f"The session may send {rate:g} requests a second. Try again in {wait:.3f} s.",
+                code="rate_limit_exceeded",
+                retry_seconds=math.ceil(wait),
+            )
+        self._allowance -= 1
+
+    @contextlib.contextmanager
+    def outputs(self, count: int) -> Iterator[None]:
+        """Counts outputs as under way inside the context.
+
+        Raises:
+          Problem: the session would wait for too many outputs at once.
+        """
+        most = self._limits.max_concurrent
+        if count > most:
+            raise errors.invalid("n", f"{count} choices are more than the {most} outputs that a session may wait for")
+        if self._running + count > most:
+            raise errors.Problem(
+                429,
+                f"The session waits for {self._running} outputs already, and {most} are the most.",
+                code="too_many_requests",
+                retry_seconds=1,
+            )
+        self._running += count
+        try:
+            yield
+        finally:
+            self._running -= count
+
+    def keep(self, response_id: str, messages: Sequence[protocols.Message]) -> None:
+        """Keeps the dialogue that ends in a response."""
+        self.dialogues[response_id] = messages
+        if len(self.dialogues) > KEPT_RESPONSES:
+            self.dialogues.popitem(last=False)
+
+
+class Sessions:
+    """The sessions of a gateway, found by their secrets."""
+
+    def __init__(self, conversations: protocols.Conversations, limits: config_lib.GatewayConfig) -> None:
+        self._conversations, self._limits = conversations, limits
+        # Weak, so that a session that ended leaves nothing behind.
+        self._known: weakref.WeakKeyDictionary[protocols.Conversation, Session] = weakref.WeakKeyDictionary()
+
+    @property
+    def model(self) -> str:
+        """Name of the model in answers."""
+        return self._conversations.model
+
+    def find(self, secret: str) -> tuple[protocols.Conversation, Session]:
+        """Returns the session with this secret.
+
+        Raises:
+          Problem: no live session has it.
+        """
+        conversation = self._conversations.find(secret) if secret else None
+        if conversation is None:
+            raise errors.Problem(
+                401,
+                "No live session has this key. Send the session's secret as `Authorization: Bearer` or `x-api-key`.",
+                code="invalid_api_key",
+            )
+        session = self._known.get(conversation)
+        if session is None:
+            session = self._known[conversation] = Session(self._limits)
+        return conversation, session

@@ -1,0 +1,52 @@
+"""Makes the chat format of a run's model: its template, and vLLM's parsers of its outputs."""
+
+from __future__ import annotations
+
+from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.agents import chat_format, tokenizers
+
+
+def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -> protocols.ChatFormat:
+    """Returns the chat format of a tokenizer.
+
+    Args:
+      tokenizer: the character tokenizer or a Hugging Face tokenizer.
+      settings: names of the parsers, `tool_parser` and `reasoning_parser`.
+
+    Raises:
+      ConfigError: vLLM has no parser of a name, or the parser cannot read the tokenizer's tokens.
+      DataError: the tokenizer is of another kind.
+    """
+    if isinstance(tokenizer, tokenizers.CharacterTokenizer):
+        # The calculator's calls are expressions between Hermes's marks, and stay in the text.
+        parsing = _parsing(tokenizer, settings, chat_format.Parsers(), "")
+        return chat_format.CharacterFormat(tokenizer, parsing)
+    if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+        certain = chat_format.parsers_of(tokenizer.template, tokenizer.header)
+        return chat_format.HuggingFaceFormat(tokenizer, _parsing(tokenizer, settings, certain, tokenizer.header))
+    raise protocols.DataError(
+        f"a {type(tokenizer).__name__} has no chat format: use the character tokenizer or a Hugging Face directory"
+    )
+
+
+def _parsing(
+    tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig, certain: chat_format.Parsers, header: str
+) -> chat_format.Parsing:
+    names = chat_format.Parsers(
+        _name(settings.tool_parser, certain.tool), _name(settings.reasoning_parser, certain.reasoning)
+    )
+    if not any(names):
+        return chat_format.text_parsing(tokenizer)
+    try:
+        from libra_jax.engines import vllm_parsers  # takes seconds and 0.2 GB, which runs without parsers save
+    except ImportError as error:
+        raise protocols.ConfigError(
+            f"config.gateway.tool_parser: outputs are read by vLLM's parsers, and vLLM cannot be imported ({error}); "
+            'install it, or set tool_parser and reasoning_parser to "none"'
+        ) from error
+    return vllm_parsers.parsing(tokenizer, names.tool, names.reasoning, tokenizer.encode(header))
+
+
+def _name(setting: str, certain: str) -> str:
+    return {"auto": certain, "none": ""}.get(setting, setting)

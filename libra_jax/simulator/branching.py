@@ -1,0 +1,219 @@
+"""Runs scripted rollouts of several segments: a history that is summarised, and sub-agents.
+
+Outputs are generated in the order of the script, one after another. Outputs of segments that ran side by side in a
+recorded run are therefore replayed in the order in which they began. A tool that returns to a segment with later
+outputs runs beside the outputs of other segments meanwhile. So a call that waits for a sub-agent lasts as long as the
+sub-agent's outputs, and at least as long as it was recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from libra_jax import protocols
+from libra_jax.agents import guarded
+from libra_jax.agents import loop as agent_loop
+from libra_jax.agents.rewards import scoring
+from libra_jax.simulator import trajectory as counted
+
+
+async def run_rollout(
+    *,
+    trajectory: protocols.Trajectory,
+    task: protocols.Task,
+    environment: protocols.Environment,
+    tokenizer: protocols.Tokenizer,
+    sampler: protocols.Sampler,
+    limits: agent_loop.Limits,
+    reward: scoring.Scorer | None = None,
+) -> protocols.Trajectory:
+    """Runs a scripted rollout to its end; one of a single segment runs in the agent loop (`agents.loop`).
+
+    Raises:
+      EnvironmentCrashed: the environment broke.
+      ConfigError: a limit is set that counts seconds of rollouts, which is not simulated for several segments.
+    """
+    if not _scripted(trajectory).script.segments:
+        return await agent_loop.run_rollout(
+            trajectory=trajectory,
+            task=task,
+            environment=environment,
+            tokenizer=tokenizer,
+            sampler=sampler,
+            limits=limits,
+            reward=reward,
+        )
+    if limits.rollout_seconds:
+        raise protocols.ConfigError(
+            "config.task.max_seconds: seconds of rollouts with several segments are not simulated; set it to 0"
+        )
+    world = guarded.Environment(
+        environment,
+        task,
+        reset_seconds=limits.reset_seconds,
+        step_seconds=limits.tool_seconds,
+        wait_seconds=limits.wait_seconds,
+    )
+    rollout = _Rollout(_scripted(trajectory), world, tokenizer, sampler, limits)
+    try:
+        await rollout.run()
+    finally:
+        rollout.cancel()
+        await world.close(trajectory.metrics)
+    return trajectory
+
+
+def _scripted(made: protocols.Trajectory) -> counted.Trajectory:
+    assert isinstance(made, counted.Trajectory)
+    return made
+
+
+class _Answer(NamedTuple):
+    """What the environment answered to an output, and the seconds that it took."""
+
+    result: protocols.StepResult
+    seconds: float
+
+
+class _Rollout:
+    """One rollout under way.
+
+    Args:
+      rollout: its empty trajectory.
+      world: its environment.
+      tokenizer: counts the prompt's tokens.
+      sampler: source of tokens.
+      limits: limits of the rollout.
+    """
+
+    def __init__(
+        self,
+        rollout: counted.Trajectory,
+        world: guarded.Environment,
+        tokenizer: protocols.Tokenizer,
+        sampler: protocols.Sampler,
+        limits: agent_loop.Limits,
+    ) -> None:
+        self._rollout, self._world, self._tokenizer = rollout, world, tokenizer
+        self._sampler, self._limits = sampler, limits
+        self._begun: dict[int, counted.Counted] = {}
+        self._tools: dict[int, asyncio.Task[_Answer]] = {}  # by segment
+        self._owed: dict[int, int] = {}  # tokens of the last return, which the segment has not shown yet
+
+    async def run(self) -> None:
+        """Generates the outputs, and records how the rollout ended."""
+        rollout, loop = self._rollout, asyncio.get_running_loop()
+        messages = await self._world.reset()
+        prompt = self._tokenizer.render(messages, first=True, generation_prompt=True)
+        rollout.append_text(prompt, protocols.TokenSource.PROMPT)
+        self._begun[0] = rollout
+        outputs = list(rollout.script.outputs())
+        for index, output in enumerate(outputs):
+            if index >= self._limits.max_turns:
+                return self._finish("max_turns", 0.0)
+            place = output.segment
+            if place in self._tools:
+                await self._returned(place, await self._tools.pop(place))
+            segment, began = self._segment(place), loop.time()
+            finish = await self._sample(segment, began)
+            await self._sampler.tool_called(segment)
+            if finish is not None:
+                return self._finish(finish, 0.0)
+            self._tools[place] = loop.create_task(self._step())
+            if output.goes_on and outputs[index + 1].segment != place:
+                await asyncio.sleep(0)  # the environment takes this step before the next one
+                continue
+            answer = await self._tools.pop(place)
+            if answer.result.done:
+                self._record(segment, answer)
+                return self._finish("answered", answer.result.reward or 0.0)
+            if output.goes_on:
+                await self._returned(place, answer)
+            else:
+                self._owed[place] = self._record(segment, answer)
+        # A tool that timed out took the place of the script's end.
+        return self._finish("answered", 0.0)
+
+    def cancel(self) -> None:
+        """Ends the tools that still run."""
+        for stepping in self._tools.values():
+            stepping.cancel()
+
+    def _segment(self, place: int) -> counted.Counted:
+        """Returns the script's segment of this number; begins it, and first the one that it begins with."""
+        made = self._begun.get(place)
+        if made is not None:
+            return made
+        script = self._rollout.script.segments[place - 1]
+        parent = None if script.parent is None else self._segment(script.parent)
+        # The child may begin with a return that its parent never answers.
+        if parent is not None and script.parent in self._owed and script.shared_tokens > parent.context_tokens:
+            self._show(parent, self._owed.pop(script.parent))
+        made = self._begun[place] = self._rollout.begin(place, parent, script.shared_tokens)
+        own = counted.Runs([(counted.TEXT, script.prompt_tokens)])
+        made.append_text(own, protocols.TokenSource.PROMPT)
+        return made
+
+    async def _sample(self, segment: counted.Counted, began: float) -> str | None:
+        """Samples an output. Returns None if it is complete, or else the limit that it met."""
+        limits, before = self._limits, segment.generated_tokens
+        room = min(limits.max_tokens, limits.max_context - segment.context_tokens)
+        if limits.rollout_tokens:
+            room = min(room, limits.rollout_tokens - self._rollout.sampled_tokens)
+            if room <= 0:
+                return "max_tokens"
+        if room <= 0:
+            return "max_context"
+        sampling = protocols.SamplingParams(limits.temperature, room, (counted.STOP,))
+        reason = await self._sampler.sample(segment, sampling)
+        segment.turns.append(protocols.Turn(segment.generated_tokens - before, start_seconds=began))
+        if reason == "stop":
+            return None
+        if segment.context_tokens >= limits.max_context:
+            return "max_context"
+        if 0 < limits.rollout_tokens <= self._rollout.sampled_tokens:
+            return "max_tokens"
+        return "length"
+
+    async def _step(self) -> _Answer:
+        began = asyncio.get_running_loop().time()
+        # By the rollout's name, as `CountedText` decodes an output.
+        result = await self._world.step(self._rollout.trajectory_id)
+        return _Answer(result, asyncio.get_running_loop().time() - began)
+
+    def _record(self, segment: counted.Counted, answer: _Answer) -> int:
+        """Records the tool that the last output called, in its turn. Returns the tokens of the return."""
+        turn, result = segment.turns[-1], answer.result
+        turn.tool_seconds = answer.seconds
+        for returned in result.tool_returns:  # a script has one at most
+            turn.tool, turn.status = returned.tool, returned.status
+            turn.tool_seconds = returned.seconds or answer.seconds
+        said = [protocols.Message("tool", returned.content) for returned in result.tool_returns]
+        return len(self._tokenizer.render([*said, *result.messages], first=False, generation_prompt=True))
+
+    def _show(self, segment: counted.Counted, tokens: int) -> None:
+        segment.turns[-1].payload_tokens = tokens
+        segment.append_text(counted.Runs([(counted.TEXT, tokens)]), protocols.TokenSource.TOOL)
+
+    async def _returned(self, place: int, answer: _Answer) -> None:
+        """Shows a tool's return to its segment, which goes on."""
+        segment = self._begun[place]
+        tokens = self._record(segment, answer)
+        self._show(segment, tokens)
+        turn = segment.turns[-1]
+        state = protocols.CausalState(turn.tool or "environment", tokens, turn.status or "success")
+        await self._sampler.tool_returned(segment, state)
+
+    def _finish(self, finish: str, reward: float) -> None:
+        rollout = self._rollout
+        turns = rollout.all_turns
+        calls = [turn for turn in turns if turn.tool is not None]
+        rollout.metrics.update(
+            turns=float(len(turns)),
+            tool_calls=float(len(calls)),
+            tool_timeouts=float(sum(turn.status == "timeout" for turn in calls)),
+            answered=float(finish == "answered"),
+        )
+        rollout.reward = rollout.environment_reward = reward
+        rollout.finish = finish

@@ -1,0 +1,194 @@
+"""The loop of rollouts that a harness drives: outcomes, limits, crashes, and what is left of the trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import session_doubles as doubles
+
+from libra_jax import protocols
+from libra_jax.agents import harness_loop, loop
+from libra_jax.agents.rewards import scoring
+from libra_jax.simulator import clock
+
+LIMITS = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=50.0, temperature=1.0)
+TASK = protocols.Task("task", {"question": "how many"})
+
+
+class Asking:
+    """A harness that runs a function over its gateway's conversation."""
+
+    def __init__(self, gateway: doubles.Directly, body) -> None:
+        self._gateway, self._body = gateway, body
+        self.closed = 0
+
+    async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
+        conversation = self._gateway.open_now[endpoint.secret]
+
+        async def ask(*messages: protocols.Message) -> protocols.Message:
+            last = None
+            async for item in conversation.reply(protocols.ChatRequest(messages)):
+                last = item
+            return last.message
+
+        return await self._body(ask)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def run(body, *, writer=None, trajectory=None, reward=None, **limits):
+    gateway = doubles.Directly()
+    harness = Asking(gateway, body)
+    trajectory = trajectory if trajectory is not None else protocols.Trajectory("task/0", "task")
+
+    async def main() -> None:
+        await harness_loop.run_harness(
+            trajectory=trajectory,
+            task=TASK,
+            harness=harness,
+            host=harness_loop.Host(gateway, doubles.Characters),
+            tokenizer=doubles.CHARACTERS,
+            sampler=writer() if writer else doubles.Writer(lambda context: "seven"),
+            limits=dataclasses.replace(LIMITS, **limits),
+            reward=reward,
+        )
+
+    try:
+        clock.run(main())
+    finally:
+        assert harness.closed == 1
+        assert not gateway.open_now
+    return trajectory
+
+
+def user(text: str) -> protocols.Message:
+    return protocols.Message("user", text)
+
+
+async def answers(ask) -> protocols.Outcome:
+    first = await ask(user("how many"))
+    await ask(user("how many"), first, protocols.Message("tool", "7"))
+    return protocols.Outcome(0.5, {"tries": 2})
+
+
+def test_a_finished_harness_gives_the_rollout_its_reward():
+    made = run(answers)
+    assert (made.reward, made.finish, made.environment_reward) == (0.5, "answered", 0.5)
+    assert made.metrics["tries"] == 2
+    assert (made.metrics["turns"], made.metrics["tool_calls"], made.metrics["tool_success"]) == (2, 1, 1)
+
+
+def test_a_harness_that_meets_a_limit_is_scored_zero_under_its_name():
+    async def goes_on(ask) -> protocols.Outcome:
+        messages = [user("how many")]
+        while True:
+            messages += [await ask(*messages), user("again")]
+
+    made = run(goes_on)
+    assert (made.reward, made.finish, len(made.turns)) == (0.0, "max_turns", 4)
+
+
+def test_time_that_is_up_ends_the_rollout_by_name():
+    async def waits(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        await asyncio.sleep(30.0)
+        return protocols.Outcome(1.0)
+
+    made = run(waits, rollout_seconds=10.0)
+    assert (made.reward, made.finish) == (0.0, "max_seconds")
+    assert 10.0 <= made.seconds < 12.0
+
+
+@pytest.mark.parametrize(("before", "setting"), [(False, "tool_seconds"), (True, "reset_seconds")])
+def test_a_harness_that_is_silent_for_too_long_has_crashed(before, setting):
+    async def hangs(ask) -> protocols.Outcome:
+        if not before:
+            await ask(user("how many"))
+        await asyncio.sleep(10_000.0)
+        return protocols.Outcome(1.0)
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=setting):
+        run(hangs)
+
+
+def _raising(error):
+    async def raises(ask) -> protocols.Outcome:
+        raise error
+
+    return raises
+
+
+def _returning(value):
+    async def returns(ask):
+        await ask(user("how many"))
+        return value
+
+    return returns
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (_raising(KeyError("gold")), "KeyError: 'gold'"),
+        (_raising(protocols.WorkerLost("the sandbox is gone")), "lost a worker"),
+        (_returning(1.0), "returned float instead of an Outcome"),
+        (_returning(protocols.Outcome(float("nan"))), "not a finite number"),
+        (_returning(protocols.Outcome(1.0, {"a metric!": 1.0})), "a metric the name"),
+        (_returning(protocols.Outcome(1.0, segment_rewards={5: 1.0})), "segment 5 of 1"),
+        (_returning(protocols.Outcome(1.0, segment_rewards={0: float("inf")})), "not a finite number"),
+    ],
+)
+def test_a_broken_harness_crashes_by_name(body, says):
+    with pytest.raises(protocols.EnvironmentCrashed) as crash:
+        run(body)
+    assert says in str(crash.value)
+    assert "task task" in str(crash.value)
+
+
+def test_an_error_of_the_engines_is_not_the_harness_fault():
+    class Broken(doubles.Writer):
+        async def sample(self, segment, sampling, heard=None):
+            raise protocols.WorkerLost("no engine is left")
+
+    async def swallows(ask) -> protocols.Outcome:
+        try:
+            await ask(user("how many"))
+        except protocols.WorkerLost:
+            return protocols.Outcome(1.0)
+        raise AssertionError
+
+    with pytest.raises(protocols.WorkerLost, match="no engine is left"):
+        run(swallows, writer=lambda: Broken(lambda context: ""))
+
+
+def test_a_reward_function_sees_the_dialogue_and_replaces_the_reward():
+    seen = []
+
+    async def scorer(task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
+        seen.append(transcript)
+        return scoring.Score(0.25, {"reward.own/length": 3.0})
+
+    made = run(answers, reward=scorer)
+    (transcript,) = seen
+    assert (made.reward, made.environment_reward) == (0.25, 0.5)
+    assert [message.role for message in transcript.messages] == ["user", "assistant", "tool", "assistant"]
+    assert transcript.answer == "seven"
+    assert transcript.tools == (protocols.CausalState("tool", made.turns[0].payload_tokens, "success"),)
+
+
+def test_segments_may_have_rewards_of_their_own():
+    async def delegates(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        await ask(user("a sub task"))
+        return protocols.Outcome(1.0, segment_rewards={1: 0.5})
+
+    made = run(delegates)
+    assert [segment.reward for segment in made.segments] == [1.0, 0.5]
+
+
+def test_a_rollout_that_had_ended_only_closes_its_harness():
+    trajectory = protocols.Trajectory("task/0", "task", reward=1.0, finish="answered")
+    assert run(_raising(AssertionError("it has ended")), trajectory=trajectory).reward == 1.0

@@ -1,0 +1,102 @@
+"""Doubles for the coordinator's side of the gateway: fronts whose clients are the test, and a scripted session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+
+from libra_jax import protocols
+from libra_jax.gateway import front
+
+made: list[ScriptedFront] = []
+"""Fronts that `create` made, in order."""
+
+
+class ScriptedFront:
+    """A front without HTTP. `die` ends its process, as far as its caller can see.
+
+    Attributes:
+      port: port of its settings.
+      admitted: sessions that it serves.
+      answers: what it was answered, by number of the request.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.admitted: set[bytes] = set()
+        self.answers: dict[int, list[front.Item]] = {}
+        self._events: asyncio.Queue[front.Event | None] = asyncio.Queue()
+        self._dead = False
+
+    async def start(self) -> str:
+        return f"http://127.0.0.1:{self.port or 4321}/v1"
+
+    async def admit(self, sessions: Sequence[bytes]) -> None:
+        self._check()
+        self.admitted |= set(sessions)
+
+    async def dismiss(self, session: bytes) -> None:
+        self._check()
+        self.admitted.discard(session)
+
+    async def events(self) -> AsyncIterator[front.Event]:
+        while (event := await self._events.get()) is not None:
+            yield event
+        self._check()
+
+    async def answer(self, items: Sequence[tuple[int, front.Item]]) -> None:
+        self._check()
+        for number, item in items:
+            self.answers.setdefault(number, []).append(item)
+
+    async def shutdown(self) -> None:
+        pass
+
+    def tell(self, event: front.Event) -> None:
+        self._events.put_nowait(event)
+
+    def die(self) -> None:
+        self._dead = True
+        self._events.put_nowait(None)
+
+    def _check(self) -> None:
+        if self._dead:
+            raise protocols.WorkerLost("the front is gone")
+
+
+def create(gateway: Mapping[str, int], model: str) -> ScriptedFront:
+    made.append(ScriptedFront(gateway["port"]))
+    return made[-1]
+
+
+class Scripted:
+    """A session that answers with two pieces.
+
+    Attributes:
+      delivered: number of outputs that were delivered.
+      closed: number of replies that were closed before.
+      gate: outputs stop after their first piece until it is set.
+      error: raised in place of the second piece.
+    """
+
+    def __init__(self) -> None:
+        self.delivered = self.closed = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    async def reply(
+        self, request: protocols.ChatRequest
+    ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
+        ended = False
+        try:
+            yield protocols.ContentDelta("one ")
+            await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            yield protocols.ContentDelta("two")
+            yield protocols.Reply(protocols.Message("assistant", "one two"), "stop", 3, 2)
+            ended = True
+            self.delivered += 1
+        finally:
+            self.closed += not ended

@@ -1,0 +1,162 @@
+"""The coordinator's side of the gateway: what becomes of requests when fronts, clients and sessions end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import coordinator_doubles as doubles
+import front_doubles
+import pytest
+
+from libra_jax import protocols
+from libra_jax.gateway import front, fronts
+
+REQUEST = protocols.ChatRequest([protocols.Message("user", "hello")])
+
+
+@pytest.fixture(autouse=True)
+def scripted_fronts(monkeypatch):
+    monkeypatch.setattr(fronts, "FACTORY", "front_doubles:create")
+    front_doubles.made.clear()
+
+
+def with_fronts(test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], processes: int = 1) -> None:
+    async def main() -> None:
+        config = doubles.make_config(gateway={"processes": processes}, cluster={"backend": "ray"})
+        run = doubles.run_context(config, doubles.DirectCluster())
+        gateway = fronts.Fronts(run, "policy")
+        try:
+            await run.scope.race(test(gateway))
+        finally:
+            await run.scope.cancel_background(1.0)
+            await gateway.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it does not come to that")
+
+
+def test_an_answer_streams_through_and_is_delivered_when_the_client_has_it():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (one,) = front_doubles.made
+        assert endpoint.url == "http://127.0.0.1:4321/v1"
+        assert one.admitted == {front.digest(endpoint.secret)}
+        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: len(one.answers.get(0, ())) == 3)
+        assert [type(item) for item in one.answers[0]] == [
+            protocols.ContentDelta,
+            protocols.ContentDelta,
+            protocols.Reply,
+        ]
+        assert session.delivered == 0
+        one.tell(front.Delivered(0))
+        await until(lambda: session.delivered == 1)
+        assert session.closed == 0
+
+    with_fronts(test)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_client_that_goes_away_closes_its_reply_undelivered(complete):
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (one,) = front_doubles.made
+        if not complete:
+            session.gate.clear()
+        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: len(one.answers.get(0, ())) == (3 if complete else 1))
+        one.tell(front.Gone(0))
+        await until(lambda: session.closed == 1)
+        assert session.delivered == 0
+
+    with_fronts(test)
+
+
+def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (first,) = front_doubles.made
+        session.gate.clear()
+        first.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 0 in first.answers)
+        first.die()
+        await until(lambda: len(front_doubles.made) == 2 and bool(front_doubles.made[1].admitted))
+        second = front_doubles.made[1]
+        assert (second.port, second.admitted) == (4321, {front.digest(endpoint.secret)})
+        assert (session.closed, session.delivered) == (1, 0)
+        session.gate.set()
+        # The same numbers come again, and the answers to them are the new front's own.
+        second.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: len(second.answers.get(0, ())) == 3)
+        second.tell(front.Delivered(0))
+        await until(lambda: session.delivered == 1)
+
+    with_fronts(test)
+
+
+def test_a_front_that_dies_again_and_again_ends_the_run():
+    async def test(gateway: fronts.Fronts) -> None:
+        await gateway.open(front_doubles.Scripted())
+        for life in range(fronts.RESTARTS + 1):
+            await until(lambda life=life: len(front_doubles.made) == life + 1)
+            front_doubles.made[-1].die()
+        await asyncio.sleep(10.0)
+
+    with pytest.raises(protocols.LibraError, match="gateway-0 died"):
+        with_fronts(test)
+
+
+def test_refusals_and_failures_reach_the_client_as_what_they_are():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (one,) = front_doubles.made
+        for number, error in enumerate((protocols.Refused("limit", "enough", "n"), protocols.WorkerLost("no engine"))):
+            session.error = error
+            one.tell(front.Asked(number, front.digest(endpoint.secret), REQUEST))
+            await until(lambda number=number: len(one.answers.get(number, ())) == 2)
+        assert one.answers[0][1] == front.Refusal("limit", "enough", "n")
+        assert isinstance(one.answers[1][1], front.Failure)
+        assert "no engine" in one.answers[1][1].message
+
+    with_fronts(test)
+
+
+def test_a_closed_session_is_dismissed_and_its_requests_end():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (one,) = front_doubles.made
+        session.gate.clear()
+        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 0 in one.answers)
+        await gateway.close(endpoint)
+        assert (session.closed, one.admitted) == (1, set())
+        one.tell(front.Asked(1, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 1 in one.answers)
+        assert isinstance(one.answers[1][0], front.Refusal)
+        assert one.answers[1][0].kind == "closed"
+
+    with_fronts(test)
+
+
+def test_sessions_spread_over_the_fronts_and_stay():
+    async def test(gateway: fronts.Fronts) -> None:
+        endpoints = [await gateway.open(front_doubles.Scripted()) for _ in range(6)]
+        assert sorted(len(one.admitted) for one in front_doubles.made) == [2, 2, 2]
+        await gateway.close(endpoints[0])
+        assert sum(len(one.admitted) for one in front_doubles.made) == 5
+
+    with_fronts(test, processes=3)

@@ -1,0 +1,96 @@
+"""The chat format that a run's settings name."""
+
+import sys
+
+import chat_templates
+import pytest
+
+from libra_jax import config, protocols
+from libra_jax.agents import chat_format, tokenizers
+from libra_jax.runs import chat_formats
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call>'
+TOOLS = (protocols.ToolSpec("search"),)
+ASKED = (protocols.Message("user", "q"),)
+
+
+def message(form, tokenizer, text):
+    parser = form.parser(TOOLS, ())
+    parser.feed(tokenizer.encode(text))
+    return parser.finish()[1]
+
+
+@pytest.fixture(scope="module")
+def thinks(tmp_path_factory):
+    return tokenizers.load(chat_templates.save(tmp_path_factory.mktemp("thinks"), chat_templates.THINKS))
+
+
+def test_the_templates_parsers_are_the_default(thinks):
+    form = chat_formats.make(thinks, config.GatewayConfig())
+    read = message(form, thinks, "<think>hm</think>so" + CALL)
+    assert (read.reasoning, read.content, read.tool_calls[0].arguments) == ("hm", "so", '{"q": 1}')
+    assert form.render(ASKED, ())[-1] == thinks.encode("\n")[0]
+
+
+def test_no_parser_leaves_all_in_the_text(thinks):
+    form = chat_formats.make(thinks, config.GatewayConfig(tool_parser="none", reasoning_parser="none"))
+    assert message(form, thinks, "<think>hm</think>so" + CALL).content == "<think>hm</think>so" + CALL
+
+
+def test_each_parser_can_be_chosen_alone(thinks):
+    read = message(chat_formats.make(thinks, config.GatewayConfig(reasoning_parser="none")), thinks, "hm" + CALL)
+    assert (read.content, len(read.tool_calls)) == ("hm", 1)
+
+
+def test_the_character_tokenizers_calls_stay_in_the_text_by_default():
+    tokenizer = tokenizers.CharacterTokenizer()
+    assert message(chat_formats.make(tokenizer, config.GatewayConfig()), tokenizer, CALL).content == CALL
+    form = chat_formats.make(tokenizer, config.GatewayConfig(tool_parser="hermes"))
+    assert message(form, tokenizer, CALL).tool_calls[0].name == "search"
+
+
+def test_an_unknown_parser_is_a_sentence_about_the_setting(thinks):
+    with pytest.raises(protocols.ConfigError, match=r"config\.gateway\.tool_parser: .* did you mean 'hermes'"):
+        chat_formats.make(thinks, config.GatewayConfig(tool_parser="hermes_"))
+    with pytest.raises(protocols.ConfigError, match=r'gateway\.reasoning_parser: is empty; use "none"'):
+        config.GatewayConfig(reasoning_parser="")
+
+
+def test_a_missing_vllm_is_a_sentence_about_the_setting(thinks, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libra_jax.engines.vllm_parsers", None)
+    monkeypatch.delattr("libra_jax.engines.vllm_parsers", raising=False)
+    with pytest.raises(protocols.ConfigError, match="vLLM cannot be imported"):
+        chat_formats.make(thinks, config.GatewayConfig())
+
+
+def test_a_tokenizer_of_another_kind_is_refused():
+    class Other:
+        vocab_size = 1
+
+    with pytest.raises(protocols.DataError, match="a Other has no chat format"):
+        chat_formats.make(Other(), config.GatewayConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "parsers"),
+    [
+        ("THINKS", "<|im_start|>assistant\n", ("hermes", "qwen3")),
+        ("PLAIN", "<|im_start|>assistant\n", ("hermes", "")),
+        ("NAMES", "<|im_start|>assistant\n", ("hermes", "")),
+        ("PARTS", "", ("", "")),
+        ("OPENS", "<|im_start|>assistant\n<think>\n", ("", "")),
+    ],
+)
+def test_a_template_tells_the_parsers_that_are_certain(name, header, parsers):
+    assert chat_format.parsers_of(getattr(chat_templates, name), header) == parsers
+
+
+def test_calls_in_xml_and_after_header_marks_are_told_apart():
+    xml = "{{ '<tool_call>\\n<function=' + name + '>' }}"
+    llama = "{{ '<|start_header_id|>' }}{{ '{\"name\": ' + name + ', \"parameters\": ' }}"
+    glm = "{{ '<tool_call>' }}<arg_key>\"arguments\""
+    assert [chat_format.parsers_of(template, "").tool for template in (xml, llama, glm)] == [
+        "qwen3_xml",
+        "llama3_json",
+        "",
+    ]

@@ -1,0 +1,6 @@
+"""The doubles beside the tests are imported by name."""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
