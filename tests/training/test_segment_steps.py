@@ -208,6 +208,32 @@ def test_rewards_of_segments_need_an_advantage_with_a_baseline(small, advantage)
         batch_lib.prepare(config, segment_rollouts.batch(rollouts), small.shape)
 
 
+def test_a_penalty_in_the_reward_sums_over_all_segments(small):
+    """An advantage that compares rollouts pays for all of a rollout's tokens at once, in any order."""
+    rollouts = _rollouts()
+    algorithm = config_lib.AlgorithmConfig(
+        advantage="dr_grpo", kl_in_reward=True, kl_coefficient=0.1, kl_estimator="k1"
+    )
+    for row_tokens in (96, 26):
+        config = _config(small, row_tokens, algorithm=algorithm)
+
+        def score(packed, extras):
+            # A reference that finds each token more likely than the sampling policy, by 0.5.
+            return [jax.numpy.asarray(np.where(item.mask, item.behaviour + 0.5, 0)) for item in packed.micro_batches]
+
+        prepared = batch_lib.prepare(config, segment_rollouts.batch(rollouts), small.shape, score)
+        paid = [
+            rollout.reward + 0.05 * sum(sum(each.loss_mask[1:]) for each in rollout.segments) for rollout in rollouts
+        ]
+        for index, (advantage_N, example) in enumerate(zip(prepared.advantages, prepared.examples, strict=True)):
+            group = [
+                reward
+                for reward, other in zip(paid, rollouts, strict=True)
+                if other.prompt_id == rollouts[index].prompt_id
+            ]
+            np.testing.assert_allclose(advantage_N[example.mask_N], paid[index] - np.mean(group), atol=1e-5)
+
+
 def test_segments_that_do_not_fit_together_are_refused_by_name(small):
     config = small.config()
     for change in ({"shared": 99}, {"shared": 0}, {"parent": None}, {"reward": float("nan")}):

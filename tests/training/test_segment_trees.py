@@ -1,5 +1,6 @@
 """Layouts of random trees: what a token sees, what is trained, and what is kept, against brute force over contexts."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -124,6 +125,20 @@ def test_packed_trees_scatter_and_gather_every_trained_token(case):
         assert count == len(trained)
         np.testing.assert_array_equal(got[trained], value[trained])
         assert set(got) <= {0.0, *value}
+
+
+@settings(max_examples=40)
+@given(cases(), cases())
+def test_joined_batches_keep_the_places_of_their_trees(first, second):
+    (rollouts, config), (others, _) = first, second
+    config = dataclasses.replace(config, row_tokens=400)
+    parts = [sequences_lib.examples(each, 0, SHAPE) for each in (rollouts, others)]
+    packed = packing.joined([packing.pack(part, config) for part in parts])
+    values = [np.arange(1, len(example.tokens_N) + 1, dtype=np.float32) for part in parts for example in part]
+    back = packed.gather(packed.scatter(values), [len(value) for value in values])
+    for example, value, got in zip((*parts[0], *parts[1]), values, back, strict=True):
+        trained = np.flatnonzero(example.mask_N[1:]) + 1
+        np.testing.assert_array_equal(got[trained], value[trained])
 
 
 @settings(max_examples=60)
