@@ -234,6 +234,8 @@ DOUBLES = [
     ("movable_trainers", "Trainer", "protocols.TrainerProcess"),
     ("libra_jax.trainer_control.client", "TrainerClient", "protocols.TrainerClient"),
     ("libra_jax.trainer_control.client", "HybridClient", "protocols.HybridClient"),
+    ("gateway_doubles", "Scripted", "protocols.Conversation"),
+    ("gateway_doubles", "Scripts", "protocols.Conversations"),
 ]
 """Module, class, and the protocol that it has to have every method of."""
 
@@ -254,7 +256,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         subjects[len(lines)] = f"{module}.{name}"
     file = tmp_path_factory.mktemp("seams") / "planted.py"
     file.write_text("\n".join(lines) + "\n")
-    paths = [ROOT, ROOT / "tests" / "coordinator", ROOT / "tests" / "trainer_control"]
+    paths = [ROOT, *(ROOT / "tests" / room for room in ("coordinator", "gateway", "trainer_control"))]
     before, folder = os.environ.get("MYPYPATH"), os.getcwd()
     os.environ["MYPYPATH"] = os.pathsep.join(map(str, paths))
     os.chdir(ROOT)

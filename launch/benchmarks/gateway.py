@@ -1,7 +1,8 @@
 """Measures the gateway: live sessions that ask by turns, their latency, and the memory that each costs.
 
-The gateway runs in a process of its own, with scripted sessions: an output is 16 pieces of text, made in no time. The
-figures are so those of HTTP, of the three APIs' forms and of the limits, without an engine and a chat template.
+The gateway runs in a process of its own. Twice: with scripted sessions, whose outputs are 16 pieces of text, made in no
+time. Their figures are those of HTTP, of the three APIs' forms and of the limits. And with real sessions, over a double
+of an engine (`sessions.py`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import json
 import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from multiprocessing import connection
 from typing import Any
 
 import aiohttp
 import psutil
 
-from benchmarks import workload
+from benchmarks import sessions, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.gateway import server
@@ -47,10 +49,17 @@ def measure(rounds: int) -> workload.Figures:
     Args:
       rounds: number of rounds.
     """
+    scripted = _measured(_serve, (), rounds)
+    real = _measured(sessions.serve, ([_secret(number) for number in range(SESSIONS)],), rounds)
+    same = ("sessions", "requests_a_session", "rounds")
+    return {**scripted, **{f"real_{name}": figure for name, figure in real.items() if name not in same}}
+
+
+def _measured(serve: Callable[..., None], arguments: tuple[Any, ...], rounds: int) -> workload.Figures:
     # Spawned: a fork would count this process's memory as the gateway's.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
     process.start()
     try:
         url = _receive(ours)
@@ -139,9 +148,8 @@ async def _agents(
             latencies.append(time.perf_counter() - began)
             if answer.status != 200:
                 raise protocols.LibraError(f"the gateway answered {answer.status}: {content[:200]!r}")
-            call = {"id": f"call_{turn}", "type": "function", "function": {"name": "shell", "arguments": "{}"}}
             messages += [
-                {"role": "assistant", "content": "x" * 8 * PIECES, "tool_calls": [call]},
+                {"role": "assistant", "content": _said(content, streams)},
                 {"role": "tool", "tool_call_id": f"call_{turn}", "content": "y" * 1000},
             ]
 
@@ -151,6 +159,14 @@ async def _agents(
         await asyncio.gather(*(agent(client, number) for number in range(SESSIONS)))
         seconds = time.perf_counter() - opened
         return seconds, latencies, _ask(pipe, "look")
+
+
+def _said(content: bytes, streams: bool) -> str:
+    """Returns the text of an answer, or of the events of a streamed one."""
+    if not streams:
+        return str(json.loads(content)["choices"][0]["message"]["content"])
+    events = [json.loads(line[6:]) for line in content.split(b"\n") if line.startswith(b"data: {")]
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
 
 
 def _secret(number: int) -> str:
@@ -186,15 +202,15 @@ class _Sessions:
 
 def _serve(pipe: connection.Connection) -> None:
     async def run() -> None:
-        sessions = _Sessions()
-        gateway = server.Server(sessions, configuration.GatewayConfig())
+        served = _Sessions()
+        gateway = server.Server(served, configuration.GatewayConfig())
         pipe.send(await gateway.start())
         loop, process = asyncio.get_running_loop(), psutil.Process()
         while (command := await loop.run_in_executor(None, pipe.recv)) is not None:
             if command == "open":
-                sessions.sessions = {_secret(number): _Session() for number in range(SESSIONS)}
+                served.sessions = {_secret(number): _Session() for number in range(SESSIONS)}
             elif command == "close":
-                sessions.sessions = {}
+                served.sessions = {}
                 await asyncio.sleep(0.5)  # closed connections are noticed
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)  # memory that is free, but not yet the kernel's, is no session's

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +31,18 @@ class Host:
         self.gateway = gateway
         self.refuse_temperature = refuse_temperature
         self._make_form = make_form
+        self._form: protocols.ChatFormat | None = None
+        self._making = asyncio.Lock()
 
-    @functools.cached_property
-    def form(self) -> protocols.ChatFormat:
-        """Chat format of the policy's model."""
-        return self._make_form()
+    async def form(self) -> protocols.ChatFormat:
+        """Returns the chat format of the policy's model.
+
+        It is made in a thread: to import vLLM's parsers takes seconds, in which other rollouts go on.
+        """
+        async with self._making:
+            if self._form is None:
+                self._form = await asyncio.to_thread(self._make_form)
+            return self._form
 
 
 async def run_harness(
@@ -103,7 +109,7 @@ class _Rollout:
         read_status = getattr(self.harness, "status", None)
         opened = session.Session(
             self.trajectory,
-            form=self.host.form,
+            form=await self.host.form(),
             sampler=self.sampler,
             limits=self.limits,
             read_status=wire.checked(read_status, self.crash) if callable(read_status) else wire.status,

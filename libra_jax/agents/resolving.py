@@ -36,8 +36,9 @@ CLEARED_BY_FLAG = ("task.arguments", "task.environment_arguments")
 """Fields with arguments of a factory that a flag can set as a whole. Others lie within such a field."""
 
 _REMOVED = {
-    "libra_jax.agents.environments.verifiers": "environments of verifiers cannot be run, because its release 0.4 "
-    "removed MultiTurnEnv; write an environment of your own and name it as 'package.module:factory'",
+    "libra_jax.agents.environments.verifiers": "release 0.4 of verifiers removed what this adapter used; its "
+    "environments run as harnesses now (docs/guides/any_agent.md): task.environment="
+    "libra_jax.agents.environments.harness:environment with 'callable': 'libra_jax.agents.outside.verifiers_v1:solve'",
     "libra_jax.agents.tools.calculator": "the tool's module has moved; name it 'calculator', or "
     "'libra_jax.agents.arithmetic:Calculator'",
 }

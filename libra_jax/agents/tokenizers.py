@@ -175,6 +175,11 @@ class HuggingFaceTokenizer:
             f"after one dialogue and as {later!r} after another, so it cannot be trained on token by token"
         )
 
+    @property
+    def incremental(self) -> bool:
+        """Whether the template can be applied to increments."""
+        return not self._refusal
+
     def check_incremental(self) -> None:
         """Checks that the template can be applied to increments.
 

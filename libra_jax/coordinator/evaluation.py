@@ -272,7 +272,7 @@ async def serve_alone(
         raise protocols.LibraError("The agent has no gateway to serve by.")
     async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
         limits = factories.limits(run.config, run.config.evaluation.temperature)
-        endpoint = await host.gateway.open(public.Public(wired.dispatcher, host.form, limits, version), secret)
+        endpoint = await host.gateway.open(public.Public(wired.dispatcher, await host.form(), limits, version), secret)
         stop = asyncio.Event()
         with stopping.caught(lambda *_: stop.set()):
             ready(endpoint)

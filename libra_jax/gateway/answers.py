@@ -77,6 +77,7 @@ class Answer:
       seconds: seconds that the client may leave what was written unread, once the connection's buffers are full.
 
     Attributes:
+      awaits_body: the request's body has not been read to its end.
       started: the status has been sent.
       complete: the whole response has been handed to the transport of a connection that was open.
     """
@@ -86,7 +87,7 @@ class Answer:
         self._transport: asyncio.Transport | None = scope.get("extensions", {}).get(TRANSPORT)
         self._send, self._seconds = send, seconds
         self._failed: Callable[[errors.Problem], bytes] = lambda problem: b""
-        self.started = self.complete = False
+        self.awaits_body = self.started = self.complete = False
 
     async def json(self, status: int, value: exchanges.Json, headers: Headers | None = None) -> None:
         """Writes a whole response.

@@ -109,13 +109,15 @@ class _Endpoint:
         except protocols.LibraError as error:  # its sentence is made for readers, and the run knows of it
             problem = errors.Problem(500, str(error), code="internal_error")
         except TimeoutError as error:
-            problem = self._late() if limit.expired() else self._failed(error)
+            problem = self._late(answer) if limit.expired() else self._failed(error)
         except Exception as error:
             problem = self._failed(error)
         await self._write(scope, answer, problem)
 
-    def _late(self) -> errors.Problem:
+    def _late(self, answer: answers.Answer) -> errors.Problem:
         seconds = self._limits.request_seconds
+        if answer.awaits_body:
+            return errors.Problem(408, f"The body did not arrive within {seconds:g} s.", code="deadline_exceeded")
         # Clients retry it, and the session goes on from the tokens that it has.
         return errors.Problem(504, f"The request was not answered within {seconds:g} s.", code="deadline_exceeded")
 
@@ -183,7 +185,9 @@ class _Outputs(_Endpoint):
         # The key comes first: who has none may not send a body.
         conversation, session = self._known.find(_secret(scope))
         session.count_request(asyncio.get_running_loop().time())
+        answer.awaits_body = True
         body = await answers.read_body(scope, receive, self._limits.max_body_bytes)
+        answer.awaits_body = False
         exchange = self._api.read(fields.parse(body), self._known.model, session)
         del body
         with session.outputs(exchange.choices):

@@ -21,7 +21,7 @@ Name = Annotated[str, pydantic.Field(min_length=1)]
 Stops = Annotated[list[Name], pydantic.Field(max_length=64)]
 """Texts that end an output."""
 
-Count = Annotated[int, pydantic.Field(ge=1)]
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**31)]
 Temperature = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 SAMPLING = (

@@ -147,26 +147,37 @@ class Fronts:
         return front
 
     async def _keep(self, front: _Front) -> None:
-        """Answers a front's requests, and restarts it where it dies."""
+        """Answers a front's requests, and restarts it where it dies or does not answer."""
         while True:
-            sending = asyncio.ensure_future(self._send(front))
-            try:
-                async with contextlib.aclosing(front.client.events()) as events:
-                    async for event in events:
-                        self._take(front, event)
-            except protocols.WorkerLost as error:
-                lost: protocols.WorkerLost | None = error
-            finally:
-                sending.cancel()
-                await asyncio.wait({sending})
+            lost: protocols.LibraError | None = await self._one_life(front)
             while lost is not None:
                 try:
                     await self._restart(front, lost)
                     lost = None
-                except protocols.WorkerLost as error:
+                except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
                     lost = error
 
-    async def _restart(self, front: _Front, lost: protocols.WorkerLost) -> None:
+    async def _one_life(self, front: _Front) -> protocols.LibraError:
+        """Answers a front's requests until it dies or does not answer. Returns the error that says so."""
+        work = {asyncio.ensure_future(self._read(front)), asyncio.ensure_future(self._send(front))}
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
+            return error
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.wait(work)
+        return protocols.WorkerLost(f"{front.spec.name} stopped to tell of requests")
+
+    async def _read(self, front: _Front) -> None:
+        async with contextlib.aclosing(front.client.events()) as events:
+            async for event in events:
+                self._take(front, event)
+
+    async def _restart(self, front: _Front, lost: protocols.LibraError) -> None:
         """Starts the front again at its port. Requests under way end undelivered: their clients ask again.
 
         Raises:
@@ -240,6 +251,4 @@ class Fronts:
             await front.waiting.wait()
             front.waiting.clear()
             batch, front.outbox = front.outbox, []
-            # The reader of events notices the front's end.
-            with contextlib.suppress(protocols.WorkerLost):
-                await front.client.answer(batch)
+            await front.client.answer(batch)

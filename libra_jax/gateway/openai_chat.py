@@ -31,6 +31,7 @@ class Call(fields.Fields):
     function: Function
     type: Literal["function"] = "function"
     index: fields.Ignored = None  # clients that collect a stream leave it in
+    provider_specific_fields: fields.Ignored = None  # LiteLLM's
 
 
 class ChatMessage(fields.Fields):
@@ -48,6 +49,8 @@ class ChatMessage(fields.Fields):
     audio: None = None
     function_call: None = None
     annotations: fields.Ignored = None
+    provider_specific_fields: fields.Ignored = None  # LiteLLM's, as the next
+    thinking_blocks: fields.Ignored = None
 
     @pydantic.model_validator(mode="after")
     def _fits_its_role(self) -> ChatMessage:

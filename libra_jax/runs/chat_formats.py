@@ -1,10 +1,32 @@
-"""Makes the chat format of a run's model: its template, and vLLM's parsers of its outputs."""
+"""Makes the tokenizer and the chat format of a run's model: its template, and vLLM's parsers of its outputs."""
 
 from __future__ import annotations
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import chat_format, tokenizers
+from libra_jax.agents import chat_format, factories, tokenizers
+from libra_jax.agents.tools import toolkit
+
+
+def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> protocols.Tokenizer:
+    """Returns the tokenizer of the run's model.
+
+    The native loop adds increments to a dialogue, so its template has to be incremental. A harness sends whole
+    dialogues, and takes any template.
+
+    Raises:
+      ConfigError: the tokenizer's name or the environment's factory is wrong.
+      DataError: the tokenizer cannot be used, or its template is not incremental and the environment is no harness.
+    """
+    made = tokenizers.create(config.task, config.model.path, incremental=False)
+    if (
+        isinstance(made, tokenizers.HuggingFaceTokenizer)
+        and not made.incremental
+        # Made to see its kind, and never begun.
+        and not factories.is_harness(factories.environment_factory(config.task, tools)())
+    ):
+        made.check_incremental()
+    return made
 
 
 def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -> protocols.ChatFormat:

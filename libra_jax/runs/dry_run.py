@@ -217,7 +217,7 @@ def example(config: libra_config.RunConfig) -> trial.Example | None:
     messages = protocols.Message("user", asked), protocols.Message("assistant", answer)
     # As the run's tokenizer writes it, because a reward function may look for the tokens of the chat template.
     try:
-        tokenizer = tokenizers.create(config.task, config.model.path)
+        tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
         prompt = tokenizer.render(messages[:1], first=True, generation_prompt=True)
         text = tokenizer.decode([*prompt, *tokenizer.encode(answer), tokenizer.stop_token_ids[0]])
     except protocols.LibraError:  # the tokenizer is not on this machine

@@ -19,7 +19,7 @@ from libra_jax.coordinator import budgets, filters, prompts
 from libra_jax.engines import logprob_contract
 from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
-from libra_jax.runs import wiring
+from libra_jax.runs import chat_formats, wiring
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py); others die at their first token."""
@@ -67,7 +67,8 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
     wiring.scheduler(config)
     if shape is not None:
         wiring.global_planner(config, shape)
-    factories.environment_factory(config.task, toolkit.Toolkit(config.tools, config.sandbox))
+    tools = toolkit.Toolkit(config.tools, config.sandbox)
+    factories.environment_factory(config.task, tools)
     for name, function in config.reward.parsed().items():
         actors.check(name, function)
     filters.make(config)
@@ -84,11 +85,16 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
             f"config.task.tokenizer: 'character' has {size} tokens and the model's vocabulary {shape.vocab_size}; give "
             "--config.task.tokenizer= (empty: the model's own) or a Hugging Face directory"
         )
-    if need_weights and (size := tokenizers.create(config.task, config.model.path).vocab_size) > shape.vocab_size:
+    if not need_weights:
+        return
+    tokenizer = chat_formats.policy_tokenizer(config, tools)
+    if tokenizer.vocab_size > shape.vocab_size:
         raise protocols.ConfigError(
-            f"config.task.tokenizer: its {size} tokens do not fit the model's vocabulary "
+            f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
             f"of {shape.vocab_size}; choose the tokenizer the model was made with"
         )
+    if not {config.gateway.tool_parser, config.gateway.reasoning_parser} <= {"auto", "none"}:
+        chat_formats.make(tokenizer, config.gateway)  # its parsers are vLLM's to name
 
 
 def warn(config: libra_config.RunConfig) -> None:

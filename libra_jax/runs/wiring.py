@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import factories, harness_loop, samples, tokenizers
+from libra_jax.agents import factories, harness_loop, samples
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
@@ -300,7 +300,7 @@ def _parts(
     agent = rollouts.Agent(
         tasks=factories.task_source(config.task, config.seed),
         make_environment=factories.environment_factory(config.task, tools),
-        tokenizer=tokenizers.create(config.task, config.model.path),
+        tokenizer=chat_formats.policy_tokenizer(config, tools),
         demonstrator=demonstrator,
     )
     kept = workdir / profiles.KEPT_FILE

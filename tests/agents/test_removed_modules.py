@@ -16,7 +16,7 @@ def test_environments_of_verifiers_are_refused_with_what_to_use_instead():
         arguments=ARGUMENTS,
         environment_arguments=ARGUMENTS,
     )
-    why = r"cannot be run, because its release 0\.4 removed MultiTurnEnv; write an environment of your own"
+    why = r"release 0\.4 of verifiers removed .* as harnesses now .*'libra_jax\.agents\.outside\.verifiers_v1:solve'"
     with pytest.raises(protocols.ConfigError, match=rf"config\.task\.source: .*{why}"):
         factories.task_source(task, seed=0)
     with pytest.raises(protocols.ConfigError, match=rf"config\.task\.environment: .*{why}"):

@@ -150,7 +150,7 @@ async def test_a_client_that_never_ends_its_body_has_a_deadline():
     async with doubles.serving(session, other, request_seconds=0.3) as url, connection(url) as plain:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(plain, raw_request(CHAT)[:-1])
-        assert (await loop.sock_recv(plain, 4096)).startswith(b"HTTP/1.1 504 ")
+        assert (await loop.sock_recv(plain, 4096)).startswith(b"HTTP/1.1 408 ")
         await is_served(url)
 
 

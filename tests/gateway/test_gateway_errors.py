@@ -104,6 +104,7 @@ WRONG += [
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
         ({"top_k": 5}, "top_k"),
     ]
 ]

@@ -1,12 +1,14 @@
 """The chat format that a run's settings name."""
 
 import sys
+import types
 
 import chat_templates
 import pytest
 
 from libra_jax import config, protocols
 from libra_jax.agents import chat_format, tokenizers
+from libra_jax.agents.tools import toolkit
 from libra_jax.runs import chat_formats
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"q": 1}}\n</tool_call>'
@@ -69,6 +71,42 @@ def test_a_tokenizer_of_another_kind_is_refused():
 
     with pytest.raises(protocols.DataError, match="a Other has no chat format"):
         chat_formats.make(Other(), config.GatewayConfig())
+
+
+COUNTS = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + (messages|length|string) + m.content + '<|im_end|>' -}}"
+    "{%- endfor -%}"
+)
+"""Writes the number of messages into each, so that each request is a context of its own."""
+
+
+class Drives:
+    """A harness."""
+
+    async def run(self, task, endpoint):
+        return protocols.Outcome(0.0)
+
+    async def close(self):
+        pass
+
+
+def test_a_harness_takes_a_template_that_the_native_loop_refuses(tmp_path, monkeypatch):
+    folder, tools = chat_templates.save(tmp_path, COUNTS), toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig())
+
+    def run(environment):
+        task = config.TaskConfig(tokenizer=folder, environment=environment)
+        return config.RunConfig(task=task)
+
+    with pytest.raises(protocols.DataError, match="not incremental"):
+        chat_formats.policy_tokenizer(run("libra_jax.agents.calculator:environment"), tools)
+    module = types.ModuleType("harness_of_a_test")
+    module.factory = Drives
+    monkeypatch.setitem(sys.modules, "harness_of_a_test", module)
+    tokenizer = chat_formats.policy_tokenizer(run("harness_of_a_test:factory"), tools)
+    form = chat_formats.make(tokenizer, config.GatewayConfig())
+    assert tokenizer.decode(form.render(ASKED, ())) == "<|im_start|>user1q<|im_end|>"
+    output = protocols.Message("assistant", "a")
+    assert form.extend([*ASKED, output, protocols.Message("tool", "r")], 2, ()) is None
 
 
 @pytest.mark.parametrize(

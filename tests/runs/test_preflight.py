@@ -204,6 +204,11 @@ def test_a_head_size_is_refused_where_vllms_cpu_build_serves(tmp_path, monkeypat
         preflight.validate(run, need_weights=False)
 
 
+def test_a_misspelt_parser_of_outputs_is_refused_with_the_nearest():
+    with pytest.raises(protocols.ConfigError, match=r"config\.gateway\.tool_parser: .* did you mean 'hermes'"):
+        preflight.validate(config.RunConfig(gateway=config.GatewayConfig(tool_parser="hermse")), need_weights=True)
+
+
 def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
     task = {"source": "libra_jax.agents.datasets:task_source", "path": str(tmp_path / "tasks.jsonl")}
     run = config.RunConfig(

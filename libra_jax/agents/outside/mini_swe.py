@@ -48,6 +48,8 @@ def solve(
     """
     os.environ.update(MSWEA_SILENT_STARTUP="1", MSWEA_COST_TRACKING="ignore_errors", MSWEA_CONFIGURED="true")
     os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", os.path.join(os.environ.get("HOME", folder), "mini"))
+    # The gateway answers, or refuses for good: ten attempts would hold the rollout up for minutes after its limit.
+    os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")
     # litellm asks the network for its prices unless told to use its own file.
     os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_TELEMETRY="False")
     import yaml

@@ -117,7 +117,8 @@ class Command:
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         """See `jobs.Runner`."""
-        settings, root, after = self.settings, job.root, [""][:0]
+        settings, root = self.settings, job.root
+        after: list[str] = []
         told = root / "told"
         await deadlines.off_loop(_tell, told, task_text(job, settings.fields))
         command = job.filled(self.command)

@@ -1,7 +1,8 @@
 """Runs one program, and ends it with everything that it started: at its own end, or as soon as the run is gone.
 
-Standard library only, because it runs as a script: `python -I -S keeper.py FOLDER COUNT AFTER... PROGRAM...`. AFTER are
-the COUNT words of a command that runs last, such as the removal of a container; COUNT may be 0.
+Standard library only, because it runs as a script: `python -I -S keeper.py FOLDER COUNT AFTER... COUNT ORPHANED...
+PROGRAM...`. AFTER are the COUNT words of a command that runs last, such as the removal of a container. ORPHANED is one
+that runs only if the run is gone. COUNT may be 0.
 
 The keeper's standard input is a pipe that the run holds open. The kernel closes it even if the run is killed with -9.
 The keeper then kills the program, and every process that came from it. Such processes cannot escape: the kernel makes
@@ -116,8 +117,9 @@ def _run_last(after: list[str]) -> None:
         time.sleep(0.01)
 
 
-def main(folder: str, after: list[str], program: list[str]) -> int:
+def main(folder: str, after: list[str], orphaned: list[str], program: list[str]) -> int:
     """Runs the program to its end, and returns the status to exit with."""
+    parent = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -126,16 +128,20 @@ def main(folder: str, after: list[str], program: list[str]) -> int:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     status = _wait(_start(program), woken)
     _end_all()
-    if after:
-        _run_last(after)
-    if status is None:
+    gone = os.getppid() != parent
+    for last in (after, orphaned if gone else []):
+        if last:
+            _run_last(last)
+    if gone:
         import shutil  # only here: the import would double the start's time
 
         shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+    if status is None:
         return _SIGNALS + signal.SIGKILL
     return status if status >= 0 else _SIGNALS - status
 
 
 if __name__ == "__main__":
-    words = int(sys.argv[2])
-    sys.exit(main(sys.argv[1], sys.argv[3 : 3 + words], sys.argv[3 + words :]))
+    first = 3 + int(sys.argv[2])
+    second = first + 1 + int(sys.argv[first])
+    sys.exit(main(sys.argv[1], sys.argv[3:first], sys.argv[first + 1 : second], sys.argv[second:]))

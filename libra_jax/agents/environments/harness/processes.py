@@ -69,6 +69,7 @@ async def run(
     seconds: float,
     most_bytes: int,
     after: Sequence[str] = (),
+    orphaned: Sequence[str] = (),
 ) -> Ended:
     """Runs a program to its end, and ends every process that it left.
 
@@ -80,6 +81,7 @@ async def run(
       seconds: deadline of the program in seconds.
       most_bytes: bytes of each output that are kept.
       after: a command that runs at the end in every case, also if this process is gone by then. Empty: none.
+      orphaned: a command that runs at the end only if this process is gone by then. Empty: none.
 
     Raises:
       EnvironmentCrashed: the program could not be started.
@@ -88,7 +90,18 @@ async def run(
     began = loop.time()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", _KEEPER, str(root), str(len(after)), *after, *command),
+            *(
+                sys.executable,
+                "-I",
+                "-S",
+                _KEEPER,
+                str(root),
+                str(len(after)),
+                *after,
+                str(len(orphaned)),
+                *orphaned,
+                *command,
+            ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -1,0 +1,71 @@
+"""The file system that a container would show, made of the host's by bubblewrap: for tasks that name fixed folders.
+
+System folders are the host's, read-only. The task's own folders, such as /app, are the rollout's. A scene is weaker
+than the run's sandbox: it has no limits of memory, processes or files, and no filter of system calls.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_jax.agents.sandbox import backends
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc")
+_PORT = 8080
+_INSIDE = str(Path(__file__).with_name("inside.py"))
+LIBRA = "/libra"
+"""Where a scene shows what an agent is told: its task file, and the gateway's socket."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A view of the host's files.
+
+    Attributes:
+      program: path of bubblewrap.
+      writable: folders of the host by their place in the scene.
+      readable: folders and files of the host by their place in the scene, read-only.
+      folder: working directory in the scene.
+      isolated: the scene has a network of its own, with a loopback and nothing else.
+      socket: place in an isolated scene of the gateway's socket. Empty: none.
+    """
+
+    program: str
+    writable: Mapping[str, str]
+    readable: Mapping[str, str]
+    folder: str
+    isolated: bool
+    socket: str = ""
+
+    def wrapped(self, command: Sequence[str]) -> list[str]:
+        """Returns the words that run a command in the scene. Its variables are those of the caller's choice."""
+        words = [self.program, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+        words += ["--hostname", "task", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+        words += ["--unshare-net"] if self.isolated else []
+        for path in _SYSTEM:
+            # On many systems /bin and /lib are links into /usr. The scene gets the same links.
+            if os.path.islink(path):
+                words += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                words += ["--ro-bind", path, path]
+        # Python outside of /usr, and a virtual environment, are found under their own paths.
+        own = {path: path for path in (os.path.realpath(sys.base_prefix), _INSIDE) if not path.startswith("/usr/")}
+        # Read-only folders come last: Python may lie inside of a writable place, such as the home directory.
+        for place, path in self.writable.items():
+            words += ["--bind", path, place]
+        for place, path in {**own, **self.readable}.items():
+            words += ["--ro-bind", path, place]
+        words += ["--chdir", self.folder]
+        if self.socket:
+            command = [backends.INTERPRETER, "-I", "-S", _INSIDE, str(_PORT), self.socket, *command]
+        return [*words, "--", *command]
+
+    def url(self, url: str) -> str:
+        """Returns the gateway's address inside the scene."""
+        near = urllib.parse.urlsplit(url)._replace(netloc=f"127.0.0.1:{_PORT}")
+        return urllib.parse.urlunsplit(near) if self.socket else url

@@ -1,0 +1,97 @@
+"""Whole runs that train agents of other programs: every rollout is a session, and each prompt is trained once."""
+
+import json
+import shutil
+from pathlib import Path
+
+import harness_interpreters
+import openenv_server
+import pytest
+import real_runs
+import scripts
+
+HERE = Path(__file__).parent
+AGENTS = HERE.parent / "agents"
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+STEPS, GROUP = 4, 2
+TEST = "wc -c </app/answer.txt | awk '{print ($1 > 20)}' > /logs/verifier/reward.txt\n"
+
+
+def train(tmp_path, kinds, seconds):
+    """A run on the double of an engine, with one group of each kind a step; its workdir."""
+    workdir = tmp_path / "run"
+    done = scripts.run(
+        "train.py",
+        *real_runs.small(STEPS, len(kinds), GROUP),
+        f"--workdir={workdir}",
+        "--config.task.source=mixed_agents:task_source",
+        "--config.task.environment=mixed_agents:environment",
+        "--config.task.reset_seconds=300",
+        "--config.task.tool_seconds=120",
+        "--config.rollout.max_context=1024",
+        "--config.trainer.row_tokens=1024",
+        "--config.trainer.rows_per_micro_batch=1",
+        "--config.task.max_turns=3",
+        "--config.coordinator.max_staleness=1",
+        seconds=seconds,
+        environment={
+            "LIBRA_JAX_TEST_AGENTS": json.dumps(kinds),
+            "PYTHONPATH": f"{HERE}:{AGENTS}:{scripts.ROOT}",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = real_runs.lines(workdir / "metrics.jsonl")
+    assert len(steps) == STEPS
+    assert sum(step.get("groups/replaced", 0) for step in steps) == 0
+    rollouts = real_runs.lines(workdir / "trace.jsonl")
+    trained = [rollout["trajectory_id"] for rollout in rollouts]
+    numbers = range(GROUP)
+    expected = {f"{kind}-{step}/{number}" for kind in kinds for step in range(STEPS) for number in numbers}
+    assert len(trained) == len(set(trained)) == len(expected)
+    assert set(trained) == expected
+    return {kind: [one for one in rollouts if one["prompt_id"].startswith(f"{kind}-")] for kind in kinds}
+
+
+def harbors(tmp_path):
+    """A folder with two tasks of Harbor's kind, whose reward is 1 for a long answer."""
+    for name in ("one", "two"):
+        task = tmp_path / "tasks" / name
+        (task / "tests").mkdir(parents=True)
+        (task / "task.toml").write_text("[agent]\ntimeout_sec = 300.0\n")
+        (task / "instruction.md").write_text(f"Write much into answer.txt, {name}.")
+        (task / "tests" / "test.sh").write_text(TEST)
+    return str(tmp_path / "tasks")
+
+
+@pytest.mark.timeout(600)
+def test_a_clients_loop_a_command_and_a_harbor_task_train_four_steps(tmp_path):
+    pytest.importorskip("openai")
+    kinds = {"loop": {}, "command": {}}
+    if shutil.which("bwrap"):
+        kinds["harbor"] = {"tasks": harbors(tmp_path)}
+    rollouts = train(tmp_path, kinds, seconds=500)
+    # The double's outputs are noise of any length, which these two kinds reward.
+    assert len({one["reward"] for one in rollouts["command"]}) > 1
+    assert all(one["turns"] for kind in kinds for one in rollouts[kind])
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_agents_of_four_packages_train_four_steps(tmp_path):
+    names = {
+        "agents_sdk": "openai_agents",
+        "mini_swe": "mini_swe_agent",
+        "verifiers": "verifiers",
+        "openenv": "openenv",
+    }
+    kinds = {kind: {"python": harness_interpreters.python(name)} for kind, name in names.items()}
+    # Prompts of a few characters: the double's model has a thousand positions, and a token is a character.
+    short = {"agent": {"system_template": "Repair.", "instance_template": "{{task}}"}}
+    kinds["mini_swe"]["arguments"] = {"settings": short}
+    with openenv_server.echo(kinds["openenv"]["python"]) as url:
+        kinds["openenv"]["arguments"] = {"url": url, "observe": "text", "max_steps": 2}
+        rollouts = train(tmp_path, kinds, seconds=800)
+    assert all(one["turns"] for kind in kinds for one in rollouts[kind])
+    # OpenEnv's echo rewards letters, of which the double writes some. The others have one right answer.
+    assert len({one["reward"] for one in rollouts["openenv"]}) > 1
