@@ -6,8 +6,12 @@ tool returns and rewards are those of the native environment.
 
   python launch/train.py --config=configs/any_agent_cpu.py
 
-`--config=configs/any_agent_cpu.py:process` runs each agent in a process of its own, as one with its own dependencies
-needs it. A process takes half a second of a core to start, so this variant has fewer rollouts.
+Two variants show that agents can have processes and dependencies of their own. A process takes seconds of a core to
+start, so they have few rollouts and steps:
+
+- `--config=configs/any_agent_cpu.py:process` runs the same loop in a process for each rollout.
+- `--config=configs/any_agent_cpu.py:agents_sdk` runs an agent of the OpenAI Agents SDK, which calls the calculator as a
+  function tool. First: `bash launch/harness.sh openai_agents`.
 """
 
 from configs import quickstart
@@ -17,7 +21,7 @@ _LOOP = "libra_jax.agents.environments.harness.openai_loop"
 
 
 def get_config(variant: str = "loop") -> libra_config.RunConfig:
-    libra_config.check_choice(variant, ("loop", "process"), "any_agent_cpu")
+    libra_config.check_choice(variant, ("loop", "process", "agents_sdk"), "any_agent_cpu")
     config = quickstart.get_config()
     config.name = "any-agent" if variant == "loop" else f"any-agent-{variant}"
     config.task.environment = "libra_jax.agents.environments.harness:environment"
@@ -29,11 +33,18 @@ def get_config(variant: str = "loop") -> libra_config.RunConfig:
         "most": 1024,  # coroutines of this process: all rollouts of a step at once
     }
     if variant == "process":
+        config.task.environment_arguments = {**config.task.environment_arguments, "python": "python", "most": 2}
+    if variant == "agents_sdk":
         config.task.environment_arguments = {
-            **config.task.environment_arguments,
-            "python": "python",
+            "callable": "libra_jax.agents.outside.agents_sdk:solve",
+            "python": ".venv/harness-openai_agents/bin/python",
+            "demonstrate": "libra_jax.agents.outside.agents_sdk:demonstration",
             "most": 2,
         }
+        config.gateway.tool_parser = "hermes"  # as the demonstrations write calls
+        config.rollout.max_tokens, config.rollout.max_context = 96, 192
+        config.warm_start.steps = 300  # a call is four times as long as the quickstart's
+    if variant != "loop":
         config.steps = 4
         config.task.reset_seconds = 600.0  # an agent that waits for one of the two places asks for nothing
         config.task.tool_seconds = 60.0

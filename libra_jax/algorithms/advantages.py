@@ -112,14 +112,25 @@ def grpo(
     References:
       Shao et al. (DeepSeekMath), arXiv 2402.03300, section 4.1.2.
     """
+    centred_N, scale_N = _standardised(rewards_N, groups_N, eps)
+    if relative_N is None:
+        return centred_N / scale_N
+    return relative_N / jnp.where(scale_N > 2 * eps, scale_N, 1.0)
+
+
+def grpo_scale(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """Returns what `grpo` divides rewards by that are compared with another baseline, [N]; 1 for a group of one."""
+    _, scale_N = _standardised(rewards_N, groups_N, eps)
+    return jnp.where(scale_N > 2 * eps, scale_N, 1.0)
+
+
+def _standardised(rewards_N: jax.Array, groups_N: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Returns rewards less their group's mean, and the standard deviation plus `eps`; 1 for a group of one."""
     centred_N, size_N, number_N = centred(rewards_N, groups_N)
     # The maximum avoids 0 / 0 in a group of one, whose scale is set below.
     variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
     # With equal rewards the centred rewards are exactly 0, so eps gives 0 / eps = 0.
-    scale_N = jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
-    if relative_N is None:
-        return centred_N / scale_N
-    return relative_N / jnp.where(scale_N > 2 * eps, scale_N, 1.0)
+    return centred_N, jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
 
 
 def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:

@@ -61,6 +61,7 @@ def token_weights(
     max_segments: int,
     constant: float = 1.0,
     dtype: jnp.dtype = jnp.float32,
+    rollout_tokens_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weight of each token in the aggregated sum, and the count that finally divides the sum.
 
@@ -72,7 +73,8 @@ def token_weights(
     - `sequence_sum`: weight 1/constant, count = number of trajectories. No division by a length, hence no length bias
       (Dr. GRPO, arXiv 2503.20783).
 
-    Trajectories without a trained token have no weight and are not counted.
+    Trajectories without a trained token have no weight and are not counted. A part of a trajectory that was split has
+    the weights of the whole one, and counts as its share of the trained tokens.
 
     Args:
       mask_BxT: true (non-zero) on trained tokens.
@@ -81,6 +83,8 @@ def token_weights(
       max_segments: S (static).
       constant: divisor of `sequence_sum`.
       dtype: dtype of the results.
+      rollout_tokens_BxT: trained tokens of the trajectory that a trained token belongs to, in rows that hold parts of
+        trajectories; None: all trajectories are whole.
 
     Returns:
       Weights of shape [B, T], zero on untrained tokens, and the scalar count.
@@ -100,6 +104,12 @@ def token_weights(
     lengths_BxS = segment_sums(trained_BxT, segments_BxT, max_segments=max_segments)
     # S is the largest number that any row can have; most rows have fewer trajectories.
     sequences = jnp.sum(lengths_BxS > 0, dtype=dtype)
+    if rollout_tokens_BxT is not None:
+        wholes_BxT = jnp.where(trained_BxT > 0, rollout_tokens_BxT, 0.0)
+        # All trained tokens of a part have the same number: their mean.
+        wholes_BxS = segment_sums(wholes_BxT, segments_BxT, max_segments=max_segments) / jnp.maximum(lengths_BxS, 1.0)
+        sequences = jnp.sum(lengths_BxS / jnp.maximum(wholes_BxS, 1.0))
+        lengths_BxS = wholes_BxS
     if mode == "sequence_sum":
         return trained_BxT / constant, sequences
     # The maximum avoids 0 times infinity for a segment without a trained token.

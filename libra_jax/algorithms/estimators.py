@@ -42,6 +42,7 @@ def compute(
     values_NxT: np.ndarray | None = None,
     truncated_N: np.ndarray | None = None,
     scores: Scores | None = None,
+    own_rewards_NxT: np.ndarray | None = None,
 ) -> np.ndarray:
     """Computes the advantages of a whole training batch with the config's estimator: host arrays in, host arrays out.
 
@@ -58,6 +59,8 @@ def compute(
       values_NxT: the critic's value before each token; required by `gae` and `egae`.
       truncated_N: true for trajectories without an outcome; their rewards are not looked at.
       scores: required by `algorithm.baseline=minimum_variance`.
+      own_rewards_NxT: reward of each token's segment less the trajectory's. Such a token has the advantage that the
+        trajectory would have with that reward, less the same baseline and over the same scale.
 
     Returns:
       Advantages of shape [N, T], float32, zero on untrained tokens.
@@ -79,7 +82,14 @@ def compute(
         inputs = inputs._replace(
             score_norms_N=jnp.asarray(scores.norms_N), log_weights_N=jnp.asarray(scores.log_weights_N)
         )
-    return np.asarray(find(config)(inputs))[:, : np.shape(mask_NxT)[1]]
+    found_NxT = np.asarray(find(config)(inputs))[:, : np.shape(mask_NxT)[1]]
+    if own_rewards_NxT is None:
+        return found_NxT
+    # Advantages that compare a group are linear in the trajectory's own reward, once baseline and scale are fixed.
+    scale_N = np.ones(len(found_NxT), np.float32)
+    if config.advantage == "grpo":
+        scale_N = np.asarray(advantages.grpo_scale(inputs.rewards_N, inputs.groups_N))
+    return found_NxT + np.where(np.asarray(mask_NxT) != 0, own_rewards_NxT / scale_N[:, None], 0.0).astype(np.float32)
 
 
 def value_targets(

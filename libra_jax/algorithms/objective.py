@@ -69,6 +69,7 @@ class _Tokens(NamedTuple):
     reference: jax.Array | None
     balance: jax.Array | None
     router_z: jax.Array | None
+    rollout_tokens: jax.Array | None
 
 
 def policy_objective(
@@ -88,6 +89,7 @@ def policy_objective(
     statistics: Mapping[str, jax.Array] = MappingProxyType({}),
     balance_BxT: jax.Array | None = None,
     router_z_BxT: jax.Array | None = None,
+    rollout_tokens_BxT: jax.Array | None = None,
 ) -> ObjectiveSums:
     """Computes the objective of packed rows, as sums.
 
@@ -115,6 +117,8 @@ def policy_objective(
       balance_BxT: load-balance loss of a mixture's routers (`models.router`); reported, and part of the loss with a
         coefficient.
       router_z_BxT: z-loss of the routers; as the load-balance loss.
+      rollout_tokens_BxT: trained tokens of each token's trajectory, in rows that hold parts of trajectories
+        (`aggregation.token_weights`). Everything else takes a part for a trajectory.
 
     Returns:
       ObjectiveSums. Metrics over the loss's count: `loss/policy`, `loss/kl` and `loss/entropy` (parts of the loss,
@@ -155,6 +159,7 @@ def policy_objective(
         arrived_log_probs_BxT=arrived_log_probs_BxT,
         balance_BxT=balance_BxT,
         router_z_BxT=router_z_BxT,
+        rollout_tokens_BxT=rollout_tokens_BxT,
     )
     _check_given(config, entropy_BxT, proximal_log_probs_BxT, reference_log_probs_BxT)
     # Padding is never trained, even if the mask is set there.
@@ -178,6 +183,7 @@ def policy_objective(
         reference=fixed(reference_log_probs_BxT, "reference_log_probs_BxT"),
         balance=None if balance_BxT is None else clean(balance_BxT, "balance_BxT"),
         router_z=None if router_z_BxT is None else clean(router_z_BxT, "router_z_BxT"),
+        rollout_tokens=fixed(rollout_tokens_BxT, "rollout_tokens_BxT"),
     )
     sums = _sums(config, tokens, max_segments, statistics)
     if same_version_BxT is not None:
@@ -216,6 +222,7 @@ def _sums(
         max_segments=max_segments,
         constant=config.sequence_length_constant,
         dtype=tokens.log_probs.dtype,
+        rollout_tokens_BxT=tokens.rollout_tokens,
     )
     token_count = jnp.sum(tokens.trained, dtype=tokens.log_probs.dtype)
 

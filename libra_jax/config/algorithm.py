@@ -67,7 +67,8 @@ class AlgorithmConfig:
     clip_low: float = 0.2  # distance below 1 at which the ratio is clipped
     clip_high: float = 0.2  # distance above 1 at which the ratio is clipped; DAPO uses 0.28
     dual_clip: float = 0.0  # clipped loss: lower bound factor for negative advantages; 0 is off (else above 1)
-    # Mean of token losses: token_mean, sequence_mean, sequence_sum (see sequence_length_constant).
+    # Mean of token losses: token_mean, sequence_mean, sequence_sum (see sequence_length_constant). A rollout of several
+    # segments is one sequence; token_mean counts its tokens (docs/concepts/segments.md).
     aggregation: str = "token_mean"
     sequence_length_constant: float = 1.0  # divisor of sequence_sum
     # Denominator of the ratio: behaviour (the sampling policy) or decoupled (the proximal policy, at the step's start).

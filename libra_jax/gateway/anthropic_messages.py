@@ -19,6 +19,9 @@ from libra_jax.gateway import errors, exchanges, fields, sessions
 RAW_ARGUMENTS = "_raw_arguments"
 """Name under which arguments that are no JSON object travel, because the API has objects only."""
 
+SIGNATURE = "libra-jax"
+"""Signature of each thinking block. It signs nothing, but clients drop or rewrite blocks that have none."""
+
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -209,7 +212,7 @@ class _Exchange:
         message = reply.message
         content: list[exchanges.Json] = []
         if message.reasoning:
-            content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+            content.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
         if message.content:
             content.append({"type": "text", "text": message.content})
         for call in message.tool_calls:
@@ -269,7 +272,7 @@ class _Exchange:
             return b""
         last = b""
         if self._open == "thinking":
-            last = self._delta({"type": "signature_delta", "signature": ""})
+            last = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         elif self._open.startswith("tool_use"):
             # All at once: clients raise an error at arguments that are no JSON, and only whole ones can be checked.
             last = self._delta({"type": "input_json_delta", "partial_json": fields.to_json(_input(self._arguments))})

@@ -28,8 +28,8 @@ LocalAttention = Callable[..., jax.Array]
 whose first axis is B."""
 
 PartAttention = Callable[..., jax.Array]
-"""Attention of some queries: [B, S, H, K] from queries, keys [B, T, N, K], values, segment ids [B, T], and the first
-column of each half of the queries."""
+"""Attention of some queries: [B, S, H, K] from queries, keys [B, T, N, K], values, the first column of each half of the
+queries, segment ids [B, T], and the kernel's own arrays."""
 
 
 def over_heads(local: LocalAttention) -> LocalAttention:
@@ -62,7 +62,7 @@ def over_heads(local: LocalAttention) -> LocalAttention:
 def over_queries(local: PartAttention) -> LocalAttention:
     """Returns attention of a device's own tokens that gathers keys and values, and balances the queries."""
 
-    def attend(q_BxSxHxK: jax.Array, k_BxSxNxK: jax.Array, v_BxSxNxK: jax.Array, segments_BxT: jax.Array) -> jax.Array:
+    def attend(q_BxSxHxK: jax.Array, k_BxSxNxK: jax.Array, v_BxSxNxK: jax.Array, *shared: jax.Array) -> jax.Array:
         place, ways, half = jax.lax.axis_index("context"), sharding.ways("context"), q_BxSxHxK.shape[1] // 2
         # Of 2 x `ways` parts of the row, device i attends with part i and with part 2 x `ways` - 1 - i.
         firsts = jnp.stack([place * half, (2 * ways - 1 - place) * half])
@@ -70,8 +70,8 @@ def over_queries(local: PartAttention) -> LocalAttention:
             _balanced(q_BxSxHxK),
             collectives.all_gather(k_BxSxNxK, "context", 1),
             collectives.all_gather(v_BxSxNxK, "context", 1),
-            segments_BxT,
             firsts,
+            *shared,
         )
         return _in_order(out_BxSxHxK)
 

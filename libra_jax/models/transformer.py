@@ -109,6 +109,7 @@ class Transformer(nnx.Module):
         options: ComputeOptions,
         given: router.Given | None,
         lengths_BxM: jax.Array | None,
+        until_BxT: jax.Array | None,
         tap: Tap | None = None,
     ) -> tuple[jax.Array, router.Losses | None]:
         config = self.config
@@ -118,6 +119,7 @@ class Transformer(nnx.Module):
         attend = attention.prepare(
             segments_BxT,
             lengths_BxM,
+            until_BxT,
             kernel=options.attention,
             chunk=options.attention_chunk,
             heads=config.num_heads,
@@ -196,9 +198,11 @@ def forward(
     segments_BxT: jax.Array,
     given: router.Given | None = None,
     lengths_BxM: jax.Array | None = None,
+    until_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the hidden states after the final norm, as `forward_and_losses`."""
-    return forward_and_losses(params, config, options, tokens_BxT, positions_BxT, segments_BxT, given, lengths_BxM)[0]
+    arrays = tokens_BxT, positions_BxT, segments_BxT
+    return forward_and_losses(params, config, options, *arrays, given, lengths_BxM, until_BxT)[0]
 
 
 def forward_and_losses(
@@ -210,6 +214,7 @@ def forward_and_losses(
     segments_BxT: jax.Array,
     given: router.Given | None = None,
     lengths_BxM: jax.Array | None = None,
+    until_BxT: jax.Array | None = None,
     tap: Tap | None = None,
 ) -> tuple[jax.Array, router.Losses | None]:
     """Returns the hidden states after the final norm, and the losses of the routers.
@@ -219,11 +224,12 @@ def forward_and_losses(
       config: shape of the model.
       options: dtypes, rematerialisation and attention kernel.
       tokens_BxT: int, token ids.
-      positions_BxT: int, position of each token in its own segment.
+      positions_BxT: int, position of each token in its own context.
       segments_BxT: int, sequence of the row that a token belongs to; 0 is padding. A token attends to itself and to
-        earlier tokens of its segment.
+        earlier tokens of its sequence, in a tree to those whose subtree it is in.
       given: experts of a mixture's tokens in all layers, chosen elsewhere; None: the routers choose.
       lengths_BxM: int32 tokens of each sequence of a row, for cuDNN's attention (`attention.prepare`).
+      until_BxT: int32 end of each token's subtree, in rows of trees (`attention.prepare`).
       tap: goes over the parameters of each layer, not over those outside the layers.
 
     Returns:
@@ -232,7 +238,7 @@ def forward_and_losses(
     graph, state = _abstract(config)
     state = nnx.clone(state)
     nnx.replace_by_pure_dict(state, dict(lora.spread(params, config)))
-    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given, lengths_BxM, tap)
+    return nnx.merge(graph, state)(tokens_BxT, positions_BxT, segments_BxT, options, given, lengths_BxM, until_BxT, tap)
 
 
 def unembedding(params: Params, config: model_config.TransformerConfig) -> jax.Array:

@@ -107,7 +107,9 @@ def moved(coefficients: Coefficients, by: float) -> Iterator[tuple[str, float]]:
             yield item.name, min(1.0, other) if item.name in SHARES else other
 
 
-def train_flops(shape: model_config.TransformerConfig, parameters: int, lengths: Sequence[int]) -> float:
+def train_flops(
+    shape: model_config.TransformerConfig, parameters: int, lengths: Sequence[int], pairs: float | None = None
+) -> float:
     """Returns the model FLOPs of a training step: 6ND + attention.
 
     `6 N D = 6 * parameters * sum(lengths)`: 2 for the forward pass and 4 for the backward pass, a multiplication and an
@@ -120,9 +122,11 @@ def train_flops(shape: model_config.TransformerConfig, parameters: int, lengths:
       shape: shape of the model.
       parameters: N of the formula: with experts, only those that a token takes.
       lengths: tokens of each sequence, without padding.
+      pairs: pairs of tokens that attention multiplies; None: T^2 / 2 of each sequence, as without trees.
     """
-    squares = float(sum(length * length for length in lengths))
-    attention = 6.0 * shape.num_layers * shape.num_heads * shape.head_dim * squares
+    if pairs is None:
+        pairs = float(sum(length * length for length in lengths)) / 2
+    attention = 12.0 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
     each = 6.0 * parameters if shape.adapter is None else 4.0 * parameters + 6.0 * adapters.parameter_count(shape)
     return each * sum(lengths) + attention
 

@@ -181,6 +181,7 @@ _TRAINER = _table(
     ("turns/trained_share", "share", "turns of trained rollouts that are in the loss (`algorithm.entropy_share`)"),
     ("tokens/entropy_share", "share", "tokens of those turns, of all tokens that could be in the loss"),
     ("tokens/processed", "tokens", "tokens of the packed batch, prompts and tool returns included"),
+    ("tokens/shared", "tokens", "further tokens that segments share, and that were computed once"),
     ("train/flops", "FLOPs", "model FLOPs of the step, without padding: 6ND + causal attention"),
     ("critic/explained_variance", "share", "variance of the returns that the critic explained before its updates"),
     ("critic/clip_fraction", "share", "trained tokens whose value is clipped"),

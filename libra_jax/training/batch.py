@@ -22,7 +22,7 @@ from libra_jax import protocols
 from libra_jax.algorithms import estimators, kl, turn_selection
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding
-from libra_jax.training import packing, world
+from libra_jax.training import packing, segments, world
 from libra_jax.training import sequences as sequences_lib
 
 Score = Callable[[packing.Packed, Sequence[dict[str, Any]]], "list[jax.Array]"]
@@ -42,8 +42,8 @@ class Prepared:
 
     Attributes:
       packed: the micro-batches.
-      extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `staleness`, `routed` [B, T], and
-        `routing` [B, T, W] (`packing.Packed.routing`).
+      extras: further arrays of each micro-batch: `advantages`, `reference`, `moved`, `staleness`, `routed`,
+        `rollout_tokens` [B, T], and `routing` [B, T, W] (`packing.Packed.routing`).
       minibatches: micro-batches of each mini-batch, in order.
       targets: arrays of each micro-batch that the critic learns from, [B, T]: `returns`, `values`, and the `mask`
         without truncated rollouts; empty without a critic.
@@ -86,11 +86,13 @@ def prepare(
 
     Raises:
       DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
+      ConfigError: a trajectory has several segments, and a setting takes rollouts of one only.
       LibraError: no token is under the loss mask, though no rollout was cut off (`task.cut_off`); or the objective
         needs a reference model and none is given.
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
+    segments.check(config, trajectories)
     truncated = [config.task.cuts(item.finish) and not out for item, out in zip(trajectories, masked, strict=True)]
     sequences = sequences_lib.examples(trajectories, batch.policy_version, model, masked)
     parts, taken = [], 0
@@ -129,9 +131,11 @@ def prepare(
     if config.algorithm.baseline == "minimum_variance":
         if score_norms is None:
             raise protocols.LibraError("algorithm.baseline=minimum_variance needs the gradients of single rollouts.")
+        segments.check_whole(packed, trajectories)
         of_rollouts = score_norms(sequences)
+    own_rewards = segments.reward_offsets(config.algorithm, trajectories)
     advantage, returns = token_advantages(
-        config.algorithm, batch.groups, sequences, references, masked, values, truncated, of_rollouts
+        config.algorithm, batch.groups, sequences, references, masked, values, truncated, of_rollouts, own_rewards
     )
     further["advantages"] = packed.scatter(advantage)
     described: dict[str, float] = {}
@@ -150,12 +154,17 @@ def prepare(
         moved = [float(trajectory.metrics.get("moves", 0) > 0) for trajectory in trajectories]
         further["moved"] = packed.scatter(moved)
     if config.algorithm.proximal == "interpolate":
-        ages = [batch.policy_version - np.array(item.policy_versions, np.float32) for item in trajectories]
-        further["staleness"] = packed.scatter(ages)
+        versions = [
+            sequences_lib.joined([segment.policy_versions for segment in item.segments], np.float32)
+            for item in trajectories
+        ]
+        further["staleness"] = packed.scatter([batch.policy_version - of_tokens for of_tokens in versions])
     extras = [
         dict(zip(further, arrays, strict=True)) | experts
         for *arrays, experts in zip(*further.values(), routing, strict=True)
     ]
+    if config.algorithm.aggregation != "token_mean":
+        segments.add_rollout_tokens(extras, packed, sequences)
     return Prepared(packed, extras, minibatches, targets, sequences, advantage, described)
 
 
@@ -194,12 +203,15 @@ def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]
     """
     found = []
     for trajectory, out in zip(trajectories, masked, strict=True):
-        count, recorded = len(trajectory.token_ids), trajectory.teacher_log_probs
-        if len(recorded) != count and not out:
-            raise protocols.DataError(
-                f"trajectory {trajectory.trajectory_id}: the teacher has scored {len(recorded)} of its {count} tokens."
-            )
-        found.append(np.zeros(count, np.float32) if out else np.array(recorded, np.float32))
+        for segment in () if out else trajectory.segments:
+            count, recorded = len(segment.token_ids), len(segment.teacher_log_probs)
+            if recorded != count:
+                raise protocols.DataError(
+                    f"trajectory {segment.name}: the teacher has scored {recorded} of its {count} tokens."
+                )
+        lists = [segment.token_ids if out else segment.teacher_log_probs for segment in trajectory.segments]
+        taught_N = sequences_lib.joined(lists, np.float32)
+        found.append(np.zeros_like(taught_N) if out else taught_N)
     return found
 
 
@@ -246,7 +258,7 @@ def pack(
     if not packed.micro_batches and may_be_empty:
         # The step still happens: its number is the policy version, and hybrid workers split its micro-batches.
         shape = (config.trainer.rows_per_micro_batch, config.trainer.row_tokens)
-        return packing.Packed((packing.empty(shape),), packed.places, padding_fraction=1.0)
+        return dataclasses.replace(packed, micro_batches=(packing.empty(shape),), padding_fraction=1.0)
     if not packed.micro_batches:
         raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
     return packed
@@ -282,6 +294,7 @@ def token_advantages(
     values: Sequence[np.ndarray] | None = None,
     truncated: Sequence[bool] | None = None,
     scores: estimators.Scores | None = None,
+    own_rewards: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Returns advantages and returns of the tokens, one array per trajectory. Masked trajectories enter no baseline.
 
@@ -299,6 +312,8 @@ def token_advantages(
       values: the critic's value before each token, one array per trajectory; None without a critic.
       truncated: trajectories that are trained without their reward (`TaskConfig.cuts`); None: none of them.
       scores: scores of the trajectories; None unless the baseline needs them.
+      own_rewards: reward of each token's segment less the trajectory's, one array per trajectory; None: no segment has
+        a reward of its own.
 
     Raises:
       DataError: a reward or an advantage is not finite; the message names the trajectory.
@@ -331,6 +346,7 @@ def token_advantages(
         values_NxT=values_NxT,
         truncated_N=None if truncated is None else np.array(truncated, bool),
         scores=scores,
+        own_rewards_NxT=None if own_rewards is None else _stack(own_rewards),
     )
     returns_NxT = None
     if values_NxT is not None:

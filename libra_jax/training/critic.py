@@ -76,6 +76,7 @@ class Values:
             batch["positions"],
             batch["segments"],
             lengths_BxM=batch.get(packing.LENGTHS),
+            until_BxT=batch.get(packing.UNTIL),
         )
         head = params[HEAD]
         values_BxT = jnp.einsum("btd,d->bt", hidden_BxTxD.astype(jnp.float32), head["weight"].astype(jnp.float32))

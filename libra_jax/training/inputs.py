@@ -6,7 +6,7 @@ from one place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,12 @@ class Inputs:
             for most in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
         ]
 
-    def shapes(self) -> Sequence[step.Shape]:
-        """Returns the shapes of the micro-batches that a step may need, in the order of `row_shapes`."""
+    def shapes(self, *, trees: bool = False) -> list[step.Shape]:
+        """Returns the shapes of the micro-batches that a step may need, in the order of `row_shapes`.
+
+        Args:
+          trees: those of trees, which only a batch with rollouts of several segments needs.
+        """
         algorithm, trains_policy = self.config.algorithm, not self.critic
         statistics = trains_policy and batch_statistics.find(algorithm) is not None
         # A warm start comes before the adapter and trains all weights: another learner takes its steps.
@@ -100,24 +104,30 @@ class Inputs:
         names += [step.PROXIMAL] * (self.scores_proximal or statistics or self.critic)
         names += [step.NORMS] * (algorithm.baseline == "minimum_variance" and trains_policy)
         found = []
-        for row_shape in self.row_shapes():
+        row_shapes = self.row_shapes()
+        if trees:
+            row_shapes = [(row_tokens, 0) for row_tokens in packing.row_lengths(self.config.trainer)]
+        for row_tokens, most in row_shapes:
             for name in (*names, self.loss):
-                arrays = self.empty(name, *row_shape).items()
+                arrays = self.empty(name, row_tokens, most, trees=trees).items()
                 found.append((name, {field: jax.ShapeDtypeStruct(array.shape, array.dtype) for field, array in arrays}))
         return found
 
-    def empty(self, name: str, row_tokens: int | None = None, most: int | None = None) -> dict[str, np.ndarray]:
+    def empty(
+        self, name: str, row_tokens: int | None = None, most: int | None = None, *, trees: bool = False
+    ) -> dict[str, np.ndarray]:
         """Returns an empty micro-batch with the arrays that a program takes.
 
         Args:
           name: `step.POLICY`, `SUPERVISED`, `VALUE`, `SCORE`, `PROXIMAL` or `NORMS`.
           row_tokens: length of the rows; None for the shortest.
           most: sequences that a row may hold; None for the fewest of `row_shapes`.
+          trees: a micro-batch of trees.
         """
         shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
-        batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape)))
-        # The rows of NORMS hold a sequence each, whose attention needs no list of them.
-        if self.lists_sequences and name != step.NORMS:
+        batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape, trees)))
+        # The rows of NORMS hold a sequence each, whose attention needs no list of them; nor does attention of trees.
+        if self.lists_sequences and name != step.NORMS and not trees:
             most = most or rows.segment_bounds(shape[1], packed=True)[0]
             batch[packing.LENGTHS] = np.zeros((shape[0], most), np.int32)
         if name == step.POLICY:
@@ -144,8 +154,10 @@ class Inputs:
 
     def arrays(self, micro_batch: packing.MicroBatch, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a packed micro-batch and its further arrays as programs take them, like those of `empty`."""
-        listed = {packing.LENGTHS: packing.sequence_lengths(micro_batch)} if self.lists_sequences else {}
-        return {**vars(micro_batch), **listed, **extras}
+        arrays = {**vars(micro_batch), **extras}
+        if self.lists_sequences and not isinstance(micro_batch, packing.TreeMicroBatch):
+            arrays[packing.LENGTHS] = packing.sequence_lengths(micro_batch)
+        return arrays
 
 
 def teacher(

@@ -129,7 +129,8 @@ class Learner:
             ),
             helped=config.elastic.hybrid > 0,
         )
-        shapes = self.inputs.shapes()
+        self._shapes = shapes = self.inputs.shapes()
+        self._met_trees = False
         # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         # Set by the actor's event loop while another thread takes the step.
@@ -272,9 +273,8 @@ class Learner:
                 for item, extra in zip(packed.micro_batches, extras, strict=True)
             )
             numbers = jax.device_get([self.programs.norms(state.params, arrays, state.base) for arrays in scored])
-        for index, place in enumerate(packed.places):
-            if place is not None:
-                found[:, index] = numbers[place.micro_batch][:, place.row]
+        for place in packed.places:
+            found[:, place.example] = numbers[place.micro_batch][:, place.row]
         return estimators.Scores(np.sqrt(found[0]), found[1])
 
     def _scored(
@@ -494,6 +494,12 @@ class Learner:
             return 1.0
         return share**0.5 if rule == "sqrt" else share
 
+    def _expect_trees(self, micro_batch: packing.MicroBatch) -> None:
+        """Adds the programs of trees to those that `ahead` compiles, from the first micro-batch of trees on."""
+        if not self._met_trees and isinstance(micro_batch, packing.TreeMicroBatch):
+            self._met_trees = True
+            self._shapes += self.inputs.shapes(trees=True)
+
     def _accumulate(
         self,
         loss: str,
@@ -507,6 +513,7 @@ class Learner:
     ) -> state_lib.Accumulator:
         """Adds micro-batches to an accumulator, which is consumed, and appends their reports to `parts`."""
         for index in indices:
+            self._expect_trees(packed.micro_batches[index])
             # Waiting for an older report bounds the queue at AHEAD without draining it.
             if len(parts) >= AHEAD:
                 jax.block_until_ready(parts[-AHEAD])

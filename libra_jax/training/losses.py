@@ -65,6 +65,7 @@ class Scorer:
             batch["segments"],
             given,
             batch.get(packing.LENGTHS),
+            batch.get(packing.UNTIL),
             tap,
         )
         head_DxV = transformer.unembedding(params, self.model)
@@ -102,7 +103,8 @@ def policy(
       params: parameters of the policy.
       batch: arrays [B, T] of `packing.MicroBatch` and `advantages`; `reference` if there is a reference model; `moved`
         if there are several instances: above 0 on the tokens of trajectories that several instances served;
-        `proximal`, the log-probabilities of before the batch's first update; `staleness`, of each token in versions.
+        `proximal`, the log-probabilities of before the batch's first update; `staleness`, of each token in versions;
+        `rollout_tokens` if rollouts were split (`aggregation.token_weights`).
       scorer: scores the tokens.
       algorithm: settings of the objective.
       temperature: sampling temperature of the tokens.
@@ -134,6 +136,7 @@ def policy(
         same_version_BxT=batch["on_version"],
         balance_BxT=None if of_routers is None else of_routers.balance_BxT,
         router_z_BxT=None if of_routers is None else of_routers.z_BxT,
+        rollout_tokens_BxT=batch.get(packing.ROLLOUT_TOKENS),
     )
     # Off-policyness: only tokens of older versions, to keep it apart from the mismatch between engine and trainer.
     older_BxT = batch["mask"] & ~batch["on_version"]

@@ -6,6 +6,10 @@ effect and are left out. Several sequences share a row, separated by segment ids
 sequence starts at position 0. `planning/rows.py` assigns sequences to rows, because step-time predictions use the same
 assignment. Numpy only, deterministic.
 
+A rollout of several segments becomes a tree of tokens (`trees`), or parts of one. Trees have micro-batches of their
+own, because attention needs one more array for them. A tree without a fork is a plain sequence. The arrays `segments`
+number the sequences of a row; they are not the segments of a rollout.
+
 Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may hold.
 """
 
@@ -20,6 +24,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import rows
+from libra_jax.training import trees
 
 LENGTHS = "lengths"
 """Name of a micro-batch's `sequence_lengths` among the arrays of a program. Only cuDNN's attention needs them."""
@@ -35,7 +40,10 @@ class Example:
       mask_N: True for each token whose prediction is trained; the first token has no prediction.
       behaviour_N: float32 log-probability under the policy that sampled the token; 0 if no policy sampled it.
       on_version_N: True for each token sampled by the version that trains.
-      routing_RxW: experts of the first R tokens, unsigned, layers first; None: no token's are known.
+      routing_RxW: experts of R tokens, unsigned, layers first; None: no token's are known.
+      routed_R: indices of these tokens; None: the first R.
+      tree: segments of the rollout, whose own tokens follow one another; None: it has one. Their first own tokens are
+        masked.
     """
 
     sequence_id: str
@@ -44,22 +52,40 @@ class Example:
     behaviour_N: np.ndarray
     on_version_N: np.ndarray
     routing_RxW: np.ndarray | None = None
+    routed_R: np.ndarray | None = None
+    tree: trees.Tree | None = None
 
     @property
     def columns(self) -> int:
-        """Number of columns: the predictions up to the last trained prediction. Later predictions have no effect."""
+        """Number of columns without a tree: the predictions up to the last trained prediction; 0 without any."""
         # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
         return int(np.flatnonzero(self.mask_N)[-1]) if self.mask_N[1:].any() else 0
+
+    def layouts(self, longest: int) -> list[trees.Layout]:
+        """Returns the sequences that hold the trained predictions: one, the parts of a tree, or none.
+
+        Args:
+          longest: columns of the longest row; only a path may need more.
+        """
+        if self.tree is not None:
+            return trees.lay_out(self.tree, self.mask_N, longest)
+        return [trees.path(self.columns)] if self.columns else []
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a sequence: micro-batch, row, first column, number of columns."""
+    """Place of a sequence: its example; micro-batch, row, first column, number of columns."""
 
+    example: int
     micro_batch: int
     row: int
     start: int
     columns: int
+
+    @property
+    def where(self) -> tuple[int, slice]:
+        """Index of the sequence in an array [B, T] of its micro-batch."""
+        return self.row, slice(self.start, self.start + self.columns)
 
 
 @dataclass(frozen=True)
@@ -86,18 +112,43 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Micro-batches, and the place of each sequence in them.
+class TreeMicroBatch(MicroBatch):
+    """A micro-batch of trees; every array is [B, T].
 
     Attributes:
-      micro_batches: micro-batches in order of row length.
-      places: one place per example, in the given order; None for an example without a trained prediction.
+      until: int32, first column of the row after the token's subtree; 0 in padding.
+    """
+
+    until: np.ndarray
+
+
+UNTIL = "until"
+"""Name of that array among the arrays of a program."""
+
+ROLLOUT_TOKENS = "rollout_tokens"
+"""Name of the array of each rollout's trained tokens, in micro-batches with a part of a rollout that was split."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Micro-batches, and the places of the sequences in them.
+
+    Attributes:
+      micro_batches: micro-batches in order of row length, those of trees last.
+      places: places of the sequences, examples in the given order. An example without a trained prediction has none;
+        one that was split has several.
+      layouts: layout of each place's sequence.
+      examples: number of examples.
       padding_fraction: fraction of all columns that hold no token.
+      shared_columns: columns that were saved because segments share tokens.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    places: tuple[Place | None, ...]
+    places: tuple[Place, ...]
+    layouts: tuple[trees.Layout, ...]
+    examples: int
     padding_fraction: float
+    shared_columns: int = 0
 
     def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
         """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
@@ -106,12 +157,20 @@ class Packed:
           values: one value per example: a number for all its predictions, or an array [N] with one number per token.
         """
         arrays = [np.zeros(micro_batch.tokens.shape, np.float32) for micro_batch in self.micro_batches]
-        for place, value in zip(self.places, values, strict=True):
-            if place is not None:
-                # A column holds the prediction of the next token, so column 0 takes the value of token 1.
-                row = value[1 : place.columns + 1] if isinstance(value, np.ndarray) and value.ndim else value
-                arrays[place.micro_batch][place.row, place.start : place.start + place.columns] = row
+        assert len(values) == self.examples
+        for place, layout in zip(self.places, self.layouts, strict=True):
+            value = values[place.example]
+            # A column holds the prediction of its target, so it takes the target's value.
+            row = layout.of_targets(value) if isinstance(value, np.ndarray) and value.ndim else value
+            arrays[place.micro_batch][place.where] = row
         return arrays
+
+    def split(self) -> dict[int, list[int]]:
+        """Returns the micro-batches of each example that was split into several sequences, by example."""
+        found: dict[int, list[int]] = {}
+        for place in self.places:
+            found.setdefault(place.example, []).append(place.micro_batch)
+        return {example: numbers for example, numbers in found.items() if len(numbers) > 1}
 
     def routing(self, examples: Sequence[Example], width: int, dtype: np.dtype) -> list[dict[str, np.ndarray]]:
         """Lays out the experts of each input token: `routing` [B, T, W] and `routed`, bool [B, T], by micro-batch.
@@ -125,13 +184,18 @@ class Packed:
             {"routing": np.zeros((*item.tokens.shape, width), dtype), "routed": np.zeros(item.tokens.shape, bool)}
             for item in self.micro_batches
         ]
-        for place, example in zip(self.places, examples, strict=True):
-            if place is not None and example.routing_RxW is not None:
-                # A column holds its own token as input, so column 0 takes the experts of token 0.
-                rows = example.routing_RxW[: place.columns]
-                where = place.row, slice(place.start, place.start + len(rows))
-                made[place.micro_batch]["routing"][where] = rows
-                made[place.micro_batch]["routed"][where] = True
+        for place, layout in zip(self.places, self.layouts, strict=True):
+            example = examples[place.example]
+            if example.routing_RxW is None:
+                continue
+            # A column holds its own token as input, so it takes the experts of that one.
+            row_N = np.full(len(example.tokens_N), -1)
+            known = slice(len(example.routing_RxW)) if example.routed_R is None else example.routed_R
+            row_N[known] = np.arange(len(example.routing_RxW))
+            row_C = row_N[layout.inputs_C]
+            arrays = made[place.micro_batch]
+            arrays["routing"][place.where][row_C >= 0] = example.routing_RxW[row_C[row_C >= 0]]
+            arrays["routed"][place.where] = row_C >= 0
         return made
 
     def gather(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
@@ -142,10 +206,10 @@ class Packed:
           lengths: N of each example.
         """
         values = [np.zeros(length, np.float32) for length in lengths]
-        for value, place in zip(values, self.places, strict=True):
-            if place is not None:
-                source = arrays[place.micro_batch][place.row]
-                value[1 : place.columns + 1] = source[place.start : place.start + place.columns]
+        for place, layout in zip(self.places, self.layouts, strict=True):
+            has_target = layout.targets_C != trees.NONE
+            source_C = arrays[place.micro_batch][place.where]
+            values[place.example][layout.targets_C[has_target]] = source_C[has_target]
         return values
 
 
@@ -168,16 +232,27 @@ def sequence_lengths(micro_batch: MicroBatch) -> np.ndarray:
 def joined(parts: Sequence[Packed]) -> Packed:
     """Returns several packed batches as one, with their micro-batches and examples one after the other."""
     micro_batches: list[MicroBatch] = []
-    places: list[Place | None] = []
+    places: list[Place] = []
+    examples = 0
     for part in parts:
-        offset = len(micro_batches)
         places += [
-            place and dataclasses.replace(place, micro_batch=place.micro_batch + offset) for place in part.places
+            dataclasses.replace(
+                place, example=place.example + examples, micro_batch=place.micro_batch + len(micro_batches)
+            )
+            for place in part.places
         ]
         micro_batches += part.micro_batches
+        examples += part.examples
     columns = [sum(item.tokens.size for item in part.micro_batches) for part in parts]
     padding = sum(part.padding_fraction * size for part, size in zip(parts, columns, strict=True))
-    return Packed(tuple(micro_batches), tuple(places), padding / max(1, sum(columns)))
+    return Packed(
+        tuple(micro_batches),
+        tuple(places),
+        tuple(layout for part in parts for layout in part.layouts),
+        examples,
+        padding / max(1, sum(columns)),
+        sum(part.shared_columns for part in parts),
+    )
 
 
 def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packed:
@@ -189,48 +264,67 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
       ConfigError: a sequence is longer than the longest row.
     """
     lengths = row_lengths(config)
-    columns = np.array([example.columns for example in examples], np.int64)
-    for example, count in zip(examples, columns, strict=True):
-        if count > lengths[-1]:
-            raise protocols.ConfigError(
-                f"config.trainer.row_buckets: {example.sequence_id} needs a row of {count} tokens and the longest row "
-                f"has {lengths[-1]}; add a longer row or lower rollout.max_context"
-            )
-    fit, each = rows.fit(columns, lengths, config.pack), config.rows_per_micro_batch
-    micro_batches: list[MicroBatch] = []
-    slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
-    # A micro-batch has one shape, so all of its rows have one length.
-    for length in sorted(set(fit.length)):
-        of_length = [row for row, its_length in enumerate(fit.length) if its_length == length]
-        for position, row in enumerate(of_length):
-            slot[row] = (len(micro_batches) + position // each, position % each)
-        micro_batches.extend(empty((each, length)) for _ in range(-(-len(of_length) // each)))
-    places: list[Place | None] = []
+    owners: list[int] = []
+    layouts: list[trees.Layout] = []
+    shared = 0
     for index, example in enumerate(examples):
-        if columns[index] == 0:
-            places.append(None)
-            continue
-        micro_batch, row = slot[int(fit.row[index])]
-        count, start = int(columns[index]), int(fit.start[index])
-        places.append(Place(micro_batch, row, start, count))
-        target, where = micro_batches[micro_batch], (row, slice(start, start + count))
-        # Column j holds token j as input and everything else about token j + 1, which it predicts.
-        target.tokens[where] = example.tokens_N[:count]
-        target.positions[where] = np.arange(count)
-        target.segments[where] = fit.segment[index]
-        following = slice(1, count + 1)
-        target.targets[where] = example.tokens_N[following]
-        target.mask[where] = example.mask_N[following]
-        target.behaviour[where] = example.behaviour_N[following]
-        target.on_version[where] = example.on_version_N[following]
+        found = example.layouts(lengths[-1])
+        for layout in found:
+            if layout.columns > lengths[-1]:
+                raise protocols.ConfigError(
+                    f"config.trainer.row_buckets: {example.sequence_id} needs a row of {layout.columns} tokens and the "
+                    f"longest row has {lengths[-1]}; add a longer row or lower rollout.max_context"
+                )
+        if example.tree is not None:
+            shared += trees.shared_columns(example.tree, example.mask_N, found)
+        owners += [index] * len(found)
+        layouts += found
+    micro_batches: list[MicroBatch] = []
+    places: dict[int, Place] = {}  # by number of the sequence
+    for trees_only in (False, True):
+        numbers = [number for number, layout in enumerate(layouts) if (layout.until_C is not None) == trees_only]
+        columns = np.array([layouts[number].columns for number in numbers], np.int64)
+        fit, each = rows.fit(columns, lengths, config.pack), config.rows_per_micro_batch
+        slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
+        # A micro-batch has one shape, so all of its rows have one length.
+        for length in sorted(set(fit.length)):
+            of_length = [row for row, its_length in enumerate(fit.length) if its_length == length]
+            for position, row in enumerate(of_length):
+                slot[row] = (len(micro_batches) + position // each, position % each)
+            micro_batches.extend(empty((each, length), trees_only) for _ in range(-(-len(of_length) // each)))
+        for position, number in enumerate(numbers):
+            micro_batch, row = slot[int(fit.row[position])]
+            start = int(fit.start[position])
+            place = Place(owners[number], micro_batch, row, start, layouts[number].columns)
+            places[number] = place
+            _fill(
+                micro_batches[micro_batch], place, int(fit.segment[position]), examples[place.example], layouts[number]
+            )
     total = sum(micro_batch.tokens.size for micro_batch in micro_batches)
-    padding = 1.0 - float(columns.sum()) / total if total else 0.0
-    return Packed(tuple(micro_batches), tuple(places), padding)
+    used = sum(layout.columns for layout in layouts)
+    padding = 1.0 - float(used) / total if total else 0.0
+    ordered = tuple(places[number] for number in range(len(layouts)))
+    return Packed(tuple(micro_batches), ordered, tuple(layouts), len(examples), padding, shared)
 
 
-def empty(shape: tuple[int, int]) -> MicroBatch:
-    """Returns an empty micro-batch of shape [B, T]."""
-    return MicroBatch(
+def _fill(target: MicroBatch, place: Place, number: int, example: Example, layout: trees.Layout) -> None:
+    """Writes one sequence, the `number`-th of its row, into its place."""
+    where = place.where
+    # A column holds its own token as input, and everything else about the token that it predicts.
+    target.tokens[where] = example.tokens_N[layout.inputs_C]
+    target.positions[where] = layout.positions_C
+    target.segments[where] = number
+    target.targets[where] = layout.of_targets(example.tokens_N)
+    target.mask[where] = layout.of_targets(example.mask_N)
+    target.behaviour[where] = layout.of_targets(example.behaviour_N)
+    target.on_version[where] = layout.of_targets(example.on_version_N)
+    if isinstance(target, TreeMicroBatch) and layout.until_C is not None:
+        target.until[where] = place.start + layout.until_C
+
+
+def empty(shape: tuple[int, int], trees_only: bool = False) -> MicroBatch:
+    """Returns an empty micro-batch of shape [B, T], for trees or for plain sequences."""
+    made = MicroBatch(
         tokens=np.zeros(shape, np.int32),
         targets=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
@@ -239,3 +333,4 @@ def empty(shape: tuple[int, int]) -> MicroBatch:
         behaviour=np.zeros(shape, np.float32),
         on_version=np.zeros(shape, bool),
     )
+    return TreeMicroBatch(**vars(made), until=np.zeros(shape, np.int32)) if trees_only else made

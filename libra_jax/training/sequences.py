@@ -1,15 +1,19 @@
-"""The per-token arrays of trajectories, with every number checked."""
+"""The per-token arrays of trajectories, with every number checked.
+
+Of a trajectory of several segments, the own tokens of the segments follow one another.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.training import packing
+from libra_jax.training import packing, trees
 
 
 def examples(
@@ -28,24 +32,32 @@ def examples(
 
     Raises:
       DataError: a trajectory's lists differ in length, a token is outside the vocabulary, a log-probability is not a
-        number, or its experts are not the model's; the message names the trajectory.
+        number, its experts are not the model's, or its segments do not fit together; the message names the trajectory.
     """
     made = []
     for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
-        name = trajectory.trajectory_id
+        name, segments = trajectory.trajectory_id, trajectory.segments
+        for segment in segments:
+            lists = (segment.token_ids, segment.loss_mask, segment.log_probs, segment.policy_versions)
+            if len(lengths := {len(values) for values in lists}) > 1:
+                raise protocols.DataError(
+                    f"trajectory {segment.name}: its per-token lists have different lengths {sorted(lengths)}."
+                )
+        routing_RxW, routed_R = _routing(segments, model)
         example = packing.Example(
             sequence_id=name,
-            tokens_N=np.array(trajectory.token_ids, np.int32),
-            mask_N=np.array(trajectory.loss_mask, bool),
-            behaviour_N=np.array(trajectory.log_probs, np.float32),
-            on_version_N=np.array(trajectory.policy_versions, np.int64) == policy_version,
-            routing_RxW=_routing(trajectory, model),
+            tokens_N=joined([segment.token_ids for segment in segments], np.int32),
+            mask_N=joined([segment.loss_mask for segment in segments], bool),
+            behaviour_N=joined([segment.log_probs for segment in segments], np.float32),
+            on_version_N=joined([segment.policy_versions for segment in segments], np.int64) == policy_version,
+            routing_RxW=routing_RxW,
+            routed_R=routed_R,
+            tree=trees.of_segments(segments) if len(segments) > 1 else None,
         )
-        lengths = {len(example.tokens_N), len(example.mask_N), len(example.behaviour_N), len(example.on_version_N)}
-        if len(lengths) > 1:
-            raise protocols.DataError(
-                f"trajectory {name}: its per-token lists have different lengths {sorted(lengths)}."
-            )
+        if example.tree is not None:
+            # No column predicts the first own token of a segment (`protocols.Segment`).
+            starts = [start for start in example.tree.starts[:-1] if start < len(example.mask_N)]
+            example.mask_N[starts] = False
         # No device raises an error for a token outside the embedding table.
         if len(example.tokens_N) and not 0 <= example.tokens_N.min() <= example.tokens_N.max() < model.vocab_size:
             raise protocols.DataError(
@@ -59,23 +71,43 @@ def examples(
     return made
 
 
-def _routing(trajectory: protocols.Trajectory, model: model_config.TransformerConfig) -> np.ndarray | None:
-    """Returns the experts of a trajectory's first tokens, [R, W], or None if it has none.
+def joined(values: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
+    """Returns a per-token list of each segment as one array."""
+    return np.array([value for each in values for value in each] if len(values) > 1 else values[0], dtype)
+
+
+def _routing(
+    segments: Sequence[protocols.Segment], model: model_config.TransformerConfig
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns the experts of a trajectory's tokens, [R, W], and these tokens, [R]; None for its first tokens or none.
 
     Raises:
       DataError: they are not experts of this model, a layer has one twice, or they are more than the tokens.
     """
-    if not trajectory.routing:
+    found, tokens, start = [], [], 0
+    for segment in segments:
+        if (of_segment := _segment_routing(segment, model)) is not None:
+            found.append(of_segment)
+            tokens.append(start + np.arange(len(of_segment)))
+        start += len(segment.token_ids)
+    if not found:
+        return None, None
+    return (found[0], None) if len(segments) == 1 else (np.concatenate(found), np.concatenate(tokens))
+
+
+def _segment_routing(segment: protocols.Segment, model: model_config.TransformerConfig) -> np.ndarray | None:
+    """Returns the experts of a segment's first own tokens, or None if it has none. See `_routing`."""
+    if not segment.routing:
         return None
-    name, dtype = trajectory.trajectory_id, np.dtype(model.routing_dtype)
+    name, dtype = segment.name, np.dtype(model.routing_dtype)
     width = model.routing_width * dtype.itemsize
-    if len(trajectory.routing) > len(trajectory.token_ids) or {*map(len, trajectory.routing)} != {width}:
+    if len(segment.routing) > len(segment.token_ids) or {*map(len, segment.routing)} != {width}:
         raise protocols.DataError(
-            f"trajectory {name}: the engine returned experts for {len(trajectory.routing)} of its "
-            f"{len(trajectory.token_ids)} tokens, of {sorted({*map(len, trajectory.routing)})} bytes each; "
+            f"trajectory {name}: the engine returned experts for {len(segment.routing)} of its "
+            f"{len(segment.token_ids)} tokens, of {sorted({*map(len, segment.routing)})} bytes each; "
             f"the model's layers and experts take {width}."
         )
-    found_RxW = np.frombuffer(b"".join(trajectory.routing), dtype).reshape(-1, model.routing_width)
+    found_RxW = np.frombuffer(b"".join(segment.routing), dtype).reshape(-1, model.routing_width)
     # By pairs of experts: sorting each token's takes ten times as long, and a batch may hold gigabytes.
     chosen_KxRxL = np.ascontiguousarray(np.moveaxis(found_RxW.reshape(len(found_RxW), model.num_layers, -1), -1, 0))
     for first, second in itertools.combinations(chosen_KxRxL, 2):

@@ -496,13 +496,15 @@ class TrainerActor:
                 f"{metrics.get('critic/loss', 'none')}); lower "
                 "optimizer.learning_rate or look at the rewards."
             )
-        lengths = [place.columns for place in packed.places if place is not None]
+        lengths, pairs = [place.columns for place in packed.places], sum(layout.pairs for layout in packed.layouts)
+        if packed.shared_columns:
+            metrics["tokens/shared"] = float(packed.shared_columns)
         # A learner that another trainer or mesh has handed over to may lack programs.
         self.running().learner.ahead.begin()
         waited, learner.programs.waited = learner.programs.waited, 0.0
         return metrics | {
             "tokens/processed": float(sum(lengths)),
-            "train/flops": epochs * costs.train_flops(learner.model, self._multiplied, lengths),
+            "train/flops": epochs * costs.train_flops(learner.model, self._multiplied, lengths, pairs),
             "padding_fraction": packed.padding_fraction,
             "micro_batches": float(len(packed.micro_batches)),
             "compiled_shapes": float(len(learner.programs.shapes)),

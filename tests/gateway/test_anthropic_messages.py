@@ -67,6 +67,7 @@ async def test_a_dialogue_with_tools_goes_through_the_client_unchanged(arguments
         else:
             answer = await client.messages.create(**asked, messages=ASK)
         assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert answer.content[0].signature  # clients drop blocks without one
         results = [
             {"type": "tool_result", "tool_use_id": "call_1", "content": "21"},
             {

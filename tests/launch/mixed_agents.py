@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 from pathlib import Path
 
 from libra_jax import protocols
@@ -79,6 +80,11 @@ class Mixed:
             arguments = {
                 "loop": {"callable": f"{LOOP}:agent", "status": f"{LOOP}:status"},
                 "command": {"command": ["python3", "-S", "-c", ASK + "print(json.dumps({'reward': len(said) / 40}))"]},
+                # Killed once for each prompt, after its output.
+                "dies": {
+                    "command": f"python3 -S -c {shlex.quote(ASK + 'print(json.dumps(dict(reward=1 + len(said))))')} && "
+                    f"if mkdir {given.pop('folder', '')}/{{prompt_id}} 2>/dev/null; then kill -9 $$; fi"
+                },
                 "agents_sdk": {"callable": f"{OUTSIDE}.agents_sdk:solve"},
                 "mini_swe": {"callable": f"{OUTSIDE}.mini_swe:solve", "files": "files", "score": "tests"},
                 "verifiers": {

@@ -65,15 +65,19 @@ def harbors(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_clients_loop_a_command_and_a_harbor_task_train_four_steps(tmp_path):
+def test_a_loop_commands_and_a_harbor_task_train_four_steps(tmp_path):
     pytest.importorskip("openai")
-    kinds = {"loop": {}, "command": {}}
+    (tmp_path / "dead").mkdir()
+    kinds = {"loop": {}, "command": {}, "dies": {"folder": str(tmp_path / "dead")}}
     if shutil.which("bwrap"):
         kinds["harbor"] = {"tasks": harbors(tmp_path)}
     rollouts = train(tmp_path, kinds, seconds=500)
     # The double's outputs are noise of any length, which these two kinds reward.
     assert len({one["reward"] for one in rollouts["command"]}) > 1
     assert all(one["turns"] for kind in kinds for one in rollouts[kind])
+    # An agent of each prompt was killed with -9: its rollout was repeated, and none is worth 0.
+    assert len(list((tmp_path / "dead").iterdir())) == STEPS
+    assert all(one["reward"] >= 1 for one in rollouts["dies"])
 
 
 @pytest.mark.drill

@@ -74,6 +74,90 @@ def test_chunked_equals_dense_values_and_gradients(case):
         np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
+def random_trees(rng, rows, tokens):
+    """Rows of random trees, depth first: segments, ends of subtrees, and the context of each token, a list of columns.
+
+    A token's context is kept by the walk itself, apart from the ends.
+    """
+    segments, until = np.zeros((rows, tokens), np.int32), np.zeros((rows, tokens), np.int32)
+    contexts = []
+    for row in range(rows):
+        column, number, of_row = 0, 0, []
+        while column < tokens and (number == 0 or rng.random() < 0.8):
+            number += 1
+            opened, end = [[]], int(rng.integers(column + 1, tokens + 1))
+            while column < end:
+                if len(opened) > 1 and rng.random() < 0.25:
+                    until[row, opened.pop()] = column
+                    continue
+                if rng.random() < 0.2:
+                    opened.append([])
+                opened[-1].append(column)
+                segments[row, column] = number
+                of_row.append([key for frame in opened for key in frame])
+                column += 1
+            for frame in opened:
+                until[row, frame] = column
+        contexts.append(of_row)
+    return segments, until, contexts
+
+
+@jax.jit
+def _path_by_path(q, k, v, grad, rows_Q, queries_Q, paths_QxT, lengths_Q):
+    """Plain causal attention of each query along its own path, padded at the end, with gradients."""
+    inside_QxT = (jnp.arange(paths_QxT.shape[1]) < lengths_Q[:, None]).astype(jnp.int32)
+
+    def total(q, k, v):
+        along = attention.dense(*(x[rows_Q[:, None], paths_QxT] for x in (q, k, v)), inside_QxT)
+        return jnp.zeros(q.shape).at[rows_Q, queries_Q].set(along[jnp.arange(len(rows_Q)), lengths_Q - 1])
+
+    out, vjp = jax.vjp(total, q, k, v)
+    return out, *vjp(grad)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_attend_as_their_paths_values_and_gradients(seed):
+    rng = np.random.default_rng(seed)
+    tokens = (27, 32)[seed % 2]
+    segments, until, contexts = random_trees(rng, 2, tokens)
+    assert (until != np.where(segments, (segments != 0).sum(1, keepdims=True), 0)).any(), "the rows have forks"
+    q, k, v, grad = _inputs(2, tokens, seed)
+    listed = [(row, query, path) for row, of_row in enumerate(contexts) for query, path in enumerate(of_row)]
+    padded = np.array([path + [0] * (tokens - len(path)) for _, _, path in listed])
+    places = np.array([(row, query, len(path)) for row, query, path in listed])
+    wanted = _path_by_path(q, k, v, grad, places[:, 0], places[:, 1], padded, places[:, 2])
+    for chunk in (1, 4, 8, 64):  # 64 is one dense block
+        attend = functools.partial(attention.chunked, until_BxT=until, chunk=chunk)
+        got = _values_and_gradients(attend, q, k, v, grad, segments)
+        for ours, reference in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+def test_trees_take_the_chunked_kernel_of_every_platform():
+    ids = jnp.ones((1, 1024), jnp.int32)
+    heads = jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.bfloat16)
+    for device, kernel in ((GPU, "cudnn"), (TPU, "splash"), (GPU, "auto")):
+
+        def attend(q, k, v):
+            common = {"chunk": 128, "heads": 4, "head_dim": 128, "dtype": "bfloat16"}
+            chosen = attention.prepare(ids, None, ids, kernel=kernel, on=attention.target(device), **common)  # noqa: B023
+            return chosen(q, k, v)
+
+        assert set(_kernels(jax.make_jaxpr(attend)(heads, heads, heads).jaxpr, [])) <= {"while", "cond"}
+
+
+def test_blocks_that_no_tree_needs_are_not_computed():
+    segments = jnp.ones((1, 32), jnp.int32)
+    until = jnp.asarray(np.repeat([[32, 16, 24, 32]], 8, axis=1).astype(np.int32))
+    needed = np.asarray(attention._needed_blocks(segments, 8, until))
+    assert needed.tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, False, True, False],
+        [True, False, False, True],
+    ]
+
+
 def test_blocks_that_no_segment_needs_are_not_computed():
     segments = np.repeat([[1, 2, 3, 0]], 8, axis=1).astype(np.int32)
     needed = np.asarray(attention._needed_blocks(jnp.asarray(segments), chunk=8))

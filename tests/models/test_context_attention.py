@@ -18,6 +18,14 @@ ROWS, TOKENS, WIDTH = 2, 48, 4
 SPLIT = ("batch", "tokens", "heads", None)
 # Sequences that end inside and between the parts of a row, and padding; the second row is one sequence.
 SEGMENTS = np.array([[1] * 7 + [2] * 20 + [3] * 9 + [0] * 12, [1] * 48], np.int32)
+# The second sequence of the first row, and the second row, as trees whose subtrees end inside and between parts.
+UNTIL = np.array(
+    [
+        [7] * 7 + [27] * 3 + [13] * 3 + [22] * 3 + [20] * 4 + [22] * 2 + [27] * 5 + [36] * 9 + [0] * 12,
+        [48] * 4 + [24] * 12 + [23] * 7 + [24] * 1 + [48] * 3 + [31] * 4 + [47] * 16 + [48],
+    ],
+    np.int32,
+)
 
 
 def _mesh(tensor, context):
@@ -36,18 +44,17 @@ def _values_and_gradients(attend, q, k, v, grad):
     return out, *transposed(grad)
 
 
-def _program(mesh, heads, chunk):
+def _program(mesh, heads, chunk, until=False):
     """Values and gradients of attention on the mesh, from arrays that are split over it."""
 
-    def run(segments, *arrays):
-        attend = attention.prepare(
-            segments, kernel="auto", chunk=chunk, heads=heads, head_dim=WIDTH, dtype="float32", packed=True
-        )
-        return _values_and_gradients(attend, *arrays)
+    def run(ids, *arrays):
+        common = {"kernel": "auto", "chunk": chunk, "heads": heads, "head_dim": WIDTH, "dtype": "float32"}
+        segments, *ends = ids
+        return _values_and_gradients(attention.prepare(segments, None, *ends, **common, packed=True), *arrays)
 
     split = NamedSharding(mesh, sharding.spec(SPLIT))
     ids = NamedSharding(mesh, sharding.spec(("batch", "tokens")))
-    return jax.jit(run, in_shardings=(ids, *[split] * 4), out_shardings=split)
+    return jax.jit(run, in_shardings=((ids,) * (1 + until), *[split] * 4), out_shardings=split)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +77,14 @@ def test_split_rows_attend_as_whole_rows(monkeypatch, heads, kv_heads, tensor, c
     monkeypatch.setattr(attention, "_in_blocks", lambda size, *rest: sizes.append(size) or in_blocks(size, *rest))
     arrays, mesh = _inputs(heads, kv_heads), _mesh(tensor, context)
     with jax.set_mesh(mesh):
-        got = _program(mesh, heads, chunk)(SEGMENTS, *arrays)
-    wanted = jax.jit(lambda *arrays: _values_and_gradients(lambda *qkv: attention.dense(*qkv, SEGMENTS), *arrays))(
-        *arrays
-    )
-    for ours, reference in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max(), rtol=0)
+        got = _program(mesh, heads, chunk)((SEGMENTS,), *arrays)
+        of_trees = _program(mesh, heads, chunk, until=True)((SEGMENTS, UNTIL), *arrays)
+    for found, ids in ((got, (SEGMENTS,)), (of_trees, (SEGMENTS, UNTIL))):
+        wanted = jax.jit(
+            lambda *arrays: _values_and_gradients(lambda *qkv: attention.dense(*qkv, *ids), *arrays)  # noqa: B023
+        )(*arrays)
+        for ours, reference in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max(), rtol=0)
     assert all(2 * size > min(chunk, TOKENS // context // 2) for size in sizes), "blocks are not much below the chunk"
 
 
@@ -90,7 +99,7 @@ def test_split_rows_attend_as_whole_rows(monkeypatch, heads, kv_heads, tensor, c
 def test_attention_sends_what_the_formula_says(heads, kv_heads, context, kinds):
     mesh, arrays = _mesh(1, context), _inputs(heads, kv_heads)
     with jax.set_mesh(mesh):
-        text = _program(mesh, heads, 4).lower(SEGMENTS, *arrays).compile().as_text()
+        text = _program(mesh, heads, 4).lower((SEGMENTS,), *arrays).compile().as_text()
     sizes = compiled.Sizes(dict(mesh.shape), vocabulary=7, hidden=5, tokens=ROWS * TOKENS // context, logits_chunk=1)
     sent = [item for item in compiled.count(text, sizes).collectives if item.wire_bytes > 4 * ROWS * TOKENS]
     assert {item.kind for item in sent} == kinds

@@ -74,8 +74,9 @@ def test_masked_rollouts_leave_baselines_and_tokens_of_others_alone(small, advan
 )
 def test_the_config_says_which_limits_mask_a_rollout(small, finish, task, masked):
     prepared = _prepared(small, _batch(small, {0: (2,)}, finish), **task)
-    assert (prepared.packed.places[2] is None) == masked
-    assert all(place is not None for place in prepared.packed.places[3:])
+    placed = [place.example for place in prepared.packed.places]
+    assert (2 not in placed) == masked
+    assert placed[-len(prepared.examples[3:]) :] == list(range(3, len(prepared.examples)))
 
 
 def test_limits_that_do_not_exist_are_refused():

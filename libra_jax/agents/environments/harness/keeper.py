@@ -21,7 +21,7 @@ import sys
 import time
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_END_SECONDS = 10.0
+_END_SECONDS, _TOLD_SECONDS = 10.0, 2.0
 _NOT_FOUND, _NOT_RUN = 127, 126
 _SIGNALS = 128
 
@@ -83,24 +83,34 @@ def _end_all() -> None:
         time.sleep(0.003)
 
 
-def _wait(pid: int, woken: int) -> int | None:
-    """Returns the program's exit status, or None if the run is gone or wants it ended."""
+def _wait(pid: int, woken: int) -> tuple[int | None, bool]:
+    """Returns the program's exit status, or None if the run is gone or wants it ended; and whether the run is gone."""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)
     while True:
         ready = dict(poll.poll())
         if woken in ready and bytes([signal.SIGTERM]) in os.read(woken, 4096):
-            return None
+            return None, _gone(_TOLD_SECONDS)
         # Orphans of the program are reaped here too, or they would stay as zombies.
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == pid:
-                    return os.waitstatus_to_exitcode(ended[1])
+                    return os.waitstatus_to_exitcode(ended[1]), False
         except ChildProcessError:
-            return _NOT_RUN
-        if 0 in ready and not os.read(0, 4096):
-            return None
+            return _NOT_RUN, False
+        if 0 in ready:
+            return None, _gone(0.0)
+
+
+def _gone(seconds: float) -> bool:
+    """Returns whether the pipe of the run ends within these seconds. A run that lives says something first.
+
+    The parent's id would tell too late: the kernel closes the pipe of a dying process before it gives its children up.
+    """
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(1000 * seconds)) and os.read(0, 1) == b""
 
 
 def _run_last(after: list[str]) -> None:
@@ -119,16 +129,15 @@ def _run_last(after: list[str]) -> None:
 
 def main(folder: str, after: list[str], orphaned: list[str], program: list[str]) -> int:
     """Runs the program to its end, and returns the status to exit with."""
-    parent = os.getppid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    status = _wait(_start(program), woken)
+    status, gone = _wait(_start(program), woken)
     _end_all()
-    gone = os.getppid() != parent
+    gone = gone or (status is not None and _gone(0.0))
     for last in (after, orphaned if gone else []):
         if last:
             _run_last(last)

@@ -146,6 +146,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     assert process.stdin is not None
+    # The byte says that this process lives: it removes the folder itself.
+    process.stdin.write(b".")
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
         # Besides the closed pipe: a process that was forked off this one may hold a copy of the pipe's end.

@@ -1,0 +1,103 @@
+"""Settings, rewards and divisors of rollouts of several segments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.training import packing
+
+OWN_REWARDS = ("grpo", "dr_grpo", "rloo", "opo")
+"""Advantages that take rewards of single segments: of the others, the baseline has no meaning apart from the reward."""
+
+
+def check(config: config_lib.RunConfig, trajectories: Sequence[protocols.Trajectory]) -> None:
+    """Checks that the settings take rollouts of several segments, if there are any.
+
+    Raises:
+      ConfigError: a setting does not; the message names the setting and a trajectory.
+    """
+    several = next((trajectory for trajectory in trajectories if trajectory.branches), None)
+    if several is None:
+        return
+    algorithm = config.algorithm
+    refused = {
+        "critic.enabled": (config.critic.enabled, "a value is that of the rest of one sequence"),
+        "algorithm.kl_in_reward": (
+            algorithm.kl_in_reward and algorithm.advantage == "reinforce_plus_plus",
+            "a token's return has the penalties of all later tokens, and segments have no order",
+        ),
+    }
+    for field, (is_set, reason) in refused.items():
+        config_lib.check(
+            not is_set,
+            field,
+            f"trajectory {several.trajectory_id} has {len(several.segments)} segments, and {reason}; switch it off, or "
+            "use an environment whose rollouts have one segment",
+        )
+
+
+def reward_offsets(
+    config: config_lib.AlgorithmConfig, trajectories: Sequence[protocols.Trajectory]
+) -> list[np.ndarray] | None:
+    """Returns the reward of each token's segment less the trajectory's, [N] each; None if no segment has its own.
+
+    Raises:
+      ConfigError: the advantage takes no rewards of segments.
+      DataError: a segment's reward is not finite; the message names the segment.
+    """
+    owners = [segment for trajectory in trajectories for segment in trajectory.branches if segment.reward is not None]
+    if not owners:
+        return None
+    config_lib.check(
+        config.advantage in OWN_REWARDS,
+        "algorithm.advantage",
+        f"segment {owners[0].name} has a reward of its own, and {config.advantage} has no baseline to compare it with; "
+        f"use one of {', '.join(OWN_REWARDS)}",
+    )
+    for segment in owners:
+        if segment.reward is None or not math.isfinite(segment.reward):
+            raise protocols.DataError(f"segment {segment.name}: its reward is {segment.reward}, not a finite number.")
+    found = []
+    for trajectory in trajectories:
+        # A trajectory without a reward is refused by name later on.
+        whole = trajectory.reward or 0.0
+        offsets = [0.0 if each.reward is None else each.reward - whole for each in trajectory.segments]
+        found.append(np.repeat(np.array(offsets, np.float32), [len(each.token_ids) for each in trajectory.segments]))
+    return found
+
+
+def check_whole(packed: packing.Packed, trajectories: Sequence[protocols.Trajectory]) -> None:
+    """Checks that no rollout was split, as `algorithm.baseline=minimum_variance` needs.
+
+    Raises:
+      ConfigError: a rollout was; the message names the trajectory.
+    """
+    for example in packed.split():
+        config_lib.check(
+            False,
+            "algorithm.baseline",
+            f"minimum_variance needs the gradient of a whole rollout, and trajectory "
+            f"{trajectories[example].trajectory_id} is longer than a row; add a longer row to trainer.row_buckets",
+        )
+
+
+def add_rollout_tokens(
+    extras: Sequence[dict[str, Any]], packed: packing.Packed, examples: Sequence[packing.Example]
+) -> None:
+    """Adds `packing.ROLLOUT_TOKENS` to the arrays of the micro-batches that hold a part of a rollout.
+
+    An aggregation by rollout divides by these tokens, which a part alone does not hold.
+    """
+    holding = {number for numbers in packed.split().values() for number in numbers}
+    if not holding:
+        return
+    # No position predicts the first token.
+    arrays = packed.scatter([float(np.count_nonzero(example.mask_N[1:])) for example in examples])
+    for number in sorted(holding):
+        extras[number][packing.ROLLOUT_TOKENS] = arrays[number]

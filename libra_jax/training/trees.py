@@ -1,0 +1,214 @@
+"""Lays the segments of a rollout out as a tree, so that shared tokens are computed once.
+
+A segment begins with a part of its parent's context. The segments of a rollout therefore are a forest of tokens. It is
+laid out depth first: at a fork, the children come before the rest of their parent. The subtree of a token is then a
+run of columns that begins with the token, and a token attends to those before it whose subtree it is in. So one number
+a column, the end of the token's subtree, replaces a mask of all pairs.
+
+A forest that is longer than a row is split into parts. Each part holds some segments whole, and computes again what
+they share with segments of other parts. Each trained token is trained in one part. Numpy only, deterministic.
+
+Letters: N own tokens of all segments, one segment after the other; S segments; C columns of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra_jax import protocols
+
+NONE = -1
+"""Target of a column that trains no token, and parent of a segment that shares no token."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The segments of a rollout.
+
+    Attributes:
+      starts: index of each segment's first own token; and N.
+      parents: index of each segment's parent, which comes before the segment; `NONE`: it shares no token.
+      shared: number of tokens that each segment shares with its parent: the position of its first own token.
+    """
+
+    starts: tuple[int, ...]
+    parents: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    def fork(self, segment: int) -> int:
+        """Returns the number of the parent's own tokens that a segment shares."""
+        return self.shared[segment] - self.shared[self.parents[segment]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a sequence: of a plain rollout, a tree, or a part of a tree.
+
+    Attributes:
+      inputs_C: int32 index of each column's input token.
+      targets_C: int32 index of the token whose prediction the column trains; `NONE` without one.
+      positions_C: int32 position of the input token in its context.
+      until_C: int32 end of the input token's subtree, a column of the sequence; None if the columns are one path, whose
+        tokens all attend to all before them.
+    """
+
+    inputs_C: np.ndarray
+    targets_C: np.ndarray
+    positions_C: np.ndarray
+    until_C: np.ndarray | None = None
+
+    @property
+    def columns(self) -> int:
+        """C, the number of columns."""
+        return len(self.inputs_C)
+
+    @property
+    def pairs(self) -> float:
+        """Number of pairs of a query and a key that attention multiplies: half of all pairs of a path."""
+        if self.until_C is None:
+            return self.columns**2 / 2
+        return float(np.sum(self.until_C - np.arange(self.columns) - 0.5))
+
+    def of_targets(self, values_N: np.ndarray) -> np.ndarray:
+        """Returns the value of each column's target, [C]; 0 for columns without one."""
+        return np.where(self.targets_C == NONE, values_N.dtype.type(0), values_N[self.targets_C])
+
+
+def of_segments(segments: Sequence[protocols.Segment]) -> Tree:
+    """Returns the tree of a rollout's segments.
+
+    Raises:
+      DataError: a parent does not come before its segment, or a segment shares other tokens than its parent has. The
+        message names the segment.
+    """
+    parents, shared = [], []
+    for number, segment in enumerate(segments):
+        parent = segment.parent
+        if parent is None:
+            fits = segment.shared == 0
+        else:
+            before = parent.index < number and segments[parent.index] is parent
+            fits = before and parent.shared < segment.shared <= parent.context_tokens
+        if segment.index != number or not fits:
+            raise protocols.DataError(
+                f"trajectory {segment.name}: segment {segment.index} at place {number} shares {segment.shared} tokens "
+                f"with {'none' if parent is None else f'segment {parent.index}'}, which does not hold them."
+            )
+        parents.append(NONE if parent is None else parent.index)
+        shared.append(segment.shared)
+    starts = np.cumsum([0, *(len(segment.token_ids) for segment in segments)]).tolist()
+    return Tree(tuple(starts), tuple(parents), tuple(shared))
+
+
+def path(columns: int) -> Layout:
+    """Returns the layout of a plain sequence: column j holds token j, and trains token j + 1."""
+    index = np.arange(columns + 1, dtype=np.int32)
+    return Layout(index[:-1], index[1:], index[:-1])
+
+
+def lay_out(tree: Tree, mask_N: np.ndarray, longest: int) -> list[Layout]:
+    """Returns the parts of a tree, each of at most `longest` columns; none if nothing is trained.
+
+    Columns without an effect are left out: those of a segment after its last trained token, and after the last token
+    that a segment of the part shares. Segments fill the parts in order.
+
+    Args:
+      tree: the segments.
+      mask_N: true on trained tokens; false on each segment's first own token, which no column predicts.
+      longest: most columns of a part. A single segment that needs more has a part of its own, which is longer.
+    """
+    parts: list[tuple[dict[int, int], set[int]]] = [({}, set())]
+    columns = 0
+    for segment, count in trained_columns(tree, mask_N).items():
+        needed, own = parts[-1]
+        grown = _grown(tree, segment, count, needed)
+        if own and columns + sum(grown.values()) > longest:
+            needed, own, columns = {}, set(), 0
+            parts.append((needed, own))
+            grown = _grown(tree, segment, count, needed)
+        for part, more in grown.items():
+            needed[part] = needed.get(part, 0) + more
+        own.add(segment)
+        columns += sum(grown.values())
+    return [_part(tree, needed, own) for needed, own in parts if own]
+
+
+def trained_columns(tree: Tree, mask_N: np.ndarray) -> dict[int, int]:
+    """Returns the own columns that each segment with a trained token needs for its own tokens, in segment order."""
+    trained, starts = np.flatnonzero(mask_N), np.array(tree.starts)
+    segments = np.searchsorted(starts, trained, side="right") - 1
+    # Column j predicts token j + 1, so the index of the last trained token, which comes last here, is the number.
+    return dict(zip(segments.tolist(), (trained - starts[segments]).tolist(), strict=True))
+
+
+def shared_columns(tree: Tree, mask_N: np.ndarray, layouts: Sequence[Layout]) -> int:
+    """Returns the columns that the segments would take in addition if each one computed its whole context."""
+    whole = sum(tree.shared[segment] + count for segment, count in trained_columns(tree, mask_N).items())
+    return whole - sum(layout.columns for layout in layouts)
+
+
+def _grown(tree: Tree, segment: int, count: int, known: dict[int, int]) -> dict[int, int]:
+    """Returns the columns that a part needs in addition to those known, of a segment and its ancestors."""
+    found: dict[int, int] = {}
+    while count > known.get(segment, 0):
+        found[segment] = count - known.get(segment, 0)
+        if tree.parents[segment] == NONE:
+            break
+        segment, count = tree.parents[segment], tree.fork(segment)
+    return found
+
+
+def _part(tree: Tree, needed: dict[int, int], own: set[int]) -> Layout:
+    """Lays out the first columns of each segment in `needed`, and trains those of `own`."""
+    runs, ends, column = _runs(tree, needed), {}, 0
+    inputs, targets, positions = [], [], []
+    for segment, first, end in runs:
+        column += end - first
+        ends[segment] = column
+        index_C = np.arange(tree.starts[segment] + first, tree.starts[segment] + end, dtype=np.int32)
+        # After the last own token, another segment's tokens follow.
+        trains = (segment in own) & (index_C + 1 < tree.starts[segment + 1])
+        inputs.append(index_C)
+        targets.append(np.where(trains, index_C + 1, np.int32(NONE)))
+        positions.append(np.arange(first, end, dtype=np.int32) + np.int32(tree.shared[segment]))
+    # A parent comes before its children, so theirs are known first.
+    for segment in sorted(needed, reverse=True):
+        if (parent := tree.parents[segment]) != NONE:
+            ends[parent] = max(ends[parent], ends[segment])
+    until_C = np.concatenate([np.full(end - first, ends[segment], np.int32) for segment, first, end in runs])
+    return Layout(
+        np.concatenate(inputs),
+        np.concatenate(targets),
+        np.concatenate(positions),
+        None if (until_C == column).all() else until_C,
+    )
+
+
+def _runs(tree: Tree, needed: dict[int, int]) -> list[tuple[int, int, int]]:
+    """Returns the runs of own tokens, depth first: segment, first own token, and end."""
+    children: dict[int, list[int]] = {}
+    for segment in sorted(needed):
+        children.setdefault(tree.parents[segment], []).append(segment)
+    found: list[tuple[int, int, int]] = []
+    # A stack and no recursion: a history that is rewritten again and again makes a long chain.
+    stack: list[int | tuple[int, int, int]] = list(reversed(children[NONE]))
+    while stack:
+        entry = stack.pop()
+        if isinstance(entry, tuple):
+            found.append(entry)
+            continue
+        first = 0
+        below: list[int | tuple[int, int, int]] = []
+        # Sorting keeps the order of two children at one fork.
+        for child in sorted(children.get(entry, ()), key=tree.fork):
+            if (fork := tree.fork(child)) > first:
+                below.append((entry, first, fork))
+                first = fork
+            below.append(child)
+        if needed[entry] > first:
+            below.append((entry, first, needed[entry]))
+        stack += reversed(below)
+    return found
