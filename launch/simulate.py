@@ -11,14 +11,16 @@ of a real run, on a virtual clock.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from support import cli, overrides
 
@@ -46,6 +48,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture l
 _POLICIES = flags.DEFINE_string("policies", ",".join(COMPARED), "Scheduling policies, separated by commas.")
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 _JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)
+_RECORD = flags.DEFINE_string("record", None, "Trace (JSON lines) to write, of the first policy under the first seed.")
 _SENSITIVITY = flags.DEFINE_bool("sensitivity", False, "Move each coefficient by 30%, one at a time, as well.")
 
 
@@ -83,6 +86,9 @@ def main() -> None:
     if run.steps != asked.steps:
         passes = run.workload.passes
         _progress(f"(the trace is replayed {passes} time(s): config.workload.passes sets the steps, not config.steps)")
+    if _RECORD.value is not None:
+        first = comparison.with_policy(dataclasses.replace(run, seed=seeds[0]), policies[0])
+        _write_trace(Path(_RECORD.value), comparison.record(first))
     if _SENSITIVITY.value:
         result, moves = comparison.sensitivity(run, policies, seeds, jobs=jobs, progress=_progress)
     else:
@@ -93,7 +99,7 @@ def main() -> None:
     for move in moves:
         print(comparison.moved_line(move))
     records = trace.read(Path(run.workload.trace)) if run.workload.trace else []
-    found = prediction_quality.measure([prediction_quality.rollout(record) for record in records])
+    found = prediction_quality.measure([one for record in records for one in prediction_quality.rollouts(record)])
     if found is not None:
         rows = [tool_report.CAUSES_HEADS, *tool_report.states(found)[:MOST_ROWS]]
         further = len(found.states) - MOST_ROWS
@@ -119,6 +125,14 @@ def _policies(text: str) -> list[str]:
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _write_trace(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    except OSError as error:
+        raise protocols.DataError(f"--record: {path} cannot be written ({error.strerror or error})") from error
+    print(f"wrote {path}")
 
 
 def _write(

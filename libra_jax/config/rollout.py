@@ -154,6 +154,12 @@ class SchedulerConfig:
     path_depth: int = 16  # tool returns of a path that a prefix tree distinguishes
     half_life: int = 4096  # finished trajectories after which unrenewed evidence weighs half
     learnt_from: tuple[str, ...] = ()  # workdirs of other runs, whose schedulers' evidence this run starts with
+    # cmlfq, heddle: what predicts the tokens left. causes: tool returns, siblings, tokens so far; blind: without tool
+    # returns; mean: one distribution of lengths for all requests, and the tokens so far.
+    evidence: str = "causes"
+    # Segments of a rollout (summarised histories, sub-agents). related: a segment goes where its parent's context is,
+    # and learns from the rollout's earlier ones; independent: as a request that has nothing to do with the others.
+    segments: str = "related"
     prior_count: float = 8.0  # cmlfq: samples at which a node weighs as much as the wider evidence
     # cmlfq: cost of a move, as a multiple of its seconds; above 1, as loads even out before the move has paid off.
     move_margin: float = 8.0
@@ -172,6 +178,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_choice(self.policy, POLICIES, "scheduler.policy")
         check_choice(self.ordering, ORDERINGS, "scheduler.ordering")
+        check_choice(self.evidence, ("causes", "blind", "mean"), "scheduler.evidence")
+        check_choice(self.segments, ("related", "independent"), "scheduler.segments")
         for name in ("max_remaining_tokens", "quanta"):
             bounds = getattr(self, name)
             check(all(bound > 0 for bound in bounds), f"scheduler.{name}", f"must be positive, not {bounds}")

@@ -78,13 +78,14 @@ class Evidence:
     """Learns from finished requests and predicts for live ones.
 
     Args:
-      config: `window`, `tree_nodes`, `path_depth`, `half_life` and `prior_count` apply here.
+      config: `evidence`, `window`, `tree_nodes`, `path_depth`, `half_life` and `prior_count` apply here.
     """
 
     def __init__(self, config: configuration.SchedulerConfig) -> None:
         window, nodes, half_life = config.window, config.tree_nodes, config.half_life
         self._config = config
         self._prior = config.prior_count
+        self._sees = config.evidence
         self.by_prompt = prefix_tree.PrefixTree(window, nodes, config.path_depth + 1, half_life)
         self.by_suffix = prefix_tree.PrefixTree(window, nodes, 4, half_life)
         self._depth = config.path_depth
@@ -120,7 +121,7 @@ class Evidence:
         self._prompts.move_to_end(prompt_id)
         prompt.live += 1
         track = paths.begun(prompt_id, prompt, generated_tokens, segment, earlier)
-        if segment:
+        if segment and self._sees == "causes":
             past, key = track.history, paths.opening_key(segment)
             so_far = (past.failures, past.largest), rollout_tokens.bit_length(), past.last
             track.opening = (key, *so_far) if past.known else (key,)
@@ -129,6 +130,9 @@ class Evidence:
 
     def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
         """Adds a tool return to a path."""
+        if self._sees != "causes":
+            self._survived(track, generated_tokens)
+            return
         seen = causal_state.tool, causal_state.payload_tokens.bit_length(), causal_state.status
         key = self._keys.get(seen)
         if key is None:
@@ -205,6 +209,8 @@ class Evidence:
                 tree.use(node)
                 self._renew(tree, node)
             sketch = node.blend
+        if self._sees == "mean" and sketch:
+            return sketch
         if not sketch:
             sketch = tuple(share * since for share in LINDY) if since and tree.clock else UNKNOWN
         # The frailty: how many times as long as the typical one the prompt is, by its siblings. The request's own

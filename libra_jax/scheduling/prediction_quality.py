@@ -32,7 +32,7 @@ NO_TOOL = "environment"
 
 @dataclass(frozen=True)
 class Rollout:
-    """The part of a recorded trajectory that counts here.
+    """The part of a recorded trajectory, or of one of its segments, that counts here.
 
     Attributes:
       prompt_id: id of its prompt.
@@ -96,15 +96,21 @@ class PredictionQuality:
     confusion: tuple[tuple[int, ...], ...]
 
 
-def rollout(record: Mapping[str, Any]) -> Rollout:
-    """Reads a record of a trace."""
-    turns, step = record["turns"], record.get("step")
-    returns = tuple(
-        protocols.CausalState(turn.get("tool") or NO_TOOL, turn["payload_tokens"], turn.get("status") or "success")
-        for turn in turns[:-1]
-    )
-    generated = tuple(turn["generated_tokens"] for turn in turns)
-    return Rollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns)
+def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
+    """Reads a record of a trace. Each segment of a rollout counts as a rollout of its own, as it does in routing."""
+    step = record.get("step")
+    by_segment: dict[int, list[Mapping[str, Any]]] = {}
+    for turn in record["turns"]:
+        by_segment.setdefault(turn.get("segment", 0), []).append(turn)
+    found = []
+    for turns in by_segment.values():
+        returns = tuple(
+            protocols.CausalState(turn.get("tool") or NO_TOOL, turn["payload_tokens"], turn.get("status") or "success")
+            for turn in turns[:-1]
+        )
+        generated = tuple(turn["generated_tokens"] for turn in turns)
+        found.append(Rollout(record["prompt_id"], step if isinstance(step, int) else None, generated, returns))
+    return found
 
 
 def measure(

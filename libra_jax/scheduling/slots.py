@@ -19,6 +19,7 @@ From an event to its moves is a short way: `on_tool_return` -> `route` (what is 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -171,6 +172,8 @@ class SlotScheduler:
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
     def on_arrival(self, request: protocols.RequestInfo, now: float) -> list[protocols.Placement]:
+        if self.config.segments == "independent":
+            request = dataclasses.replace(request, parent="", rollout_id="", segment=0)
         rollout_id = request.rollout_id or request.request_id
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,12 @@ def workload(run: settings.SimulatedRun) -> scripts.Workload:
     return workloads.create(run.workload, seed=run.seed, tasks=tasks, max_context=run.rollout.max_context)
 
 
-def simulate(run: settings.SimulatedRun) -> results.Result:
+def simulate(run: settings.SimulatedRun, recorder: results.StepRecorder | None = None) -> results.Result:
     """Simulates one policy under one seed.
+
+    Args:
+      run: from `prepare`.
+      recorder: records the run; None makes one.
 
     Raises:
       LibraError: what ended the run, in one sentence.
@@ -110,7 +114,15 @@ def simulate(run: settings.SimulatedRun) -> results.Result:
         workload(run),
         lambda costs, remaining: _scheduler(run, costs, remaining),
         parts=faults.parts(run.faults, run.seed),
+        recorder=recorder,
     )
+
+
+def record(run: settings.SimulatedRun) -> list[Mapping[str, Any]]:
+    """Simulates a run, and returns its trace: what a real run writes to `trace.jsonl`."""
+    recorder = results.TraceRecorder()
+    simulate(run, recorder)
+    return recorder.trace
 
 
 def entry(run: settings.SimulatedRun, result: results.Result | None = None) -> dict[str, Any]:

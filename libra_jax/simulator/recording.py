@@ -269,7 +269,9 @@ def _step(
             # Tokens after the last sampled one are not trained, so the last turn's payload does not count.
             payload = sum(turn["payload_tokens"] for turn in turns[:-1])
             generated = sum(turn["generated_tokens"] for turn in turns)
-            lengths.append(int(record["prompt_tokens"] + generated + payload))
+            # Tokens that segments share are trained once.
+            several = script.own_tokens if script.segments else 0
+            lengths.append(several or int(record["prompt_tokens"] + generated + payload))
         # Sorted below: the order in which rollouts ended is chance, and the same work must compare equal.
         done = tuple((turn["generated_tokens"], turn["payload_tokens"], turn["tool"]) for turn in turns)
         work.append((record["prompt_tokens"], done))

@@ -95,6 +95,22 @@ class StepRecorder(memory.MemoryRecorder):
         """Drops the status."""
 
 
+class TraceRecorder(StepRecorder):
+    """Keeps the records of trained rollouts, too.
+
+    Attributes:
+      trace: records in the order of training (`protocols.TraceRecord`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[Mapping[str, Any]] = []
+
+    def trajectory(self, record: Mapping[str, Any]) -> None:
+        """Keeps the record."""
+        self.trace.append(record)
+
+
 def of_run(
     config: configuration.RunConfig,
     summary: coordinator.RunSummary,

@@ -83,6 +83,13 @@ class Script:
             lengths[place] = known + fresh + max(1, turn.generated_tokens)
             owed[place] = turn.payload_tokens
 
+    def lengths(self) -> dict[int, int]:
+        """Returns the generated tokens of each segment that has turns, by its number."""
+        lengths: dict[int, int] = {}
+        for turn, place in zip(self.turns, self.places or (0,) * len(self.turns), strict=True):
+            lengths[place] = lengths.get(place, 0) + max(1, turn.generated_tokens)
+        return lengths
+
     @property
     def generated_tokens(self) -> int:
         """Tokens that the policy samples, over all turns."""

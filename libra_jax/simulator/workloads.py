@@ -17,6 +17,7 @@ is a pure function of (seed, task index, sample): the same numbers on every mach
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -346,20 +347,22 @@ def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int,
     """Returns bucket bounds by which each degree gets tokens in proportion to its devices.
 
     Args:
-      workload: the trace; its trajectories' whole lengths count, which is what they have left when they begin.
+      workload: the trace; the whole lengths of its segments count, which is what they have left when they begin.
       degrees: tensor-parallel degree of each instance.
 
     Returns:
       Ascending bounds, one for each degree but the largest.
     """
-    # By tokens, not by trajectories: a bucket's load is what it has to decode.
-    lengths = sorted(script.generated_tokens for prompt in workload.prompts for script in prompt)
+    # By tokens, not by requests: a bucket's load is what it has to decode.
+    lengths = sorted(
+        itertools.chain.from_iterable(script.lengths().values() for prompt in workload.prompts for script in prompt)
+    )
     tokens, taken, bounds = sum(lengths), 0, [0]
     longer = iter(lengths)
     for level in sorted(set(degrees))[:-1]:
         share = sum(degree for degree in degrees if degree <= level) / sum(degrees)
         length = bounds[-1]
-        # The shortest trajectories go to the narrowest degree, until it has its share of the tokens.
+        # The shortest requests go to the narrowest degree, until it has its share of the tokens.
         while taken < share * tokens:
             length = next(longer)
             taken += length

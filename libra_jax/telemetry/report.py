@@ -110,7 +110,7 @@ def load(workdir: Path) -> Run:
         tools.add(record)
         moves.update(trace.move_reasons(turns))
         if trace.is_record(record):
-            judged.append(prediction_quality.rollout(record))
+            judged.extend(prediction_quality.rollouts(record))
     steps = metrics.read(workdir / metrics.METRICS_FILE)
     if not (steps or spans or lengths or pools):
         raise DataError(

@@ -123,7 +123,7 @@ def test_a_single_step_has_states_but_no_verdict():
 
 def test_an_output_without_a_call_is_the_environments_return_as_in_the_agent_loop():
     record = {"prompt_id": "p", "turns": [{"generated_tokens": 3, "payload_tokens": 9}, {"generated_tokens": 4}]}
-    read = prediction_quality.rollout(record)
+    (read,) = prediction_quality.rollouts(record)
     assert read == prediction_quality.Rollout("p", None, (3, 4), (protocols.CausalState("environment", 9, "success"),))
 
 
@@ -138,3 +138,13 @@ def test_a_size_class_is_told_as_a_range_that_holds_its_payloads(payload):
         assert payload >= numbers[0]
     else:
         assert numbers[0] <= payload <= numbers[1]
+
+
+def test_each_segment_of_a_rollout_is_read_as_a_request():
+    turns = [
+        {"generated_tokens": tokens, "tool": "t", "status": "success", "payload_tokens": 9, "segment": place}
+        for tokens, place in ((3, 0), (4, 1), (5, 0), (6, 1))
+    ]
+    first, second = prediction_quality.rollouts({"prompt_id": "p", "step": 2, "turns": turns})
+    assert (first.generated, second.generated) == ((3, 5), (4, 6))
+    assert len(first.returns) == len(second.returns) == 1

@@ -340,3 +340,45 @@ def test_what_segments_taught_is_kept_and_merged(policy):
     nodes = [json.loads(json.dumps(each))["by_prompt"]["nodes"] for each in (joined.snapshot(), kept)]
     assert [node[:3] for node in nodes[0]] == [node[:3] for node in nodes[1]]
     assert ["prompt-r0", 1] in [node[1] for node in nodes[0]], "the second segments of the prompt"
+
+
+# Off switches.
+
+
+def test_independent_segments_are_plain_requests():
+    scheduler = machines.create("cmlfq", (), segments="independent")
+    scheduler.on_instance_change(SAME[-1:], 0.0)
+    scheduler.on_arrival(first("r", 60_000), 0.0)
+    scheduler.on_tool_call("r", 50, 1.0)
+    scheduler.on_instance_change(SAME, 1.0)
+    assert place_of(scheduler.on_arrival(child("r", 1, 60_000), 2.0), "r+1") != SAME[-1].name
+    assert scheduler.requests["r+1"].rollout is not scheduler.requests["r"].rollout
+
+
+@pytest.mark.parametrize(("sees", "differs"), [("causes", True), ("blind", False), ("mean", False)])
+def test_evidence_that_hides_tool_returns_predicts_alike_after_all_of_them(sees, differs):
+    known = evidence.Evidence(configuration.SchedulerConfig(evidence=sees))
+    for index in range(40):
+        for state, tokens in ((WORKED, 60), (FAILED, 4_000)):
+            track = known.start(f"{index}", 0)
+            known.observe(track, state, 10)
+            known.finish(track, tokens)
+    lengths = []
+    for state in (WORKED, FAILED):
+        track = known.start("new", 0)
+        known.observe(track, state, 10)
+        lengths.append(expected(known, track, 10))
+    assert (lengths[0] < 0.5 * lengths[1]) == differs
+    assert (lengths[0] == lengths[1]) != differs
+
+
+def test_one_distribution_for_everybody_knows_no_siblings():
+    predicted = {}
+    for sees in ("blind", "mean"):
+        known = evidence.Evidence(configuration.SchedulerConfig(evidence=sees))
+        for index in range(80):
+            known.finish(known.start(f"{index}", 0), 100)
+        for _ in range(12):
+            known.finish(known.start("long", 0), 5_000)
+        predicted[sees] = expected(known, known.start("long", 0))
+    assert predicted["blind"] > 1.5 * predicted["mean"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import faults, scripts, traces, trajectory, workloads
+from libra_jax.simulator import faults, results, scripts, traces, trajectory, workloads
 from libra_jax.telemetry import trace
 
 
@@ -300,3 +300,20 @@ def test_a_context_of_segments_is_as_in_a_real_rollout():
         assert (mine.name, mine.shared) == (its.name, its.shared)
         assert (mine.parent and mine.parent.name) == (its.parent and its.parent.name)
         assert list(mine.context()[:]) == list(its.context())
+
+
+def test_the_trace_of_a_simulated_run_can_be_replayed(tmp_path):
+    recorder = results.TraceRecorder()
+    config = doubles.run_config(steps=2)
+    doubles.simulate_workload(config, SeededSegments(), recorder=recorder)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in recorder.trace))
+    read = sorted(script.generated_tokens for _, script in traces.read(path))
+    assert read == sorted(script.generated_tokens for script in work(config, SeededSegments()))
+
+
+def test_buckets_are_fitted_to_the_lengths_of_segments():
+    replay = traces.Replay(((DEEP,),), 0, 0.0, 1_000)
+    assert DEEP.lengths() == {0: 33, 1: 49, 2: 11}
+    (bound,) = workloads.fitted_bounds(replay, (1, 2))
+    assert bound in {11, 33, 49}

@@ -145,7 +145,7 @@ def test_the_report_of_a_workdir_has_tools_and_what_they_predict(tmp_path):
 
 
 def test_what_returns_predict_is_told_in_sentences_and_rows():
-    found = prediction_quality.measure([prediction_quality.rollout(one) for one in invented()])
+    found = prediction_quality.measure([each for one in invented() for each in prediction_quality.rollouts(one)])
     rows = tool_report.states(found)
     assert rows[0][:4] == ("python", "under 64", "success", "32")
     assert ("python", "128 to 255", "failure", "16", "40.0", "40") in rows
@@ -157,6 +157,6 @@ def test_what_returns_predict_is_told_in_sentences_and_rows():
 
 
 def test_a_share_just_below_zero_has_no_sign():
-    found = prediction_quality.measure([prediction_quality.rollout(one) for one in invented()])
+    found = prediction_quality.measure([each for one in invented() for each in prediction_quality.rollouts(one)])
     below = dataclasses.replace(found, explained=-0.001)
     assert "account for none of the variance" in tool_report.verdicts(below)[0]
