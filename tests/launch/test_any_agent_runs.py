@@ -80,6 +80,33 @@ def test_a_loop_commands_and_a_harbor_task_train_four_steps(tmp_path):
     assert all(one["reward"] >= 1 for one in rollouts["dies"])
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_clients_loop_trains_four_steps_with_a_real_engine(tmp_path):
+    pytest.importorskip("openai")
+    workdir = tmp_path / "run"
+    done = scripts.run(
+        "train.py",
+        "--config=configs/any_agent_cpu.py",
+        f"--workdir={workdir}",
+        f"--config.steps={STEPS}",
+        "--config.coordinator.groups_per_step=4",
+        "--config.coordinator.group_size=4",
+        "--config.rollout.slots=16",
+        "--config.warm_start.steps=60",
+        "--config.evaluation.every=0",
+        "--config.telemetry.report=False",
+        seconds=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "reward/mean" in step]
+    assert len(steps) == STEPS
+    # What the engine sampled is what the trainer scores: the client's text was never tokenized again.
+    assert all(step["mismatch/ratio_max"] < 1.001 for step in steps if "mismatch/ratio_max" in step)
+    assert any(step["agent/tool_calls"] > 0 for step in steps)
+    assert sum(step["groups/replaced"] for step in steps) == 0
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_agents_of_four_packages_train_four_steps(tmp_path):

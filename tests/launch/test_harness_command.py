@@ -1,0 +1,24 @@
+"""The command that makes virtual environments for agents: its names, and the pins behind them."""
+
+import re
+import subprocess
+
+import pytest
+import scripts
+
+LOCKS = sorted((scripts.ROOT / "third_party" / "harnesses").glob("*.txt"))
+
+
+@pytest.mark.parametrize("arguments", [(), ("no_such_agent",), ("verifiers", "openenv")])
+def test_a_wrong_name_is_answered_with_the_right_ones(arguments):
+    command = ["bash", "launch/harness.sh", *arguments]
+    done = subprocess.run(command, cwd=scripts.ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(" ".join(lock.stem for lock in LOCKS))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_every_line_of_a_lock_pins_one_version(lock):
+    lines = lock.read_text().splitlines()
+    assert lines
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+!]+", line) for line in lines)
