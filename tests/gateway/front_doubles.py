@@ -13,7 +13,7 @@ made: list[ScriptedFront] = []
 
 
 class ScriptedFront:
-    """A front without HTTP. `die` ends its process, as far as its caller can see.
+    """A front without HTTP. `die` ends its process, as far as its caller can see; `hang` stops it until `resume`.
 
     Attributes:
       port: port of its settings.
@@ -27,15 +27,19 @@ class ScriptedFront:
         self.answers: dict[int, list[front.Item]] = {}
         self._events: asyncio.Queue[front.Event | None] = asyncio.Queue()
         self._dead = False
+        self._runs = asyncio.Event()
+        self._runs.set()
 
     async def start(self) -> str:
         return f"http://127.0.0.1:{self.port or 4321}/v1"
 
     async def admit(self, sessions: Sequence[bytes]) -> None:
+        await self._runs.wait()
         self._check()
         self.admitted |= set(sessions)
 
     async def dismiss(self, session: bytes) -> None:
+        await self._runs.wait()
         self._check()
         self.admitted.discard(session)
 
@@ -58,6 +62,12 @@ class ScriptedFront:
     def die(self) -> None:
         self._dead = True
         self._events.put_nowait(None)
+
+    def hang(self) -> None:
+        self._runs.clear()
+
+    def resume(self) -> None:
+        self._runs.set()
 
     def _check(self) -> None:
         if self._dead:

@@ -22,9 +22,11 @@ def scripted_fronts(monkeypatch):
     front_doubles.made.clear()
 
 
-def with_fronts(test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], processes: int = 1) -> None:
+def with_fronts(
+    test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], processes: int = 1, **limits: float
+) -> None:
     async def main() -> None:
-        config = doubles.make_config(gateway={"processes": processes}, cluster={"backend": "ray"})
+        config = doubles.make_config(gateway={"processes": processes}, cluster={"backend": "ray"}, deadlines=limits)
         run = doubles.run_context(config, doubles.DirectCluster())
         gateway = fronts.Fronts(run, "policy")
         try:
@@ -102,6 +104,42 @@ def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
         await until(lambda: len(second.answers.get(0, ())) == 3)
         second.tell(front.Delivered(0))
         await until(lambda: session.delivered == 1)
+
+    with_fronts(test)
+
+
+@pytest.mark.parametrize("call", ["open", "close"])
+def test_a_front_that_answers_no_call_is_restarted(call):
+    async def test(gateway: fronts.Fronts) -> None:
+        known = await gateway.open(front_doubles.Scripted())
+        (first,) = front_doubles.made
+        first.hang()
+        wanted = {front.digest(known.secret)}
+        if call == "open":
+            wanted.add(front.digest((await gateway.open(front_doubles.Scripted())).secret))
+        else:
+            await gateway.close(known)
+            wanted.clear()
+        await until(lambda: len(front_doubles.made) == 2)
+        await gateway.open(front_doubles.Scripted(), "another")
+        await until(lambda: front_doubles.made[1].admitted == wanted | {front.digest("another")})
+
+    with_fronts(test, first_token=0.2)
+
+
+def test_a_session_whose_opening_is_cancelled_leaves_nothing():
+    async def test(gateway: fronts.Fronts) -> None:
+        await gateway.open(front_doubles.Scripted())
+        (one,) = front_doubles.made
+        one.hang()
+        opening = asyncio.ensure_future(gateway.open(front_doubles.Scripted(), "key"))
+        await asyncio.sleep(0.01)
+        opening.cancel()
+        await asyncio.wait({opening})
+        one.resume()
+        one.tell(front.Asked(0, front.digest("key"), REQUEST))
+        await until(lambda: 0 in one.answers)
+        assert isinstance(one.answers[0][0], front.Refusal)
 
     with_fronts(test)
 
