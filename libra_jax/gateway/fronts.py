@@ -235,6 +235,19 @@ class Fronts:
             tell(front_lib.Refusal("closed", "the rollout of this session has ended", ""))
             return
         task, complete = asyncio.current_task(), False
+        # A client that asks again has left before. Its request of before ends first, or this one would find the
+        # dialogue in use, and would count as a further output.
+        left = {
+            served.task
+            for number, (session, served) in front.served.items()
+            # Earlier ones alone: it may have left this request and later ones, too.
+            if number < asked.number
+            and session == asked.session
+            and served.settled.done()
+            and not served.settled.result()
+        }
+        if left:
+            await asyncio.wait(left)
 
         def gone(done: asyncio.Future[bool]) -> None:
             """Ends the wait for tokens, if the client goes away."""

@@ -87,10 +87,11 @@ class Scripted:
       closed: number of replies that were closed before.
       gate: outputs stop after their first piece until it is set.
       error: raised in place of the second piece.
+      running: replies under way, the largest number at once being `most`.
     """
 
     def __init__(self) -> None:
-        self.delivered = self.closed = 0
+        self.delivered = self.closed = self.running = self.most = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -99,6 +100,8 @@ class Scripted:
         self, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         ended = False
+        self.running += 1
+        self.most = max(self.most, self.running)
         try:
             yield protocols.ContentDelta("one ")
             await self.gate.wait()
@@ -109,4 +112,6 @@ class Scripted:
             ended = True
             self.delivered += 1
         finally:
+            await asyncio.sleep(0)  # as a session waits for the end of its sampling
             self.closed += not ended
+            self.running -= 1

@@ -85,6 +85,31 @@ def test_a_client_that_goes_away_closes_its_reply_undelivered(complete):
     with_fronts(test)
 
 
+def test_a_request_that_is_asked_again_waits_for_the_end_of_the_first():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (one,) = front_doubles.made
+        session.gate.clear()
+        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 0 in one.answers)
+        one.tell(front.Gone(0))
+        one.tell(front.Asked(1, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 1 in one.answers)
+        assert (session.most, session.closed) == (1, 1)
+        # Requests that were left before they were served do not wait for each other.
+        for number in (2, 3):
+            one.tell(front.Asked(number, front.digest(endpoint.secret), REQUEST))
+        for number in (1, 2, 3):
+            one.tell(front.Gone(number))
+        session.gate.set()
+        one.tell(front.Asked(4, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: len(one.answers.get(4, ())) == 3)
+        assert session.most == 1
+
+    with_fronts(test)
+
+
 def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
     async def test(gateway: fronts.Fronts) -> None:
         session = front_doubles.Scripted()
