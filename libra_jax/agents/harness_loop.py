@@ -210,6 +210,12 @@ class _Rollout:
                 raise self.crash("run", f"gave a reward to segment {index} of {len(trajectory.segments)}")
             if index:
                 trajectory.segments[index].reward = float(value)
+            elif value != outcome.reward:
+                raise self.crash(
+                    "run",
+                    f"gave segment 0 the reward {value!r}, and the rollout {outcome.reward!r}: the first segment has "
+                    "the rollout's reward, so give the other segments rewards of their own",
+                )
         trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
 
 

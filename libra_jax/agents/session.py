@@ -79,7 +79,12 @@ class Session:
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         """Streams one model output (`protocols.Conversation.reply`)."""
         self._check(request)
-        line = self._place(request)
+        try:
+            line = self._place(request)
+        except protocols.EnvironmentCrashed as error:
+            # The harness's own `status` broke. A client that goes on all the same must not hide that.
+            self._break(error)
+            raise
         line.busy = True
         self.active += 1
         try:
@@ -93,14 +98,16 @@ class Session:
                             await items.athrow(gone)
                         return
         except Exception as error:
-            # The engines failed for good, for example.
-            if not self.broken.done():
-                self.broken.set_result(error)
+            self._break(error)  # the engines failed for good, for example
             raise
         finally:
             line.busy = False
             self.active -= 1
             self.idle_since = self._clock()
+
+    def _break(self, error: Exception) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
 
     def _check(self, request: protocols.ChatRequest) -> None:
         """Refuses requests that no output can follow."""
@@ -416,6 +423,9 @@ class Session:
                     int(protocols.TokenSource.PROMPT),
                     protocols.NO_VERSION,
                 )
-            if kept and segment.parent is not None:
+            if not kept:
+                # Of a resumed rollout, whose harness went another way. What it shared may be gone as well.
+                segment.parent, segment.shared = None, 0
+            elif segment.parent is not None:
                 own = segment.shared - segment.parent.shared
                 needed[id(segment.parent)] = max(needed.get(id(segment.parent), 0), own)

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from libra_jax import clients, protocols
@@ -56,6 +57,7 @@ class _Front:
       served: requests under way, by number.
       outbox: parts of answers that have not been sent.
       restarts: restarts so far.
+      silent: resolves to the error of a call that the present life did not answer; None before the first life.
     """
 
     spec: protocols.ActorSpec
@@ -66,6 +68,7 @@ class _Front:
     outbox: list[tuple[int, front_lib.Item]] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: int = 0
+    silent: asyncio.Future[protocols.LibraError] | None = None
 
 
 class Fronts:
@@ -99,9 +102,13 @@ class Fronts:
         secret = secret or secrets.token_urlsafe(24)
         session = front_lib.digest(secret)
         front.sessions[session] = conversation
-        # While the front restarts, the session is admitted with the others.
-        with contextlib.suppress(protocols.WorkerLost):
-            await front.client.admit([session])
+        try:
+            # While the front restarts, the session is admitted with the others.
+            with _restarting(front):
+                await front.client.admit([session])
+        except BaseException:
+            front.sessions.pop(session, None)
+            raise
         return protocols.Endpoint(front.url, secret, self._model)
 
     async def close(self, endpoint: protocols.Endpoint) -> None:
@@ -116,7 +123,7 @@ class Fronts:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-            with contextlib.suppress(protocols.WorkerLost):
+            with _restarting(front):
                 await front.client.dismiss(session)
 
     async def stop(self) -> None:
@@ -159,9 +166,13 @@ class Fronts:
 
     async def _one_life(self, front: _Front) -> protocols.LibraError:
         """Answers a front's requests until it dies or does not answer. Returns the error that says so."""
+        front.silent = asyncio.get_running_loop().create_future()
         work = {asyncio.ensure_future(self._read(front)), asyncio.ensure_future(self._send(front))}
         try:
-            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {*work, front.silent}
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if front.silent in done:
+                return front.silent.result()
             for task in done:
                 task.result()
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
@@ -224,6 +235,19 @@ class Fronts:
             tell(front_lib.Refusal("closed", "the rollout of this session has ended", ""))
             return
         task, complete = asyncio.current_task(), False
+        # A client that asks again has left before. Its request of before ends first, or this one would find the
+        # dialogue in use, and would count as a further output.
+        left = {
+            served.task
+            for number, (session, served) in front.served.items()
+            # Earlier ones alone: it may have left this request and later ones, too.
+            if number < asked.number
+            and session == asked.session
+            and served.settled.done()
+            and not served.settled.result()
+        }
+        if left:
+            await asyncio.wait(left)
 
         def gone(done: asyncio.Future[bool]) -> None:
             """Ends the wait for tokens, if the client goes away."""
@@ -252,3 +276,16 @@ class Fronts:
             front.waiting.clear()
             batch, front.outbox = front.outbox, []
             await front.client.answer(batch)
+
+
+@contextlib.contextmanager
+def _restarting(front: _Front) -> Iterator[None]:
+    """Bears a call that the front does not answer: it is restarted with the sessions that it has then."""
+    client = front.client
+    try:
+        yield
+    except protocols.WorkerLost:
+        pass  # the reader of its events has met the same
+    except protocols.DeadlineMissed as error:
+        if front.client is client and front.silent is not None and not front.silent.done():
+            front.silent.set_result(error)

@@ -257,7 +257,8 @@ class Outcome:
     Attributes:
       reward: reward of the rollout.
       metrics: numbers to report.
-      segment_rewards: rewards of single segments, by index, where they differ from the rollout's.
+      segment_rewards: rewards of single segments, by index, where they differ from the rollout's. The first segment,
+        index 0, has the rollout's.
     """
 
     reward: float

@@ -115,6 +115,17 @@ def test_rewards_of_several_names_are_metrics_beside_the_reward(folder):
     assert outcome.metrics["reward_style"] == 0.25
 
 
+PLANT = ["sh", "-c", "echo '{\"reward\": 1}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"]
+
+
+@needs_bubblewrap
+def test_a_reward_that_the_agent_wrote_itself_does_not_count(folder):
+    assert run(folder, command=PLANT).reward == 0.0
+    (folder / "greet" / "tests" / "test.sh").write_text("exit 1\n")
+    with pytest.raises(protocols.EnvironmentCrashed, match="gave no reward"):
+        run(folder, command=PLANT)
+
+
 @needs_bubblewrap
 def test_a_dockerfile_that_runs_commands_needs_its_container(folder):
     with (folder / "greet" / "environment" / "Dockerfile").open("a") as file:
@@ -199,6 +210,11 @@ def test_a_container_is_built_used_for_agent_and_tests_and_removed(folder, runti
     assert outcome.reward == 1.0
     assert "--memory=1g" in called[1]
     assert harness_doubles.SECRET not in runtime.read_text()
+
+
+def test_a_reward_that_a_containers_agent_wrote_does_not_count(folder, runtime):
+    (folder / "greet" / "tests" / "test.sh").write_text("echo 0 > /logs/verifier/reward.txt")
+    assert run(folder, command=PLANT, container=True).reward == 0.0
 
 
 def test_a_containers_agent_that_is_late_leaves_no_container(folder, runtime):

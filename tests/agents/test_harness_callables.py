@@ -9,6 +9,7 @@ import harness_doubles
 import pytest
 
 from libra_jax import protocols
+from libra_jax.agents.outside import verifiers_v1
 
 AGENTS = "harness_agents"
 HERE = str(Path(__file__).parent)
@@ -67,3 +68,11 @@ def test_a_function_may_return_an_outcome(monkeypatch):
     found = run("given")
     assert (found.reward, found.segment_rewards) == (0.5, {2: 1.0})
     assert found.metrics["steps"] == 1.0
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 1319])
+def test_held_out_tasks_of_verifiers_are_never_trained(tasks):
+    trained = {verifiers_v1.place_of(seed, tasks) for seed in range(0, 10_000, 2)}
+    held_out = {verifiers_v1.place_of(seed, tasks) for seed in range(1, 10_000, 2)}
+    assert not trained & held_out
+    assert len(trained | held_out) == tasks - tasks % 2

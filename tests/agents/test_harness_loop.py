@@ -39,9 +39,9 @@ class Asking:
         self.closed += 1
 
 
-def run(body, *, writer=None, trajectory=None, reward=None, **limits):
+def run(body, *, writer=None, trajectory=None, reward=None, make=Asking, **limits):
     gateway = doubles.Directly()
-    harness = Asking(gateway, body)
+    harness = make(gateway, body)
     trajectory = trajectory if trajectory is not None else protocols.Trajectory("task/0", "task")
 
     async def main() -> None:
@@ -139,6 +139,7 @@ def _returning(value):
         (_returning(protocols.Outcome(1.0, {"a metric!": 1.0})), "a metric the name"),
         (_returning(protocols.Outcome(1.0, segment_rewards={5: 1.0})), "segment 5 of 1"),
         (_returning(protocols.Outcome(1.0, segment_rewards={0: float("inf")})), "not a finite number"),
+        (_returning(protocols.Outcome(1.0, segment_rewards={0: 0.5})), "the first segment has the rollout's reward"),
     ],
 )
 def test_a_broken_harness_crashes_by_name(body, says):
@@ -162,6 +163,23 @@ def test_an_error_of_the_engines_is_not_the_harness_fault():
 
     with pytest.raises(protocols.WorkerLost, match="no engine is left"):
         run(swallows, writer=lambda: Broken(lambda context: ""))
+
+
+def test_a_status_that_breaks_crashes_a_harness_that_goes_on():
+    class Reading(Asking):
+        def status(self, call, message):
+            raise KeyError("returncode")
+
+    async def swallows(ask) -> protocols.Outcome:
+        first = await ask(user("how many"))
+        try:
+            await ask(user("how many"), first, protocols.Message("tool", "7"))
+        except protocols.LibraError:
+            return protocols.Outcome(0.0)
+        raise AssertionError
+
+    with pytest.raises(protocols.EnvironmentCrashed, match="status raised KeyError: 'returncode'"):
+        run(swallows, make=Reading)
 
 
 def test_a_reward_function_sees_the_dialogue_and_replaces_the_reward():

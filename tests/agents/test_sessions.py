@@ -11,6 +11,7 @@ import session_doubles as doubles
 from libra_jax import protocols
 from libra_jax.agents import loop, session, wire
 from libra_jax.coordinator import records
+from libra_jax.training import trees
 
 LIMITS = loop.Limits(max_turns=20, max_tokens=40, max_context=400, tool_seconds=5.0, temperature=1.0)
 
@@ -345,6 +346,25 @@ def test_a_harness_that_answers_otherwise_after_a_restart_leaves_nothing_untrue(
         kept = [segment for segment in stored.segments if segment.token_ids]
         assert sum(segment.generated_tokens for segment in kept) == len(first.output_ids) + len(second.output_ids)
         assert "other data" in text_of(kept[-1])
+
+    asyncio.run(test())
+
+
+def test_segments_that_a_restart_left_behind_share_nothing():
+    async def test() -> None:
+        trajectory = protocols.Trajectory("task/0", "task")
+        one = opened(trajectory=trajectory)
+        await ask(one, user("plan"))
+        child = await ask(one, user("sub task"))
+        await ask(one, user("sub task"), child.message, tool("data"))
+        await ask(one, user("sub task"), child.message, user("in another way"))
+        assert [segment.parent and segment.parent.index for segment in trajectory.segments] == [None, 0, 1]
+        stored = records.decode_trajectory(records.encode_trajectory(trajectory))
+        two = opened(trajectory=stored)
+        await ask(two, user("plan"))
+        two.close()
+        assert [len(segment.turns) for segment in stored.segments] == [1, 0, 0]
+        trees.of_segments(stored.segments)  # what the trainer does first: it refuses a parent without these tokens
 
     asyncio.run(test())
 

@@ -13,7 +13,7 @@ made: list[ScriptedFront] = []
 
 
 class ScriptedFront:
-    """A front without HTTP. `die` ends its process, as far as its caller can see.
+    """A front without HTTP. `die` ends its process, as far as its caller can see; `hang` stops it until `resume`.
 
     Attributes:
       port: port of its settings.
@@ -27,15 +27,19 @@ class ScriptedFront:
         self.answers: dict[int, list[front.Item]] = {}
         self._events: asyncio.Queue[front.Event | None] = asyncio.Queue()
         self._dead = False
+        self._runs = asyncio.Event()
+        self._runs.set()
 
     async def start(self) -> str:
         return f"http://127.0.0.1:{self.port or 4321}/v1"
 
     async def admit(self, sessions: Sequence[bytes]) -> None:
+        await self._runs.wait()
         self._check()
         self.admitted |= set(sessions)
 
     async def dismiss(self, session: bytes) -> None:
+        await self._runs.wait()
         self._check()
         self.admitted.discard(session)
 
@@ -59,6 +63,12 @@ class ScriptedFront:
         self._dead = True
         self._events.put_nowait(None)
 
+    def hang(self) -> None:
+        self._runs.clear()
+
+    def resume(self) -> None:
+        self._runs.set()
+
     def _check(self) -> None:
         if self._dead:
             raise protocols.WorkerLost("the front is gone")
@@ -77,10 +87,11 @@ class Scripted:
       closed: number of replies that were closed before.
       gate: outputs stop after their first piece until it is set.
       error: raised in place of the second piece.
+      running: replies under way, the largest number at once being `most`.
     """
 
     def __init__(self) -> None:
-        self.delivered = self.closed = 0
+        self.delivered = self.closed = self.running = self.most = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -89,6 +100,8 @@ class Scripted:
         self, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         ended = False
+        self.running += 1
+        self.most = max(self.most, self.running)
         try:
             yield protocols.ContentDelta("one ")
             await self.gate.wait()
@@ -99,4 +112,6 @@ class Scripted:
             ended = True
             self.delivered += 1
         finally:
+            await asyncio.sleep(0)  # as a session waits for the end of its sampling
             self.closed += not ended
+            self.running -= 1

@@ -22,9 +22,11 @@ def scripted_fronts(monkeypatch):
     front_doubles.made.clear()
 
 
-def with_fronts(test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], processes: int = 1) -> None:
+def with_fronts(
+    test: Callable[[fronts.Fronts], Coroutine[Any, Any, None]], processes: int = 1, **limits: float
+) -> None:
     async def main() -> None:
-        config = doubles.make_config(gateway={"processes": processes}, cluster={"backend": "ray"})
+        config = doubles.make_config(gateway={"processes": processes}, cluster={"backend": "ray"}, deadlines=limits)
         run = doubles.run_context(config, doubles.DirectCluster())
         gateway = fronts.Fronts(run, "policy")
         try:
@@ -83,6 +85,31 @@ def test_a_client_that_goes_away_closes_its_reply_undelivered(complete):
     with_fronts(test)
 
 
+def test_a_request_that_is_asked_again_waits_for_the_end_of_the_first():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        (one,) = front_doubles.made
+        session.gate.clear()
+        one.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 0 in one.answers)
+        one.tell(front.Gone(0))
+        one.tell(front.Asked(1, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: 1 in one.answers)
+        assert (session.most, session.closed) == (1, 1)
+        # Requests that were left before they were served do not wait for each other.
+        for number in (2, 3):
+            one.tell(front.Asked(number, front.digest(endpoint.secret), REQUEST))
+        for number in (1, 2, 3):
+            one.tell(front.Gone(number))
+        session.gate.set()
+        one.tell(front.Asked(4, front.digest(endpoint.secret), REQUEST))
+        await until(lambda: len(one.answers.get(4, ())) == 3)
+        assert session.most == 1
+
+    with_fronts(test)
+
+
 def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
     async def test(gateway: fronts.Fronts) -> None:
         session = front_doubles.Scripted()
@@ -102,6 +129,42 @@ def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
         await until(lambda: len(second.answers.get(0, ())) == 3)
         second.tell(front.Delivered(0))
         await until(lambda: session.delivered == 1)
+
+    with_fronts(test)
+
+
+@pytest.mark.parametrize("call", ["open", "close"])
+def test_a_front_that_answers_no_call_is_restarted(call):
+    async def test(gateway: fronts.Fronts) -> None:
+        known = await gateway.open(front_doubles.Scripted())
+        (first,) = front_doubles.made
+        first.hang()
+        wanted = {front.digest(known.secret)}
+        if call == "open":
+            wanted.add(front.digest((await gateway.open(front_doubles.Scripted())).secret))
+        else:
+            await gateway.close(known)
+            wanted.clear()
+        await until(lambda: len(front_doubles.made) == 2)
+        await gateway.open(front_doubles.Scripted(), "another")
+        await until(lambda: front_doubles.made[1].admitted == wanted | {front.digest("another")})
+
+    with_fronts(test, first_token=0.2)
+
+
+def test_a_session_whose_opening_is_cancelled_leaves_nothing():
+    async def test(gateway: fronts.Fronts) -> None:
+        await gateway.open(front_doubles.Scripted())
+        (one,) = front_doubles.made
+        one.hang()
+        opening = asyncio.ensure_future(gateway.open(front_doubles.Scripted(), "key"))
+        await asyncio.sleep(0.01)
+        opening.cancel()
+        await asyncio.wait({opening})
+        one.resume()
+        one.tell(front.Asked(0, front.digest("key"), REQUEST))
+        await until(lambda: 0 in one.answers)
+        assert isinstance(one.answers[0][0], front.Refusal)
 
     with_fronts(test)
 

@@ -40,7 +40,8 @@ async def solve(
       task: an episode with a payload `seed`, which picks the task.
       endpoint: address of the session.
       taskset: verifiers' settings of the taskset, such as {"id": "gsm8k"}.
-      tasks: number of the taskset's tasks to use. Odd ones are held out, as odd seeds are.
+      tasks: number of the taskset's tasks to use; of an odd number, the last one is left out. Odd ones are held out, as
+        odd seeds are.
       environment: further settings of verifiers' environment, such as {"id": "best-of-n"}.
       agent: settings of its agent, such as {"harness": {"id": "null"}, "max_turns": 4}. The runtime is a process
         beside this one unless they name another.
@@ -59,7 +60,7 @@ async def solve(
     client = vf.EvalClientConfig(base_url=endpoint.url, api_key_var="OPENAI_API_KEY")
     os.environ["OPENAI_API_KEY"] = endpoint.secret
     context = vf.ModelContext(model=endpoint.model, client=client)
-    place = task.payload["seed"] % tasks
+    place = place_of(task.payload["seed"], tasks)
     chosen = next(itertools.islice(env.taskset, place, place + 1), None)
     if chosen is None:
         raise ValueError(f"the taskset has no task {place}: set tasks to its number of tasks")
@@ -74,6 +75,12 @@ async def solve(
     rewards = [trace.reward for trace in trained or episode.traces]
     metrics = {f"verifiers/{_plain(name)}": value for trace in trained for name, value in trace.metrics.items()}
     return {"reward": sum(rewards) / len(rewards), "metrics": metrics}
+
+
+def place_of(seed: int, tasks: int) -> int:
+    """Returns the place of a seed's task among the first `tasks`. It is odd if the seed is odd."""
+    # With an odd divisor, seeds that are trained would come to tasks that are held out.
+    return seed % max(1, tasks - tasks % 2)
 
 
 def _plain(name: str) -> str:

@@ -15,6 +15,7 @@ whose Dockerfile only copies files. A Dockerfile that runs commands is refused, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -108,6 +109,7 @@ class InScene:
         finally:
             await processes.uncancelled(door.close())
         # The tests come in once the agent and all its processes are gone.
+        await deadlines.off_loop(_set_aside, root / "logs")
         tests = {"/tests": f"{payload['folder']}/tests"}
         judging = scene.Scene(self.bubblewrap, writable, tests, recipe.folder, isolated=not self.internet)
         judged = await self._run(
@@ -203,6 +205,7 @@ class InContainer:
             ended = await self._inside(job, name, job.filled(self.command), variables, seconds)
             # The tests come in once the agent and all its processes are gone.
             await self._call(job, [self.runtime, "exec", name, "sh", "-c", _END_ALL], self.build_seconds, name)
+            await deadlines.off_loop(_set_aside, root / "logs")
             copied = [self.runtime, "cp", f"{payload['folder']}/tests", f"{name}:/tests"]
             await self._must(job, copied, self.build_seconds, name)
             variables = {**payload["variables"], **payload["tests_variables"]}
@@ -267,6 +270,14 @@ def _copy(source: Path, target: Path) -> None:
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)
+
+
+def _set_aside(logs: Path) -> None:
+    """Gives the tests an empty folder for their reward: the agent may have written a reward of its own."""
+    # Renamed and not removed: the files may belong to another user, that of a container.
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(logs / "verifier", logs / f"before-{uuid.uuid4().hex}")
+    (logs / "verifier").mkdir()
 
 
 def _verdict(folder: Path, judged: processes.Ended) -> object:
