@@ -32,7 +32,8 @@ _KEY_ENV = flags.DEFINE_string("key_env", "", "Environment variable with the cli
 
 def show(endpoint: protocols.Endpoint) -> None:
     """Prints how to reach the model."""
-    print(f"Serving {endpoint.model} at {endpoint.url}; Ctrl-C ends it. For example:\n")
+    print(f"Serving {endpoint.model} at {endpoint.url}; Ctrl-C ends it.")
+    print(f"Anthropic's client takes {endpoint.url.removesuffix('/v1')}. For example:\n")
     if not _KEY_ENV.value:
         print(f"  export OPENAI_API_KEY={endpoint.secret}")
     key = _KEY_ENV.value or "OPENAI_API_KEY"

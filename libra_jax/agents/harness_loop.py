@@ -131,6 +131,8 @@ class _Rollout:
         outcome = protocols.Outcome(0.0)
         if finish == "answered":
             outcome = self._outcome(work)
+            if not any(segment.turns for segment in self.trajectory.segments):
+                raise self.crash("run", "ended without a request to its endpoint: point the agent's client at its url")
         elif work.done() and not work.cancelled():
             work.exception()  # how a harness ends at a limit does not matter
         await self._finish(opened, finish, outcome)

@@ -64,10 +64,55 @@ class Samples:
         ]
 
     def _record(self, trajectory: protocols.Trajectory) -> dict[str, Any]:
-        pieces: list[tuple[int, str]] = []  # the texts of consecutive tokens of one source, in order
+        prompt, turns = "", []
+        for segment in trajectory.segments:
+            pieces = self._pieces(segment)
+            known = iter(segment.turns)
+            for place, (source, text) in enumerate(pieces):
+                if source != protocols.TokenSource.MODEL:
+                    continue
+                # Tool tokens follow every output except the last.
+                answered = place + 1 < len(pieces) and pieces[place + 1][0] == protocols.TokenSource.TOOL
+                turn = next(known, protocols.Turn(generated_tokens=0))
+                turns.append(
+                    {
+                        "text": text,
+                        "generated_tokens": turn.generated_tokens,
+                        "tool": turn.tool,
+                        "status": turn.status,
+                        "tool_seconds": turn.tool_seconds,
+                        "returned": pieces[place + 1][1] if answered else "",
+                        **({"segment": segment.index} if trajectory.branches else {}),
+                    }
+                )
+            begins = "".join(text for source, text in pieces if source == protocols.TokenSource.PROMPT)
+            # Of a further segment, only the text that is its own.
+            prompt += begins if segment.index == 0 else f"\n[segment {segment.index}]\n{begins}" if begins else ""
+        # Tokens of prompts and tools have no version.
+        versions = [
+            version
+            for segment in trajectory.segments
+            for version in segment.policy_versions
+            if version != protocols.NO_VERSION
+        ]
+        parts = {key: value for key, value in trajectory.metrics.items() if key.startswith("reward/")}
+        return {
+            "trajectory_id": trajectory.trajectory_id,
+            "prompt_id": trajectory.prompt_id,
+            "reward": trajectory.reward,
+            "reward_parts": {key.removeprefix("reward/"): value for key, value in parts.items()},
+            "finish": trajectory.finish,
+            "token_versions": [min(versions), max(versions)] if versions else [],
+            "prompt": prompt,
+            "turns": turns,
+        }
+
+    def _pieces(self, segment: protocols.Segment) -> list[tuple[int, str]]:
+        """Returns the source and the text of each run of tokens of one source, in order."""
+        pieces: list[tuple[int, str]] = []
         start = 0
-        for source, run in itertools.groupby(trajectory.sources):
-            tokens = trajectory.token_ids[start : start + len(list(run))]
+        for source, run in itertools.groupby(segment.sources):
+            tokens = segment.token_ids[start : start + len(list(run))]
             start += len(tokens)
             if len(tokens) <= MOST_TOKENS:
                 text = self.tokenizer.decode(tokens)
@@ -77,37 +122,7 @@ class Samples:
                 begin, end = self.tokenizer.decode(tokens[:half]), self.tokenizer.decode(tokens[-half:])
                 text = f"{begin}\n[... {len(tokens) - 2 * half:,} tokens left out ...]\n{end}"
             pieces.append((source, text))
-        turns = []
-        known = iter(trajectory.turns)
-        for place, (source, text) in enumerate(pieces):
-            if source != protocols.TokenSource.MODEL:
-                continue
-            # Tool tokens follow every output except the last.
-            answered = place + 1 < len(pieces) and pieces[place + 1][0] == protocols.TokenSource.TOOL
-            turn = next(known, protocols.Turn(generated_tokens=0))
-            turns.append(
-                {
-                    "text": text,
-                    "generated_tokens": turn.generated_tokens,
-                    "tool": turn.tool,
-                    "status": turn.status,
-                    "tool_seconds": turn.tool_seconds,
-                    "returned": pieces[place + 1][1] if answered else "",
-                }
-            )
-        # Tokens of prompts and tools have no version.
-        versions = [version for version in trajectory.policy_versions if version != protocols.NO_VERSION]
-        parts = {key: value for key, value in trajectory.metrics.items() if key.startswith("reward/")}
-        return {
-            "trajectory_id": trajectory.trajectory_id,
-            "prompt_id": trajectory.prompt_id,
-            "reward": trajectory.reward,
-            "reward_parts": {key.removeprefix("reward/"): value for key, value in parts.items()},
-            "finish": trajectory.finish,
-            "token_versions": [min(versions), max(versions)] if versions else [],
-            "prompt": "".join(text for source, text in pieces if source == protocols.TokenSource.PROMPT),
-            "turns": turns,
-        }
+        return pieces
 
 
 def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> list[tuple[int, protocols.Trajectory]]:

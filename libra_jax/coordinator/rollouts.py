@@ -82,7 +82,7 @@ class Rollouts:
         self._clock = run.clock
         self._agent = agent
         self._dispatcher = dispatcher
-        self._noted = False
+        self._noted = self._told_temperature = False
         self._crashes = resolving.FirstFew(run.recorder.note)
         self._voids: collections.Counter[str] = collections.Counter()
 
@@ -180,6 +180,12 @@ class Rollouts:
                 limits=limits,
                 reward=self._agent.reward,
             )
+            if trajectory.metrics["other_temperatures"] and not self._told_temperature:
+                self._told_temperature = True
+                self._note(
+                    f"Agents ask for other temperatures than the run's {limits.temperature:g}, which is used in their "
+                    "place: config.gateway.temperature. agent/other_temperatures counts their requests."
+                )
             return
         await self._agent.run_rollout(
             trajectory=trajectory,

@@ -140,7 +140,9 @@ class _NotFound(_Endpoint):
     methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
-        raise errors.Problem(404, "The gateway has no such path.", code="not_found")
+        path = str(scope["path"])
+        hint = " Anthropic's client adds /v1 itself: give it the address without." if "/v1/v1/" in path else ""
+        raise errors.Problem(404, f"The gateway has no path {path[:200]}.{hint}", code="not_found")
 
 
 class _Health(_Endpoint):

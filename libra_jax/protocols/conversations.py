@@ -232,7 +232,7 @@ class Endpoint:
     """
 
     url: str
-    secret: str
+    secret: str = field(repr=False)
     model: str
 
     def environment(self) -> dict[str, str]:

@@ -149,6 +149,14 @@ def test_a_broken_harness_crashes_by_name(body, says):
     assert "task task" in str(crash.value)
 
 
+def test_a_harness_that_asks_for_nothing_has_crashed():
+    async def silent(ask) -> protocols.Outcome:
+        return protocols.Outcome(1.0)
+
+    with pytest.raises(protocols.EnvironmentCrashed, match="without a request to its endpoint"):
+        run(silent)
+
+
 def test_an_error_of_the_engines_is_not_the_harness_fault():
     class Broken(doubles.Writer):
         async def sample(self, segment, sampling, heard=None):

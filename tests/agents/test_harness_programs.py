@@ -62,9 +62,11 @@ def test_an_agent_without_a_valid_verdict_is_a_crash(printed):
 
 
 def test_placeholders_take_values_of_the_task_and_of_the_session():
-    code = "import sys, json; print(json.dumps({'reward': float(sys.argv[1] == 'a b' and sys.argv[2] == '{odd}')}))"
-    command = [*harness_doubles.python(code), "{question}", "{odd}"]
+    code = "import sys, json; print(json.dumps({'reward': float(sys.argv[1] == 'a b' and sys.argv[2] == 'x={odd}')}))"
+    command = [*harness_doubles.python(code), "{question}", "x={odd}"]
     assert harness_doubles.run(harness_doubles.task(question="a b"), command=command).reward == 1.0
+    with pytest.raises(protocols.DataError, match="no field 'odd'"):
+        harness_doubles.run(harness_doubles.task(question="a b"), command=[*harness_doubles.python(code), "{odd}"])
 
 
 def test_a_shell_line_quotes_the_values_of_the_task():

@@ -90,7 +90,7 @@ class InScene:
         place = scene.Scene(self.bubblewrap, writable, shown, recipe.folder, isolated=not self.internet, socket=socket)
         parts = urllib.parse.urlsplit(job.endpoint.url)
         door = confined.Door(root / "told" / _SOCKET, parts.hostname or "127.0.0.1", parts.port or 80)
-        near = dataclasses.replace(job, endpoint=dataclasses.replace(job.endpoint, url=place.url(job.endpoint.url)))
+        near = dataclasses.replace(job, endpoint=dataclasses.replace(job.endpoint, url=place.reached(job.endpoint.url)))
         await door.open()
         try:
             ended = await self._run(

@@ -40,7 +40,10 @@ class Job:
         """Returns the words of a command, with the values of its placeholders.
 
         Placeholders are `{prompt_id}`, `{model}`, `{url}`, and `{NAME}` for each field of the task's payload. Other
-        braces stay. A command that is one string is run by a shell, and values in it are quoted.
+        braces stay: they may be code. A command that is one string is run by a shell, and values in it are quoted.
+
+        Raises:
+          DataError: a whole word is a placeholder for a field that the task's payload lacks.
         """
         values = {**self.task.payload, "prompt_id": self.task.prompt_id}
         values |= {"model": self.endpoint.model, "url": self.endpoint.url}
@@ -51,6 +54,13 @@ class Job:
                 "-c",
                 _PLACE.sub(lambda at: shlex.quote(texts[at[1]]) if at[1] in texts else at[0], command),
             ]
+        for word in command:
+            place = _PLACE.fullmatch(word)
+            if place is not None and place[1] not in texts:
+                raise protocols.DataError(
+                    f"config.task.environment_arguments.command: task {self.task.prompt_id} has no field {place[1]!r} "
+                    f"for the word {word}; it has {', '.join(texts)}"
+                )
         return [_PLACE.sub(lambda at: texts.get(at[1], at[0]), word) for word in command]
 
 

@@ -65,7 +65,7 @@ class Scene:
             command = [backends.INTERPRETER, "-I", "-S", _INSIDE, str(_PORT), self.socket, *command]
         return [*words, "--", *command]
 
-    def url(self, url: str) -> str:
+    def reached(self, url: str) -> str:
         """Returns the gateway's address inside the scene."""
         near = urllib.parse.urlsplit(url)._replace(netloc=f"127.0.0.1:{_PORT}")
         return urllib.parse.urlunsplit(near) if self.socket else url
