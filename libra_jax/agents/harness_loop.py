@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.agents import deadlines, guarded, loop, progress, resolving, session, wire
 from libra_jax.agents.rewards import scoring
 
@@ -117,9 +117,10 @@ class _Rollout:
             refuse_temperature=self.host.refuse_temperature,
         )
         endpoint = await self.host.gateway.open(opened)
-        work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
+        with turns.watched() as turn:
+            work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
         try:
-            await self._wait(work, opened, watch)
+            await self._wait(work, opened, watch, turn)
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=self.limits.reset_seconds)
@@ -138,22 +139,37 @@ class _Rollout:
         await self._finish(opened, finish, outcome)
 
     async def _wait(
-        self, work: asyncio.Future[protocols.Outcome], opened: session.Session, watch: progress.Stopwatch
+        self,
+        work: asyncio.Future[protocols.Outcome],
+        opened: session.Session,
+        watch: progress.Stopwatch,
+        turn: turns.Turn,
     ) -> None:
         """Waits until the harness ends, the rollout's time is up, or the session breaks.
 
         Raises:
-          EnvironmentCrashed: the harness was silent for too long.
+          EnvironmentCrashed: the harness was silent for too long, or waited too long for what other rollouts hold.
         """
         limits, clock = self.limits, asyncio.get_running_loop().time
+        began = clock()
         while not work.done() and not opened.broken.done() and not watch.over():
             allowed, setting = (limits.tool_seconds, "tool_seconds")
             if not opened.answered:
                 allowed, setting = max((allowed, setting), (limits.reset_seconds, "reset_seconds"))
+            if turn.queued:
+                # The run's own queue is no silence of the agent.
+                opened.idle_since = clock()
+                if clock() - began >= limits.wait_seconds:
+                    raise self.crash(
+                        "run",
+                        f"waited more than {limits.wait_seconds:g} s (config.task.wait_seconds) for what other "
+                        "rollouts hold; raise that, or let more agents run at once (environment_arguments.most)",
+                    )
             silent = 0.0 if opened.active else clock() - opened.idle_since
             if silent >= allowed:
                 raise self.crash("run", f"asked for nothing for {allowed:g} s (config.task.{setting})")
-            pause = allowed - silent
+            # Nothing wakes this wait when a queue ends.
+            pause = min(allowed, limits.wait_seconds) / 8 if turn.queued else allowed - silent
             # The stopwatch starts at the first token, which wakes nobody here.
             if limits.rollout_seconds:
                 pause = min(
@@ -187,7 +203,7 @@ class _Rollout:
         return outcome
 
     async def _finish(self, opened: session.Session, finish: str, outcome: protocols.Outcome) -> None:
-        trajectory, turns = self.trajectory, self.trajectory.all_turns
+        trajectory, outputs = self.trajectory, self.trajectory.all_turns
         metrics = {name: float(value) for name, value in outcome.metrics.items()}
         own = float(outcome.reward) if guarded.is_finite(outcome.reward) else None
         reward = outcome.reward
@@ -198,14 +214,14 @@ class _Rollout:
                 answer=dialogue[-1].content if dialogue and finish == "answered" else "",
                 finish=finish,
                 messages=dialogue,
-                tools=loop.returns(turns),
+                tools=loop.returns(outputs),
                 metrics=metrics,
                 environment_reward=own,
             )
             score = await loop.score(self.reward, self.task, transcript)
             reward, metrics = score.reward, {**metrics, **score.metrics}
         trajectory.metrics.update(metrics)
-        trajectory.metrics.update(loop.turn_metrics(turns, float(reward), finish))
+        trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
         trajectory.metrics["other_temperatures"] = float(opened.other_temperatures)
         for index, value in outcome.segment_rewards.items():
             if index not in range(len(trajectory.segments)):

@@ -403,6 +403,11 @@ class Session:
         Call it once no request is under way.
         """
         self._closed = True
+        if self.limit == "max_turns" and self.answered + sum(line.offered is not None for line in self._lines) < (
+            self._limits.max_turns
+        ):
+            # Outputs under way were counted, and one of them ended without an answer.
+            self.limit = None
         for line in self._lines:
             # The harness went on, so it has the answer: it would have asked again.
             if line.offered is not None and not line.offered.unseen:

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import session_doubles as doubles
 
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.agents import harness_loop, loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.simulator import clock
@@ -147,6 +147,19 @@ def test_a_broken_harness_crashes_by_name(body, says):
         run(body)
     assert says in str(crash.value)
     assert "task task" in str(crash.value)
+
+
+def test_a_wait_for_what_other_rollouts_hold_is_no_silence():
+    async def queues(ask) -> protocols.Outcome:
+        with turns.queued():
+            await asyncio.sleep(500.0)
+        await asyncio.sleep(100.0)
+        await ask(user("how many"))
+        return protocols.Outcome(1.0)
+
+    assert run(queues, reset_seconds=120.0, wait_seconds=600.0).reward == 1.0
+    with pytest.raises(protocols.EnvironmentCrashed, match="wait_seconds"):
+        run(queues, reset_seconds=120.0, wait_seconds=300.0)
 
 
 def test_a_harness_that_asks_for_nothing_has_crashed():

@@ -80,7 +80,7 @@ def environment(
       partial: Whether hidden tests give the share that passes.
       seconds: Deadline of the agent in seconds. The session's own limits may come first: `task.max_seconds` of the
         rollout, `task.reset_seconds` before the first request, and `task.tool_seconds` between two requests and after
-        the last one. An agent that waits for `most`, and a scorer, also use these seconds.
+        the last one, the scorer included.
       overdue: What a missed deadline is: "crash" (infrastructure, retried) or "score" (data: the scorer judges what is
         there).
       exits: Exit statuses that are scored. Others are crashes.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from libra_jax import protocols
+from libra_jax import protocols, turns
 from libra_jax.agents import deadlines, session
 from libra_jax.agents.environments.harness import commands, jobs, processes, scoring, workspace
 
@@ -59,13 +59,18 @@ class AgentHarness:
         """Runs the agent to its end and returns its outcome. See `protocols.Harness`."""
         places = _running.setdefault(asyncio.get_running_loop(), {})
         key = f"{self.name} {self.most}"
-        async with places.setdefault(key, asyncio.Semaphore(self.most)):
+        place = places.setdefault(key, asyncio.Semaphore(self.most))
+        with turns.queued():
+            await place.acquire()
+        try:
             # A task of its own, so that `close` can end it.
             self._task = asyncio.get_running_loop().create_task(self._run(task, endpoint))
             try:
                 return await self._task
             finally:
                 await self.close()
+        finally:
+            place.release()
 
     def status(
         self, call: protocols.ToolCall | None, message: protocols.Message
