@@ -223,6 +223,12 @@ class _Rollout:
         trajectory.metrics.update(metrics)
         trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
         trajectory.metrics["other_temperatures"] = float(opened.other_temperatures)
+        if outcome.segment_rewards and self.reward is not None:
+            raise self.crash(
+                "run",
+                "gave rewards of segments, and config.reward.functions scores whole rollouts in place of the harness: "
+                "let one of the two score",
+            )
         for index, value in outcome.segment_rewards.items():
             if index not in range(len(trajectory.segments)):
                 raise self.crash("run", f"gave a reward to segment {index} of {len(trajectory.segments)}")

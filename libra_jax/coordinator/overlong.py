@@ -34,4 +34,6 @@ def shape(config: configuration.RunConfig, group: protocols.Group) -> None:
         assert trajectory.reward is not None
         share = penalty(trajectory.sampled_tokens, config.most_tokens, algorithm.overlong_buffer)
         trajectory.metrics[METRIC] = algorithm.overlong_penalty * share
-        trajectory.reward -= algorithm.overlong_penalty * share
+        for segment in trajectory.segments:
+            if segment.reward is not None:  # of a branch: a reward of its own
+                segment.reward -= algorithm.overlong_penalty * share

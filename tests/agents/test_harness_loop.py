@@ -228,6 +228,15 @@ def test_segments_may_have_rewards_of_their_own():
     assert [segment.reward for segment in made.segments] == [1.0, 0.5]
 
 
+def test_segment_rewards_beside_a_reward_function_are_refused():
+    async def scorer(task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
+        return scoring.Score(0.25)
+
+    body = _returning(protocols.Outcome(1.0, segment_rewards={0: 1.0}))
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"config\.reward\.functions"):
+        run(body, reward=scorer)
+
+
 def test_a_rollout_that_had_ended_only_closes_its_harness():
     trajectory = protocols.Trajectory("task/0", "task", reward=1.0, finish="answered")
     assert run(_raising(AssertionError("it has ended")), trajectory=trajectory).reward == 1.0
