@@ -39,6 +39,27 @@ MOST_FILES = 65_536
 _silent = logging.Logger("uvicorn", level=logging.CRITICAL + 1)
 
 
+def bound(limits: config_lib.GatewayConfig) -> socket.socket:
+    """Returns a socket that holds the gateway's address.
+
+    Raises:
+      ConfigError: the address is not this host's, or the port is in use.
+    """
+    family = socket.AF_INET6 if ipaddress.ip_address(limits.host).version == 6 else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # The port of a gateway that died must not rest for a minute: harnesses have its URL.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((limits.host, limits.port))
+    except OSError as error:
+        listening.close()
+        raise protocols.ConfigError(
+            f"config.gateway.port: {limits.port} at {limits.host} cannot be had ({error.strerror or error}); choose "
+            "another, or 0 for any that is free"
+        ) from error
+    return listening
+
+
 class Server:
     """Serves the sessions of a run over HTTP. Several may run in one process.
 
@@ -60,19 +81,7 @@ class Server:
           ConfigError: the address is not this host's, or the port is in use.
         """
         _allow_files()
-        host = ipaddress.ip_address(self._limits.host)
-        family = socket.AF_INET6 if host.version == 6 else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # The port of a gateway that died must not rest for a minute: harnesses have its URL.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self._limits.host, self._limits.port))
-        except OSError as error:
-            listening.close()
-            raise protocols.ConfigError(
-                f"config.gateway.port: {self._limits.port} at {self._limits.host} cannot be had "
-                f"({error.strerror or error}); choose another, or 0 for any that is free"
-            ) from error
+        listening = bound(self._limits)
         settings = uvicorn.Config(
             self._app,
             log_config=None,
@@ -88,7 +97,7 @@ class Server:
         self._listener = await asyncio.get_running_loop().create_server(
             lambda: _Connection(settings, self._state, {}), sock=listening, backlog=BACKLOG
         )
-        address = f"[{self._limits.host}]" if host.version == 6 else self._limits.host
+        address = f"[{self._limits.host}]" if listening.family == socket.AF_INET6 else self._limits.host
         return f"http://{address}:{listening.getsockname()[1]}/v1"
 
     async def stop(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.gateway import server
 from libra_jax.runs import api, evaluating
 
 
@@ -42,7 +43,11 @@ def serve(
     changes = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     try:
         gateway = dataclasses.replace(config.gateway, **changes)  # type: ignore[arg-type]
+        # Now, and not once the engines have loaded for minutes.
+        server.bound(gateway).close()
     except protocols.ConfigError as error:
         raise protocols.ConfigError(str(error).replace("config.gateway.", "--")) from error
     config = dataclasses.replace(config, gateway=gateway)
+    if config.rollout.engine == "fake":
+        print("warning: config.rollout.engine is fake, a test double without a model: its answers are noise.")
     asyncio.run(api.serve(config, checkpoint, secret=secret, ready=ready))
