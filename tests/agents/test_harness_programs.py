@@ -179,12 +179,14 @@ def test_a_cancelled_agent_ends_with_all_its_processes(tmp_path):
     code = DAEMON + f"open({str(mark)!r}, 'w').write(open('daemon').read() + ' ' + os.getcwd()); time.sleep(600)"
 
     async def body():
+        # Other tests of this process may have left helpers of their own, such as a tracker of resources.
+        before = set(psutil.Process().children(recursive=True))
         made = harness.environment(command=harness_doubles.python(code))
         running = asyncio.ensure_future(made.run(harness_doubles.task(), harness_doubles.endpoint()))
         async with asyncio.timeout(30):
             await until(lambda: mark.exists() and " " in mark.read_text())
         left = int(mark.read_text().split()[0])
-        found = [*psutil.Process().children(recursive=True), psutil.Process(left)]
+        found = [*(set(psutil.Process().children(recursive=True)) - before), psutil.Process(left)]
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -196,11 +198,12 @@ def test_a_cancelled_agent_ends_with_all_its_processes(tmp_path):
 
 def test_close_ends_an_agent_that_still_runs():
     async def body():
+        before = set(psutil.Process().children(recursive=True))
         made = harness.environment(command=["sleep", "600"])
         running = asyncio.ensure_future(made.run(harness_doubles.task(), harness_doubles.endpoint()))
         async with asyncio.timeout(30):
-            await until(lambda: psutil.Process().children(recursive=True))
-        found = psutil.Process().children(recursive=True)
+            await until(lambda: set(psutil.Process().children(recursive=True)) - before)
+        found = list(set(psutil.Process().children(recursive=True)) - before)
         await made.close()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -173,6 +173,7 @@ MISTAKES = {
     "prepare_data.py": [["--dataset=search_r1", "--input=in.jsonl", "--output=out.txt"], []],
     "report.py": [[]],
     "scale.py": [["--accelerators=0"], ["--config=configs/nosuch.py"]],
+    "serve.py": [[], [QUICK], ["--port=many"]],
     "sft.py": [[], [QUICK], [QUICK, "--data=chats.jsonl", "--epochs=0"]],
     "show.py": [["--best", "--worst", "--workdir=nowhere"]],
     "simulate.py": [["--policies=nothing"], ["--seeds=a"], [SIMULATED, "--config.steps=0"]],
