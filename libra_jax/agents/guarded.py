@@ -112,20 +112,8 @@ class Environment:
         return result
 
     async def close(self, metrics: dict[str, float]) -> None:
-        """Closes the environment. A failed close cannot undo the rollout: the metric `close_failures` counts it.
-
-        If the caller is cancelled meanwhile, the close still finishes.
-        """
-        closing = asyncio.ensure_future(deadlines.within(self._reset_seconds, deadlines.call(self._environment.close)))
-        try:
-            await asyncio.wait({closing})  # cancelling this wait does not cancel the close
-        except asyncio.CancelledError:
-            await asyncio.wait({closing})
-            raise
-        finally:
-            closing.cancel()  # only a second cancellation gets here before the close has ended
-            if closing.done() and (closing.cancelled() or closing.exception() is not None):
-                metrics["close_failures"] = 1.0
+        """Closes the environment (`close`)."""
+        await close(self._environment.close, self._reset_seconds, metrics)
 
     def crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:
         """Returns the error that says what the environment did."""
@@ -149,6 +137,24 @@ class Environment:
             raise
         except Exception as error:
             raise self.crash(verb, resolving.raised(error)) from error
+
+
+async def close(method: Callable[..., Any], seconds: float, metrics: dict[str, float]) -> None:
+    """Runs the method that closes a user's object, for at most `seconds`.
+
+    A failed close cannot undo the rollout: the metric `close_failures` counts it. If the caller is cancelled
+    meanwhile, the close still finishes.
+    """
+    closing = asyncio.ensure_future(deadlines.within(seconds, deadlines.call(method)))
+    try:
+        await asyncio.wait({closing})  # cancelling this wait does not cancel the close
+    except asyncio.CancelledError:
+        await asyncio.wait({closing})
+        raise
+    finally:
+        closing.cancel()  # only a second cancellation gets here before the close has ended
+        if closing.done() and (closing.cancelled() or closing.exception() is not None):
+            metrics["close_failures"] = 1.0
 
 
 def metrics_problem(metrics: object) -> str:

@@ -59,8 +59,8 @@ async def run_harness(
     """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
 
     The counterpart of `loop.run_rollout` for harnesses, with the same results: `trajectory.reward`, `trajectory.finish`
-    and the same metrics, and `segments` and `other_temperatures` beside them. If the rollout met a limit, the reward is
-    0 unless `reward` gives another.
+    and the same metrics, and `other_temperatures` beside them. If the rollout met a limit, the reward is 0 unless
+    `reward` gives another.
 
     A harness is silent while none of its requests is under way. It may be silent for `limits.reset_seconds` before its
     first request and for `limits.tool_seconds` afterwards. One that is silent for longer has crashed.
@@ -85,7 +85,7 @@ async def run_harness(
         if trajectory.finish is None or trajectory.reward is None:
             await _Rollout(trajectory, task, harness, host, tokenizer, sampler, limits, reward, name).run()
     finally:
-        await _close(harness, trajectory, limits.reset_seconds)
+        await guarded.close(harness.close, limits.reset_seconds, trajectory.metrics)
     return trajectory
 
 
@@ -121,6 +121,8 @@ class _Rollout:
             work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
         try:
             await self._wait(work, opened, watch, turn)
+            # Decided before the harness is cancelled: it may answer that with a result, an error, or nothing.
+            late = not work.done() and not opened.broken.done()
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=self.limits.reset_seconds)
@@ -128,7 +130,7 @@ class _Rollout:
             opened.close()
         if opened.broken.done():
             raise opened.broken.result()
-        finish = "max_seconds" if watch.over() and work.cancelled() else opened.limit or "answered"
+        finish = "max_seconds" if late else opened.limit or "answered"
         outcome = protocols.Outcome(0.0)
         if finish == "answered":
             outcome = self._outcome(work)
@@ -241,17 +243,3 @@ class _Rollout:
                     "the rollout's reward, so give the other segments rewards of their own",
                 )
         trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
-
-
-async def _close(harness: protocols.Harness, trajectory: protocols.Trajectory, seconds: float) -> None:
-    """Closes the harness; the metric `close_failures` counts a failure. Finishes even if the caller is cancelled."""
-    closing = asyncio.ensure_future(deadlines.within(seconds, deadlines.call(harness.close)))
-    try:
-        await asyncio.wait({closing})
-    except asyncio.CancelledError:
-        await asyncio.wait({closing})
-        raise
-    finally:
-        closing.cancel()
-        if closing.done() and (closing.cancelled() or closing.exception() is not None):
-            trajectory.metrics["close_failures"] = 1.0

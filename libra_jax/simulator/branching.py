@@ -207,13 +207,6 @@ class _Rollout:
 
     def _finish(self, finish: str, reward: float) -> None:
         rollout = self._rollout
-        turns = rollout.all_turns
-        calls = [turn for turn in turns if turn.tool is not None]
-        rollout.metrics.update(
-            turns=float(len(turns)),
-            tool_calls=float(len(calls)),
-            tool_timeouts=float(sum(turn.status == "timeout" for turn in calls)),
-            answered=float(finish == "answered"),
-        )
+        rollout.metrics.update(agent_loop.turn_metrics(rollout.all_turns, reward, finish))
         rollout.reward = rollout.environment_reward = reward
         rollout.finish = finish

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
@@ -100,6 +101,31 @@ def test_time_that_is_up_ends_the_rollout_by_name():
     made = run(waits, rollout_seconds=10.0)
     assert (made.reward, made.finish) == (0.0, "max_seconds")
     assert 10.0 <= made.seconds < 12.0
+
+
+async def _result() -> protocols.Outcome:
+    return protocols.Outcome(1.0)
+
+
+async def _error() -> protocols.Outcome:
+    raise KeyError("gold")
+
+
+async def _silence() -> protocols.Outcome:
+    await asyncio.sleep(10_000.0)
+    return protocols.Outcome(1.0)
+
+
+@pytest.mark.parametrize("reply", [_result, _error, _silence])
+def test_time_that_is_up_counts_whatever_the_harness_makes_of_it(reply):
+    async def stays(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(30.0)
+        return await reply()
+
+    made = run(stays, rollout_seconds=10.0, reset_seconds=20.0)
+    assert (made.reward, made.finish) == (0.0, "max_seconds")
 
 
 @pytest.mark.parametrize(("before", "setting"), [(False, "tool_seconds"), (True, "reset_seconds")])

@@ -155,7 +155,7 @@ class SchedulerMachine(stateful.RuleBasedStateMachine):
         self.waiting.pop(request, None)
         self.tell("on_finish", request, self.generated.pop(request))
         if self.waiting and len(self.decoding) < sum(item.slots for item in self.live.values()):
-            # A slot is free: whoever waits although it has aged is served by then, whatever it is kept for.
+            # A slot is free: a request that has aged no longer waits, whatever the slot is kept for.
             assert max(self.waiting.values()) > self.now - AGEING
 
     @stateful.invariant()
