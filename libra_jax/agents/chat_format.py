@@ -32,6 +32,14 @@ _LONGEST_CHARACTER = 4
 """Most tokens that one character takes: UTF-8 has up to four bytes, and no token is less than a byte."""
 
 
+class Decoder(Protocol):
+    """Decodes tokens; a tokenizer and a chat format do."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of these tokens."""
+        ...
+
+
 class TextStream:
     """Decodes one output while its tokens arrive.
 
@@ -40,8 +48,8 @@ class TextStream:
     output is cut into pieces.
     """
 
-    def __init__(self, tokenizer: protocols.Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
         self._before: list[int] = []
         self._ahead: list[int] = []
 
@@ -51,19 +59,19 @@ class TextStream:
 
     def _next(self, token: int) -> str:
         self._ahead.append(token)
-        text = self._tokenizer.decode([*self._before, *self._ahead])
+        text = self._decoder.decode([*self._before, *self._ahead])
         if text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._ahead) < _LONGEST_CHARACTER:
             return ""
         return self._take(text)
 
     def _take(self, text: str) -> str:
-        known = len(self._tokenizer.decode(self._before)) if self._before else 0
+        known = len(self._decoder.decode(self._before)) if self._before else 0
         self._before, self._ahead = self._ahead, []
         return text[known:]
 
     def finish(self) -> str:
         """Returns the text of tokens that still wait for the rest of a character."""
-        return self._take(self._tokenizer.decode([*self._before, *self._ahead])) if self._ahead else ""
+        return self._take(self._decoder.decode([*self._before, *self._ahead])) if self._ahead else ""
 
 
 class TextParser:
@@ -180,6 +188,10 @@ class CharacterFormat:
         """
         return self.render(messages[known:], tools)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of these tokens."""
+        return self._tokenizer.decode(token_ids)
+
     def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
         """Returns a parser for one output."""
         return self._parsing(tools, context)
@@ -244,6 +256,10 @@ class HuggingFaceFormat:
         if after is None or not self._keeps(output, written):
             return None
         return self._tokenizer.encode(after)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of these tokens."""
+        return self._tokenizer.decode(token_ids)
 
     def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
         """Returns a parser for one output."""

@@ -291,7 +291,7 @@ class Session:
         if self._limits.rollout_tokens:
             room = min(room, self._limits.rollout_tokens - self._generated)
         parser = self._form.parser(request.tools, segment.context()[: segment.shared + start])
-        reader = outputs.Reader(parser, self._form.stop_token_ids, request.stop)
+        reader = outputs.Reader(self._form, parser, request.stop)
         if complete or kept >= room:
             for delta in reader.feed(segment.token_ids[start : start + kept]):
                 yield delta
@@ -300,7 +300,8 @@ class Session:
                 async for delta in deltas:
                     yield delta
         kept = reader.tokens
-        if len(segment.token_ids) > start + kept and not complete:
+        beyond = segment.sources[start + kept :]
+        if beyond and all(source == protocols.TokenSource.MODEL for source in beyond):
             # Tokens that the engine had sampled beyond a stop text are no part of the output.
             segment.cut(start + kept)
         rest, message = reader.finish()

@@ -154,6 +154,10 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of these tokens, special tokens among them."""
+        ...
+
     def parser(self, tools: Sequence[ToolSpec], context: Sequence[int]) -> OutputParser:
         """Returns a parser for one output of a dialogue with these tools.
 

@@ -13,26 +13,31 @@ STOP = CHARACTERS.stop_token_ids[0]
 
 
 class TextParser:
-    """Passes text through."""
+    """Passes text through, at once or at the end of the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = False) -> None:
+        self._late = late
         self.text = ""
 
     def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
         text = CHARACTERS.decode(token_ids)
         self.text += text
-        return [protocols.ContentDelta(text)] if text else []
+        return [protocols.ContentDelta(text)] if text and not self._late else []
 
     def finish(self) -> tuple[Sequence[protocols.MessageDelta], protocols.Message]:
-        return [], protocols.Message("assistant", self.text)
+        rest = [protocols.ContentDelta(self.text)] if self.text and self._late else []
+        return rest, protocols.Message("assistant", self.text)
 
 
 class Characters:
-    """A chat format whose template is incremental, or forgets text in parentheses of earlier outputs."""
+    """A chat format whose template is incremental, or forgets text in parentheses of earlier outputs.
 
-    def __init__(self, *, forgets: bool = False) -> None:
+    Its parser may hold the content back until the output ends (`late`).
+    """
+
+    def __init__(self, *, forgets: bool = False, late: bool = False) -> None:
         self.stop_token_ids = CHARACTERS.stop_token_ids
-        self._forgets = forgets
+        self._forgets, self._late = forgets, late
 
     def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
         if any(message.content == "unspeakable" for message in messages):
@@ -52,8 +57,11 @@ class Characters:
         self.render(messages, tools)
         return CHARACTERS.render(messages[known:], first=False, generation_prompt=True)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return CHARACTERS.decode(token_ids)
+
     def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        return TextParser()
+        return TextParser(late=self._late)
 
 
 class Writer:

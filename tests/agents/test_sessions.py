@@ -29,10 +29,10 @@ def echo(context: str) -> str:
     return f"out{len(context)}"
 
 
-def opened(writer=None, trajectory=None, *, forgets=False, **limits) -> session.Session:
+def opened(writer=None, trajectory=None, *, forgets=False, late=False, **limits) -> session.Session:
     return session.Session(
         trajectory if trajectory is not None else protocols.Trajectory("task/0", "task"),
-        form=doubles.Characters(forgets=forgets),
+        form=doubles.Characters(forgets=forgets, late=late),
         sampler=writer or doubles.Writer(echo),
         limits=dataclasses.replace(LIMITS, **limits),
         read_status=wire.status,
@@ -143,10 +143,11 @@ def test_a_template_that_forgets_reasoning_begins_new_segments():
     asyncio.run(test())
 
 
-def test_a_stop_text_ends_the_output_at_its_token():
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_text_ends_the_output_at_its_token(late):
     async def test() -> None:
         trajectory = protocols.Trajectory("task/0", "task")
-        one = opened(doubles.Writer(lambda context: "one\nEND two", each=5), trajectory)
+        one = opened(doubles.Writer(lambda context: "one\nEND two", each=5), trajectory, late=late)
         reply = await ask(one, user("x"), stop=("\nEND",))
         assert (reply.message.content, reply.finish) == ("one", "stop")
         assert doubles.CHARACTERS.decode(reply.output_ids) == "one\nEND"
@@ -155,6 +156,21 @@ def test_a_stop_text_ends_the_output_at_its_token():
         assert trajectory.branches == []
         assert "one\nEND<|im_end|><|user|>more" in text_of(trajectory)
         assert sum(trajectory.loss_mask) == 2 * len("one\nEND"), "the end that the sampler did not write is no sample"
+
+    asyncio.run(test())
+
+
+def test_a_resumed_output_ends_at_its_stop_text_although_more_had_been_sampled():
+    async def test() -> None:
+        trajectory, writer = protocols.Trajectory("task/0", "task"), doubles.Writer(lambda context: "one\nEND two")
+        await ask(opened(writer, trajectory), user("x"))  # the run ended before the agent's stop text was applied
+        again = opened(writer, trajectory)
+        reply = await ask(again, user("x"), stop=("\nEND",))
+        assert reply.message.content == "one"
+        await ask(again, user("x"), reply.message, user("more"), stop=("\nEND",))
+        again.close()
+        assert trajectory.branches == []
+        assert sum(trajectory.loss_mask) == 2 * len("one\nEND"), "what no agent saw is no sample"
 
     asyncio.run(test())
 

@@ -16,7 +16,7 @@ from vllm.renderers import registry
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, tokenizers
+from libra_jax.agents import chat_format, outputs, tokenizers
 from libra_jax.engines import vllm_parsers
 
 TOOLS = (
@@ -256,6 +256,25 @@ def test_every_parser_of_vllm_reads_the_same_whole_and_in_pieces(thinks):
             calls = [(call.name, call.arguments) for call in message.tool_calls]
             assert (message.reasoning, message.content, calls) == whole(thinks, pair, output, tokens, TOOLS), pair
     assert usable > 60
+
+
+@pytest.mark.parametrize("names", PARSERS)
+@pytest.mark.parametrize(
+    "output", ["a <tool_call> < b ", "<think>\nhm ", "<think>\nhm\n</think>\n\nso < 3 ", JSON_CALL, f"so {XML_CALL}\n"]
+)
+def test_an_output_up_to_a_stop_text_is_read_as_vllm_reads_it(names, output, formats, thinks):
+    reader = outputs.Reader(formats["THINKS"], parsing(thinks, *names)(TOOLS, ()), ("END",))
+    tokens = thinks.encode(output + "END and more")
+    deltas = reader.feed(tokens)
+    rest, message = reader.finish()
+    end = next(count for count in range(len(tokens)) if "END" in thinks.decode(tokens[:count]))
+    assert (reader.tokens, reader.ended, reader.stopped, reader.stop_text) == (end, True, False, "END")
+    content = "".join(delta.text for delta in (*deltas, *rest) if isinstance(delta, protocols.ContentDelta))
+    assert content == message.content
+    reasoning, content, calls = whole(thinks, names, output, thinks.encode(output), TOOLS)
+    assert [(call.name, call.arguments) for call in message.tool_calls] == calls
+    # Some parsers strip the end of what they read, and theirs is another.
+    assert (message.reasoning.rstrip(), message.content.rstrip()) == (reasoning.rstrip(), content.rstrip())
 
 
 def test_plain_reasoning_and_content_stream_before_the_end(thinks):
