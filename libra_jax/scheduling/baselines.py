@@ -59,13 +59,19 @@ class Sticky(slots.SlotScheduler):
     A request gives its cache up when its instance's share of slots exceeds the least busy one's by
     `scheduler.sticky_threshold`; requests that wait for an instance count as its load. So a slot may idle while
     requests wait for their caches, up to the threshold, and none waits longer than `scheduler.ageing_seconds` for a
-    free one.
+    free one. A new segment is sent to its parent's cache if that holds half of its context and no instance is
+    less busy.
     """
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         home = self.servers.get(request.context_at)
         request.remaining = float(request.generated_tokens)
-        request.wanted = None if home is None or self._excess(home) > self.config.sticky_threshold else home
+        # A parent's cache is followed for most of the context alone, and while no instance is less busy: to follow it
+        # at any price crowds a rollout's segments on one instance, and is slower.
+        allowed = 0.0 if request.inherited else self.config.sticky_threshold
+        if home is not None and (0 < 2 * request.inherited < request.context_tokens or self._excess(home) > allowed):
+            home = None
+        request.wanted = home
         return 0
 
     def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
