@@ -51,6 +51,8 @@ class Coefficients:
       large_message_latency: seconds to start a ring all-reduce, which replaces the small kernel if it is faster (NCCL).
       large_message_share: share of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
       network_share: share of the network's bandwidth in bulk transfers (weights, key-value cache).
+      host_link_share: share of the bandwidth between an accelerator and its host's memory in bulk transfers.
+      host_memory_share: share of the host's memory that keeps contexts.
       memory_fraction: share of device memory that an engine takes; vLLM's default is 0.9.
       activation_bytes: bytes of that memory, on each device, kept for activations and graphs.
       chunk_tokens: prefill tokens that share one engine step (vLLM's max_num_batched_tokens).
@@ -70,6 +72,8 @@ class Coefficients:
     large_message_latency: float = 40e-6
     large_message_share: float = 0.7
     network_share: float = 0.8
+    host_link_share: float = 0.8
+    host_memory_share: float = 0.5
     memory_fraction: float = 0.9
     activation_bytes: float = 4e9
     chunk_tokens: int = 4096
@@ -321,6 +325,17 @@ class CostModel(RolloutTimes):
         """Returns the seconds of moving a request's key-value cache to an instance over the network."""
         rate = degree * self.sheet.network_bytes_per_second * self.coefficients.network_share
         return context * self.kv_bytes_per_token / rate
+
+    def host_seconds(self, degree: int, context: int) -> float:
+        """Returns the seconds of fetching a request's key-value cache from the host's memory."""
+        rate = degree * self.sheet.host_link_bytes_per_second * self.coefficients.host_link_share
+        return context * self.kv_bytes_per_token / rate
+
+    def host_tokens(self, degree: int) -> int:
+        """Returns the tokens of context that the host memory of an instance keeps; 0 if the sheet has none."""
+        return int(
+            degree * self.sheet.host_memory_bytes * self.coefficients.host_memory_share / self.kv_bytes_per_token
+        )
 
 
 def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) -> CostModel:

@@ -42,6 +42,9 @@ class HardwareSheet:
         accelerator.
       network_bytes_per_second: an accelerator's share of the bandwidth out of the node, in one direction.
       devices_per_node: accelerators that the node's links join.
+      host_link_bytes_per_second: bandwidth between an accelerator and its host's memory, in one direction; 0 if the
+        sheet does not know it.
+      host_memory_bytes: an accelerator's share of its host's memory, in bytes; 0 if the sheet does not know it.
     """
 
     name: str
@@ -51,20 +54,22 @@ class HardwareSheet:
     node_link_bytes_per_second: float
     network_bytes_per_second: float
     devices_per_node: int
+    host_link_bytes_per_second: float = 0.0
+    host_memory_bytes: float = 0.0
 
 
 SHEETS = (
     # NVIDIA A100 80 GB SXM datasheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s in both directions.
-    # DGX A100 80 GB datasheet: eight 200 Gb/s adapters for eight GPUs.
-    HardwareSheet("a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, 8),
+    # DGX A100 80 GB datasheet: eight 200 Gb/s adapters for eight GPUs, 2 TB of memory, PCIe 4.0 x16 to each GPU.
+    HardwareSheet("a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, 8, 32e9, 250e9),
     # NVIDIA A800 80 GB SXM: the A100's silicon and memory with NVLink cut to 400 GB/s in both directions (NVIDIA's
     # statement to Reuters, 7 November 2022). The node is the DGX A100's, eight 200 Gb/s adapters.
-    HardwareSheet("a800", 312e12, 2.039e12, 80e9, 200e9, 25e9, 8),
+    HardwareSheet("a800", 312e12, 2.039e12, 80e9, 200e9, 25e9, 8, 32e9, 250e9),
     # NVIDIA H100 SXM datasheet: 1,979 TFLOPS bf16 with sparsity, half of it dense; 3.35 TB/s; NVLink 900 GB/s in both
-    # directions. DGX H100 datasheet: eight 400 Gb/s adapters.
-    HardwareSheet("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 8),
+    # directions. DGX H100 datasheet: eight 400 Gb/s adapters, 2 TB of memory, PCIe 5.0 x16 to each GPU.
+    HardwareSheet("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 8, 64e9, 250e9),
     # NVIDIA H200 SXM datasheet: the H100's arithmetic and links with 141 GB at 4.8 TB/s. DGX H200: eight 400 Gb/s.
-    HardwareSheet("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 8),
+    HardwareSheet("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 8, 64e9, 250e9),
     # Google Cloud documentation, "TPU v5e": 197 TFLOPs bf16, 16 GB at 819 GB/s, interchip links of 400 GB/s in both
     # directions, 8 chips a host with two 100 Gb/s adapters.
     HardwareSheet("v5e", 197e12, 819e9, 16e9, 200e9, 3.125e9, 8),

@@ -11,6 +11,9 @@ is needed, held prefixes are dropped, least recently used first. If there is no 
 arrival is pre-empted and prefilled again later. The common prompt of siblings is not shared, so each sibling pays
 for its own prefill. A segment that begins like another one of its rollout reuses what the instance holds of that one.
 Both then occupy the cache with the tokens that they share, which a real engine would keep once.
+
+If the fleet keeps contexts in host memory (`offload.py`), a request whose context the instance lacks may fetch it. The
+request then waits without a place in the batch, and the room of its context is reserved.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any, Literal, cast
 
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import trajectory
+from libra_jax.simulator import offload, trajectory
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Counters:
       generated: tokens sampled.
       prefilled: tokens prefilled.
       prefilled_again: prefilled tokens whose keys and values some instance had computed before.
+      fetched: tokens whose keys and values came from host memory.
       preempted: requests that lost their place for lack of cache.
       busy_seconds: seconds spent in steps.
       alive_seconds: seconds from its starts to its ends, without sleep.
@@ -43,6 +47,7 @@ class Counters:
     generated: int = 0
     prefilled: int = 0
     prefilled_again: int = 0
+    fetched: int = 0
     preempted: int = 0
     busy_seconds: float = 0.0
     alive_seconds: float = 0.0
@@ -60,7 +65,7 @@ class Request:
     left: int
     reason: protocols.FinishReason
     spans: list[tuple[int, int]]
-    state: Literal["waiting", "prefilling", "decoding", "gone"] = "waiting"
+    state: Literal["waiting", "fetching", "prefilling", "decoding", "gone"] = "waiting"
     since: int = 0
     due: int = -1
     deltas: collections.deque[protocols.TokenDelta] = field(default_factory=collections.deque)
@@ -163,6 +168,7 @@ class Batch:
         model: costs.Costs,
         kv_tokens: int,
         counters: Counters,
+        store: offload.Store | None = None,
     ) -> None:
         self.name = name
         self.counters = counters
@@ -183,7 +189,10 @@ class Batch:
         self._pushes = 0
         self._held: collections.OrderedDict[tuple[str, int], int] = collections.OrderedDict()
         self._held_tokens = 0
-        self._used = 0  # tokens of the cache that running requests occupy
+        self._store = store
+        self._fetching: dict[Request, asyncio.TimerHandle] = {}
+        self._link_free = 0.0  # time at which the last fetch ends
+        self._used = 0  # tokens of the cache that running and fetching requests occupy
         self._context = 0  # tokens of `_used` that belong to decoding requests
         self._pace: Pace | None = None  # None: no step is running
         self._began = 0.0
@@ -357,7 +366,11 @@ class Batch:
             idle = not self._decoding and not requests
             # An idle instance must take any request that fits, or a long one would wait for ever.
             spare = 0 if idle else int(WATERMARK * self._capacity)
-            if (requests and tokens + new > chunk) or self._used + request.length + spare > self._capacity:
+            if self._used + request.length + spare > self._capacity:
+                break
+            if self._store is not None and self._fetch(self._store, request, held):
+                continue
+            if requests and tokens + new > chunk:
                 break
             self._waiting.popleft()
             # The held prefix becomes a part of the running request, so it is not counted twice.
@@ -375,6 +388,60 @@ class Batch:
             # Tokens and attention are spread evenly over the chunks.
             steps = -(-tokens // chunk)
             self._prefill = Prefill(requests, steps, tokens / steps, seconds / steps)
+
+    def _fetch(self, store: offload.Store, request: Request, held: int) -> bool:
+        """Begins to fetch the first waiting request's context, if that is faster than prefilling it.
+
+        Returns:
+          Whether a fetch has begun.
+        """
+        tokens, source = held, ""
+        segment, shared = request.segment, request.length
+        while True:
+            kept = store.find(segment.key, self._version)
+            if kept is not None and min(kept.tokens, shared) > tokens:
+                tokens, source = min(kept.tokens, shared), kept.instance
+            if segment.parent is None:
+                break
+            shared, segment = min(shared, segment.shared), segment.parent
+        if not source:
+            return False
+        model, degree, length, now = self._model, self._degree, request.length, self._loop.time()
+        # All that is known may be the whole context, whose last token is computed again in any case.
+        saved = model.prefill_seconds(degree, max(1, length - held), held)
+        saved -= model.prefill_seconds(degree, max(1, length - tokens), tokens)
+        begin = max(now, self._link_free)
+        end = begin + store.fetch_seconds(source, self.name, tokens - held) * self.slowdown
+        if end - now >= saved:
+            return False
+        self._link_free = end
+        self._waiting.popleft()
+        self._held_tokens -= self._held.pop(request.key, 0)
+        self._used += length
+        self._evict(self._capacity - self._used)
+        self.counters.fetched += tokens - held
+        request.state = "fetching"
+        self._fetching[request] = self._loop.call_at(end, self._fetched, request, tokens)
+        return True
+
+    def _fetched(self, request: Request, tokens: int) -> None:
+        """Ends a fetch: the context is held, and its request goes first."""
+        self._stop_fetch(request)
+        # In place of what a segment of the same key may have left meanwhile.
+        self._held_tokens += tokens - self._held.pop(request.key, 0)
+        self._held[request.key] = tokens
+        self._evict(self._capacity - self._used)
+        request.state = "waiting"
+        self._waiting.appendleft(request)
+        if self._pace is None:
+            self._plan_soon()
+        elif self._prefill is None:
+            self._interrupt()
+
+    def _stop_fetch(self, request: Request) -> None:
+        """Frees the room that is reserved for a fetch."""
+        self._fetching.pop(request).cancel()
+        self._used -= request.length
 
     def _prefix(self, request: Request) -> int:
         """Returns the tokens at the beginning of the context whose keys and values the instance holds."""
@@ -408,8 +475,16 @@ class Batch:
             growth = len(self._decoding) + (len(self._prefill.requests) if self._prefill is not None else 0)
             if not growth:
                 return 0
+            if self._used + growth <= self._capacity:
+                break
+            if self._fetching:  # what is computed already has the room
+                dropped = next(reversed(self._fetching))
+                self._stop_fetch(dropped)
+                dropped.state = "waiting"
+                self._waiting.appendleft(dropped)
+                continue
             # A single request always continues: pre-empting it would free nothing for another one.
-            if self._used + growth <= self._capacity or growth == 1:
+            if growth == 1:
                 break
             latest = max(self._running(), key=lambda request: request.number)
             self.counters.preempted += 1
@@ -417,6 +492,7 @@ class Batch:
                 self._settle(latest, self._steps)
                 del self._decoding[latest]
                 self._context -= latest.length
+                self._keep(latest)
             elif self._prefill is not None:
                 self._prefill.requests.remove(latest)
                 if not self._prefill.requests:
@@ -443,6 +519,12 @@ class Batch:
         self._held_tokens += request.length - self._held.pop(request.key, 0)
         self._held[request.key] = request.length
         self._evict(self._capacity - self._used)
+        self._keep(request)
+
+    def _keep(self, request: Request) -> None:
+        """Keeps the context in host memory, if the fleet does so."""
+        if self._store is not None:
+            self._store.keep(self.name, request.key, request.length, self._version)
 
     def _evict(self, room: int) -> None:
         """Drops held prefixes, least recently used first, until they fit into `room` tokens."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import batch, training_side, trajectory
+from libra_jax.simulator import batch, offload, training_side, trajectory
 
 REPLICA_BYTES = 6
 """Bytes of each parameter on a hybrid worker's training side: its synced value, and a gradient sum in float32."""
@@ -33,6 +33,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
       model: costs of steps, prefill and weights.
       counters: counters to continue, so that counts outlive a restart; None makes fresh ones.
       kv_tokens: tokens that its key-value cache holds; None asks the cost model.
+      store: keeps contexts in host memory for the fleet; None prefills again what left the cache.
       start_seconds: seconds until it serves.
       wake_seconds: seconds until a sleeping engine can take weights.
 
@@ -51,6 +52,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         model: costs.Costs,
         counters: batch.Counters | None = None,
         kv_tokens: int | None = None,
+        store: offload.Store | None = None,
         start_seconds: float = 0.0,
         wake_seconds: float = 0.0,
     ) -> None:
@@ -69,6 +71,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             model=model,
             kv_tokens=capacity,
             counters=batch.Counters() if counters is None else counters,
+            store=store,
         )
         self._max_context = max_context
         self._start_seconds = start_seconds
@@ -87,6 +90,8 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         if self._start_seconds:
             await asyncio.sleep(self._start_seconds)
         self._alive, self._started = True, self._loop.time()
+        if self._store is not None:
+            self._store.join(self.name, self._degree)
         return protocols.EngineInfo(self.name, self._degree, self._slots, self._max_context, (), self._capacity)
 
     def kill(self) -> None:
@@ -104,7 +109,12 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._pace = None
-        for request in [*self._waiting, *self._running()]:
+        if self._store is not None:
+            self._store.drop(self.name)
+        fetching = list(self._fetching)
+        for request in fetching:
+            self._stop_fetch(request)
+        for request in [*self._waiting, *fetching, *self._running()]:
             request.error = self._gone()
             request.rouse()
         if self._standing is not None and not self._standing.done():
@@ -158,7 +168,10 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self._paused = False
         # Once for all updates of the pause: keys and values of the old weights are worth nothing under the new.
         if self._stale:
-            running = self._running()
+            running = [*self._running(), *self._fetching]
+            for timer in self._fetching.values():
+                timer.cancel()
+            self._fetching.clear()
             for request in running:
                 if request.state == "decoding":
                     self._settle(request, self._steps)
@@ -235,6 +248,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             before = mine.state
             if self._alive and before == "decoding":
                 self._settle(mine, self._steps + self._done())
+                self._keep(mine)  # now, because its next engine may ask before the step ends
             undelivered = [run for delta in mine.deltas for run in cast(trajectory.Runs, delta.policy_versions).runs()]
             mine.segment.unstreamed = undelivered + mine.spans
             mine.deltas.clear()
@@ -242,6 +256,8 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             mine.state, mine.due = "gone", -1
             if before == "waiting":
                 self._waiting.remove(mine)
+            elif before == "fetching" and self._alive:
+                self._stop_fetch(mine)
             elif before == "decoding" and self._alive:
                 self._leaving.append(mine)
                 if self._pace is not None:
@@ -293,13 +309,19 @@ class Fleet:
     """
 
     def __init__(
-        self, config: configuration.RunConfig, slots: Sequence[int], model: costs.Costs, warm_seconds: float = 0.0
+        self,
+        config: configuration.RunConfig,
+        slots: Sequence[int],
+        model: costs.Costs,
+        warm_seconds: float = 0.0,
+        store: offload.Store | None = None,
     ) -> None:
         self._warm_seconds = warm_seconds
         self._config = config
         self._model = model
         self._slots = slots
         self._by_degree = configuration.slots_by_degree(config.rollout.tensor_parallel, self._slots)
+        self._store = store
         self.counters: list[batch.Counters] = []
         self.degrees: list[int] = []
 
@@ -326,6 +348,7 @@ class Fleet:
             "stream_interval": rollout.stream_interval,
             "model": self._model,
             "counters": self.counters[-1],
+            "store": self._store,
             "start_seconds": 0.0 if others is None else self._config.planner.start_seconds,
             "wake_seconds": self._config.planner.start_seconds,
         }

@@ -30,6 +30,7 @@ class Result:
       one_shot_routing_accuracy: share of rollouts with a tool return whose first decision after the return named the
         bucket of their true remaining length; None if no rollout had a tool return.
       prefilled_tokens: tokens prefilled.
+      fetched_tokens: tokens whose keys and values came from host memory.
       kv_recompute_token_fraction: share of prefilled tokens whose keys and values had been computed before.
       preemptions: requests that lost their place on an instance for lack of cache.
       staleness_max: largest number of versions between a group's dispatch and its training.
@@ -57,6 +58,7 @@ class Result:
     migrated_token_fraction: float
     one_shot_routing_accuracy: float | None
     prefilled_tokens: int
+    fetched_tokens: int
     kv_recompute_token_fraction: float
     preemptions: int
     staleness_max: int
@@ -154,6 +156,7 @@ def of_run(
         migrated_token_fraction=moved / generated,
         one_shot_routing_accuracy=right / judged if judged else None,
         prefilled_tokens=prefilled,
+        fetched_tokens=sum(count.fetched for count in counters),
         kv_recompute_token_fraction=sum(count.prefilled_again for count in counters) / prefilled,
         preemptions=sum(count.preempted for count in counters),
         staleness_max=max(log.staleness),

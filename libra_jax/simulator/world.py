@@ -25,7 +25,7 @@ from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
 from libra_jax.scheduling import baselines
-from libra_jax.simulator import branching, clock, engine, results, scripts, trainer, training_side, trajectory
+from libra_jax.simulator import branching, clock, engine, offload, results, scripts, trainer, training_side, trajectory
 
 MakeScheduler = Callable[[costs.SchedulingCosts, baselines.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
@@ -45,6 +45,8 @@ class SimulationConfig:
       slots: requests that each instance decodes at once, in the order of `rollout.tensor_parallel`; one entry is for
         all instances, and empty takes the slots of `rollout`.
       coefficients: shares of the sheet's peaks, and fixed times.
+      kv_cache: what happens to contexts that leave an instance's cache, moved ones included: "recompute" prefills them
+        again; "offload" keeps them in host memory, from where any instance fetches them (`offload.py`).
       scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "config" are those of
         `scheduler.costs`, as in a real run.
       warm_seconds: seconds of the first compilation on a hybrid worker's training side.
@@ -57,6 +59,7 @@ class SimulationConfig:
     train_mesh: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     coefficients: costs.Coefficients = field(default_factory=costs.Coefficients)
+    kv_cache: str = "recompute"
     scheduler_costs: str = "exact"
     warm_seconds: float = 0.0
     longest_seconds: float = 1e7
@@ -70,6 +73,7 @@ class SimulationConfig:
         configuration.check(
             all(slots > 0 for slots in self.slots), "simulation.slots", f"must be positive, not {self.slots}"
         )
+        configuration.check_choice(self.kv_cache, ("recompute", "offload"), "simulation.kv_cache")
         configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
 
     def instance_slots(self, rollout: configuration.RolloutConfig) -> tuple[int, ...]:
@@ -191,7 +195,8 @@ def run(
         recorder or results.StepRecorder(),
     )
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
-    fleet = engine.Fleet(config, simulation.instance_slots(config.rollout), model, simulation.warm_seconds)
+    slots, store = simulation.instance_slots(config.rollout), _store(simulation, model)
+    fleet = engine.Fleet(config, slots, model, simulation.warm_seconds, store)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh_and_planner(config, simulation, model)
     channels, elastic = training_side.Channels(), config.elastic
@@ -233,7 +238,7 @@ def run(
             make_trajectory=book.make,
             run_rollout=branching.run_rollout,
         ),
-        make_scheduler(costs.SchedulingCosts(model), book.remaining),
+        make_scheduler(costs.SchedulingCosts(model, transfer=store is not None), book.remaining),
         planned,
     )
     # Wall time of the run alone, without the making of its parts.
@@ -263,11 +268,27 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
     configuration.check(
         config.rollout.kv_transfer == "none",
         "rollout.kv_transfer",
-        "must be 'none' in a simulated run, whose engines prefill a moved context again",
+        "must be 'none' in a simulated run; simulation.kv_cache says how its engines get a moved context",
     )
     configuration.check(
         simulation.train_devices > 0, "simulation.train_devices", f"must be positive, not {simulation.train_devices}"
     )
+
+
+def _store(simulation: SimulationConfig, model: costs.Costs) -> offload.Store | None:
+    """Returns what keeps contexts in host memory; None if the run prefills them again.
+
+    Raises:
+      ConfigError: nothing is known of the host memory.
+    """
+    if simulation.kv_cache == "recompute":
+        return None
+    known = isinstance(model, costs.CostModel) and model.host_tokens(1) > 0 and model.sheet.host_link_bytes_per_second
+    configuration.check(
+        bool(known), "simulation.kv_cache", f"{simulation.hardware} has no host memory in its sheet; use 'recompute'"
+    )
+    assert isinstance(model, costs.CostModel)
+    return offload.Store(model)
 
 
 def _mesh_and_planner(

@@ -44,6 +44,22 @@ def make_engine(name: str = "engine-0", kind: type[engine.Engine] = engine.Engin
     return kind(name, **{**values, **changes})
 
 
+class Watched(engine.Engine):
+    """Checks its accounts whenever steps are planned."""
+
+    def _plan(self, steps: int) -> None:
+        assert self._pace is not None
+        ending = len(self._prefill.requests) if self._prefill is not None else 0
+        full = self._used + self._held_tokens + steps * len(self._decoding)
+        assert full + (ending if self._prefill and steps >= self._prefill.steps else 0) <= self._capacity
+        assert self._held_tokens == sum(self._held.values())
+        lengths = sum(item.length + self._steps - item.since for item in self._decoding)
+        assert self._context == lengths
+        reserved = [*(self._prefill.requests if self._prefill else ()), *self._fetching]
+        assert self._used == lengths + sum(item.length for item in reserved)
+        super()._plan(steps)
+
+
 async def serve(made: engine.Engine, version: int = 0) -> None:
     """Starts an engine and gives it its first weights in no time."""
     await made.start()

@@ -131,21 +131,6 @@ def test_the_closed_form_of_steps_inverts_their_time(fixed, per_context, context
 # The cache ----------------------------------------------------------------------------------------------------------
 
 
-class Watched(engine.Engine):
-    """Checks its accounts whenever steps are planned."""
-
-    def _plan(self, steps: int) -> None:
-        assert self._pace is not None
-        ending = len(self._prefill.requests) if self._prefill is not None else 0
-        full = self._used + self._held_tokens + steps * len(self._decoding)
-        assert full + (ending if self._prefill and steps >= self._prefill.steps else 0) <= self._capacity
-        assert self._held_tokens == sum(self._held.values())
-        lengths = sum(item.length + self._steps - item.since for item in self._decoding)
-        assert self._context == lengths
-        assert self._used == lengths + sum(item.length for item in (self._prefill.requests if self._prefill else ()))
-        super()._plan(steps)
-
-
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 300), TURNS), min_size=2, max_size=8),
@@ -154,7 +139,7 @@ class Watched(engine.Engine):
 )
 def test_the_cache_never_overflows_and_every_token_is_generated_once(attempts, capacity, interval):
     made = doubles.make_engine(
-        kind=Watched, kv_tokens=capacity, max_context=1500, stream_interval=interval, model=doubles.model()
+        kind=doubles.Watched, kv_tokens=capacity, max_context=1500, stream_interval=interval, model=doubles.model()
     )
     whose = [
         doubles.attempt(f"{index}/0", prompt, [doubles.turn(*item) for item in turns])
@@ -181,7 +166,7 @@ def test_the_cache_never_overflows_and_every_token_is_generated_once(attempts, c
 
 
 def test_out_of_room_the_latest_arrival_gives_way_and_is_prefilled_again():
-    made = doubles.make_engine(kind=Watched, kv_tokens=1100, max_context=1000)
+    made = doubles.make_engine(kind=doubles.Watched, kv_tokens=1100, max_context=1000)
 
     async def main() -> list[float]:
         await doubles.serve(made)
@@ -200,7 +185,7 @@ def test_out_of_room_the_latest_arrival_gives_way_and_is_prefilled_again():
 
 
 def test_a_prefix_that_was_dropped_for_room_is_prefilled_again():
-    made = doubles.make_engine(kind=Watched, kv_tokens=1000, max_context=1000)
+    made = doubles.make_engine(kind=doubles.Watched, kv_tokens=1000, max_context=1000)
     kept, dropped = (doubles.attempt(f"{name}/0", 300, [doubles.turn(10), doubles.turn(10)]) for name in (1, 2))
 
     async def main() -> None:
@@ -275,7 +260,7 @@ def test_weights_that_were_not_announced_are_refused():
     st.integers(1, 120),
 )
 def test_a_request_that_leaves_in_the_middle_goes_on_elsewhere_without_loss(generated, cuts, interval):
-    engines = [doubles.make_engine(f"engine-{index}", Watched, stream_interval=interval) for index in range(5)]
+    engines = [doubles.make_engine(f"engine-{index}", doubles.Watched, stream_interval=interval) for index in range(5)]
     whose = doubles.attempt("0/0", 150, [doubles.turn(generated)])
     other = doubles.attempt("1/0", 50, [doubles.turn(3000)])
 

@@ -1,0 +1,97 @@
+"""Contexts that simulated instances keep in host memory, from where any instance of the fleet fetches them.
+
+Every context that leaves an instance is written to the memory of its host, as LMCache and Mooncake do: beside the
+steps, so that writing takes no time. When its request comes back, here or elsewhere, the instance fetches the context
+if that takes less time than prefilling it. A fetch runs beside the steps, too. Fetches of one instance go one after
+another, over the link of its own host memory or over the network. New weights make all kept contexts worthless.
+"""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from libra_jax.planning import costs
+
+Key = tuple[str, int]
+"""Name of a segment, and the number of its life (`trajectory.Counted.key`)."""
+
+
+class Kept(NamedTuple):
+    """A context in host memory.
+
+    Attributes:
+      instance: name of the instance on whose host it lies.
+      tokens: tokens of the context.
+      policy_version: version of the weights that computed it.
+    """
+
+    instance: str
+    tokens: int
+    policy_version: int
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """The host memory of one instance; `contexts` holds tokens by segment, the least recently kept first."""
+
+    degree: int
+    capacity: int
+    tokens: int = 0
+    contexts: collections.OrderedDict[Key, int] = field(default_factory=collections.OrderedDict)
+
+
+class Store:
+    """The kept contexts of a fleet.
+
+    Args:
+      model: costs; gives the tokens that host memory holds, and the seconds of a fetch.
+    """
+
+    def __init__(self, model: costs.CostModel) -> None:
+        self._model = model
+        self._hosts: dict[str, HostMemory] = {}
+        self._kept: dict[Key, Kept] = {}
+
+    def join(self, instance: str, degree: int) -> None:
+        """Gives an instance that begins its life an empty memory."""
+        self.drop(instance)
+        self._hosts[instance] = HostMemory(degree, self._model.host_tokens(degree))
+
+    def keep(self, instance: str, key: Key, tokens: int, policy_version: int) -> None:
+        """Keeps a context, in place of an earlier one of its segment; drops the least recently kept for room."""
+        before = self._kept.pop(key, None)
+        if before is not None:
+            self._forget(before.instance, key)
+        host = self._hosts[instance]
+        host.contexts[key] = tokens
+        host.tokens += tokens
+        self._kept[key] = Kept(instance, tokens, policy_version)
+        while host.tokens > host.capacity:
+            oldest, count = host.contexts.popitem(last=False)
+            host.tokens -= count
+            del self._kept[oldest]
+
+    def find(self, key: Key, policy_version: int) -> Kept | None:
+        """Returns the kept context of a segment; None if there is none that this version computed."""
+        kept = self._kept.get(key)
+        return kept if kept is not None and kept.policy_version == policy_version else None
+
+    def drop(self, instance: str) -> None:
+        """Forgets the contexts of an instance whose process has died."""
+        host = self._hosts.pop(instance, None)
+        for key in host.contexts if host is not None else ():
+            del self._kept[key]
+
+    def fetch_seconds(self, source: str, target: str, tokens: int) -> float:
+        """Returns the seconds in which `target` fetches tokens of a context that lies with `source`."""
+        degree = self._hosts[target].degree
+        if source == target:
+            return self._model.host_seconds(degree, tokens)
+        # Each device sends and receives its part, so the side with fewer devices sets the pace.
+        return self._model.transfer_seconds(min(degree, self._hosts[source].degree), tokens)
+
+    def _forget(self, instance: str, key: Key) -> None:
+        host = self._hosts[instance]
+        host.tokens -= host.contexts.pop(key)
