@@ -34,7 +34,18 @@ from libra_jax.scheduling import prediction_quality
 from libra_jax.simulator import comparison, report, settings
 from libra_jax.telemetry import page, tool_report, trace
 
-COMPARED = ("cmlfq", "cmlfq_paper", "least_loaded", "sticky", "mlfq", "heddle", "oracle")
+COMPARED = (
+    "cmlfq",
+    "cmlfq:evidence=blind",
+    "cmlfq:evidence=mean",
+    "sticky_cache",
+    "heddle",
+    "cmlfq_authors:max_residents=24",
+    "sticky",
+    "least_loaded",
+    "oracle",
+    "clairvoyant",
+)
 
 MOST_ROWS = 16
 """Most causal states in the table of prediction quality; the most frequent are shown."""
@@ -45,7 +56,12 @@ _CONFIG = config_flags.DEFINE_config_file(
 _TRACE = flags.DEFINE_string("trace", None, "Trace (JSON lines) to replay instead of the config's workload.")
 _PLAN = flags.DEFINE_string("plan", None, "Plan of launch/plan.py to lay the cluster out by.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; the picture lies beside it, as .svg.")
-_POLICIES = flags.DEFINE_string("policies", ",".join(COMPARED), "Scheduling policies, separated by commas.")
+_POLICIES = flags.DEFINE_string(
+    "policies",
+    ",".join(COMPARED),
+    "Scheduling policies, separated by commas; each may change fields: cmlfq:evidence=mean, "
+    "sticky:admission=cache+coordinator.max_concurrent=512.",
+)
 _SEEDS = flags.DEFINE_string("seeds", "0", "Seeds, separated by commas.")
 _JOBS = flags.DEFINE_integer("jobs", None, "Runs simulated at a time; default: one a core.", lower_bound=1)
 _RECORD = flags.DEFINE_string("record", None, "Trace (JSON lines) to write, of the first policy under the first seed.")
@@ -114,7 +130,7 @@ def _policies(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise protocols.ConfigError(f"--policies: name at least one of {', '.join(libra_config.POLICIES)}")
-    for name in names:
+    for name in (each.partition(":")[0] for each in names):
         if name not in libra_config.POLICIES:
             near = difflib.get_close_matches(name, libra_config.POLICIES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -23,6 +23,9 @@ class CoordinatorConfig:
     # Groups begun beyond those that a step needs, as a share of them, rounded up. The first to finish are trained on,
     # the last are aborted: training sees fewer long rollouts than the policy makes, which biases it. 0 is off.
     redundancy: float = 0.0
+    # Most rollouts under way at once; 0: as many as max_staleness allows. Groups begin whole, so one larger than the
+    # limit begins when nothing else is under way.
+    max_concurrent: int = 0
 
     @property
     def spare_groups(self) -> int:
@@ -34,6 +37,9 @@ class CoordinatorConfig:
         check(self.redundancy >= 0, "coordinator.redundancy", f"must not be negative, not {self.redundancy}")
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
+        check(
+            self.max_concurrent >= 0, "coordinator.max_concurrent", f"must not be negative, not {self.max_concurrent}"
+        )
         check(self.max_staleness >= 0, "coordinator.max_staleness", "must not be negative")
         check_choice(self.stale, ("wait", "replace"), "coordinator.stale")
         allowed = self.max_replacements  # may be infinite

@@ -101,15 +101,18 @@ class RolloutConfig:
 POLICIES = (
     "cmlfq",
     "cmlfq_paper",
+    "cmlfq_authors",
     "round_robin",
     "least_loaded",
     "sticky",
+    "sticky_cache",
     "mlfq",
     "length_predictor",
     "heddle",
     "oracle",
+    "clairvoyant",
 )
-ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "group_completion")
+ORDERINGS = ("auto", "fcfs", "longest_first", "shortest_first", "oldest_longest_first", "group_completion")
 
 
 @group
@@ -141,8 +144,8 @@ class CostConfig:
 class SchedulerConfig:
     """Choice of the rollout instance that serves a request (libra_jax/scheduling). Tokens are generated ones."""
 
-    # Policy: cmlfq, cmlfq_paper (as published), round_robin, least_loaded, sticky, mlfq, length_predictor, heddle;
-    # oracle knows every length beforehand, in simulations.
+    # Policy: cmlfq, cmlfq_paper (as published), cmlfq_authors (as their code applies it), round_robin, least_loaded,
+    # sticky, sticky_cache, mlfq, length_predictor, heddle; oracle and clairvoyant know every length, in simulations.
     policy: str = "cmlfq"
     max_remaining_tokens: tuple[
         int, ...
@@ -165,14 +168,18 @@ class SchedulerConfig:
     move_margin: float = 8.0
     # cmlfq: exponent of the time to finish in the cost; 1 is mean latency, more weighs the tail.
     tail_power: float = 4.0
-    cache_share: float = 0.9  # cmlfq: share of an instance's KV cache that its requests may fill; 0: any
+    # Which instance with a free slot takes a new request. slots: any; cache: one whose KV cache has room for it beside
+    # those that it serves; auto: cache for cmlfq, sticky_cache, oracle and clairvoyant, slots for the others.
+    admission: str = "auto"
+    cache_share: float = 0.9  # admission by cache: share of an instance's KV cache that its requests may fill
+    max_residents: int = 0  # most live requests of an instance, those whose tools run included; 0: no limit
     reserve: float = 0.1  # cmlfq: share of a bucket's slots that stay free of requests from narrower buckets
     sticky_threshold: float = 0.1  # sticky: excess share of slots in use that makes a request leave its cache
     quanta: tuple[
         int, ...
     ] = ()  # mlfq: tokens that each level but the last serves a request; empty: max_remaining_tokens
     predictor_sigma: float = 0.5  # length_predictor: standard deviation of the log of predicted / true length
-    preempt_ratio: float = 2.0  # heddle: ratio of predicted lengths at which a waiting request displaces a running one
+    preempt_ratio: float = 1.0  # heddle: ratio of predicted lengths at which a waiting request displaces a running one
     costs: CostConfig = field(default_factory=CostConfig)
 
     def __post_init__(self) -> None:
@@ -198,11 +205,13 @@ class SchedulerConfig:
             check(getattr(self, name) > 0, f"scheduler.{name}", f"must be positive, not {getattr(self, name)}")
         check(self.tail_power >= 1, "scheduler.tail_power", f"must be 1 or more, not {self.tail_power}")
         check(self.move_margin >= 1, "scheduler.move_margin", f"must be 1 or more, not {self.move_margin}")
-        check(self.cache_share >= 0, "scheduler.cache_share", f"must not be negative, not {self.cache_share}")
+        check_choice(self.admission, ("auto", "slots", "cache"), "scheduler.admission")
+        check(self.cache_share > 0, "scheduler.cache_share", f"must be positive, not {self.cache_share}")
+        check(self.max_residents >= 0, "scheduler.max_residents", f"must not be negative, not {self.max_residents}")
         check(0 <= self.reserve < 1, "scheduler.reserve", f"must lie in [0, 1), not {self.reserve}")
         check(self.sticky_threshold >= 0, "scheduler.sticky_threshold", "must not be negative")
         check(self.predictor_sigma >= 0, "scheduler.predictor_sigma", "must not be negative")
-        check(self.preempt_ratio > 1, "scheduler.preempt_ratio", f"must exceed 1, not {self.preempt_ratio}")
+        check(self.preempt_ratio >= 1, "scheduler.preempt_ratio", f"must be 1 or more, not {self.preempt_ratio}")
 
 
 def slots_by_degree(degrees: Sequence[int], slots: Sequence[int]) -> dict[int, int]:

@@ -36,19 +36,30 @@ class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
 
     Attributes:
-      memory_share: share of memory bandwidth while decoding. gpt-fast (PyTorch blog "Accelerating Generative AI with
-        PyTorch II", 2023) reads Llama-2-7B in bfloat16 at 1.40 TB/s on an A100 of 2.04 TB/s: 0.69.
-      rollout_flops_share: share of peak FLOP/s in an engine's matrix products. Pope et al. (arXiv 2211.05102, abstract)
-        reach 0.76 in large-batch prefill; chunked prefill has smaller products, training (below) reaches 0.4 to 0.5.
+      memory_share: share of memory bandwidth while a step reads the weights. 28 decode steps of 7 to 70 billion
+        parameters at degrees 1 to 8 on A100s (LambdaLabsML/vllm-benchmark, vLLM 0.6.0), fitted together with
+        `layer_overhead`: 0.79 (0.77 to 0.80 by bootstrap). Three steps on H100s ask for 0.93.
+      context_share: share of memory bandwidth while attention reads keys and values; gpt-fast (PyTorch blog
+        "Accelerating Generative AI with PyTorch II", 2023) reads 0.69 in all.
+      rollout_flops_share: share of peak FLOP/s in an engine's matrix products. lmdeploy's and TensorRT-LLM's tables of
+        prefill on A100s ask for 0.56 to 0.70 (7 to 180 billion parameters), gpustack's of vLLM, with decoding, 0.54.
       train_flops_share: model FLOP/s utilisation of training. Llama 3 (arXiv 2407.21783, table 4) reports 0.38 to 0.43,
         Megatron-LM (arXiv 2104.04473, abstract) 0.52 on A100s.
-      step_overhead: seconds of an engine step besides its kernels: scheduling, input preparation, sampling, launch.
-        vLLM's blog on 0.6.0 (2024) finds such work to be half of a 13 ms step and more; version 1 overlaps most of it.
-      collective_latency: seconds of one small all-reduce inside a node. sglang pull request 2904 measures vLLM's kernel
-        at 9 to 10 microseconds for 2 to 8 H100s up to 32 KiB.
-      small_message_share: share of the link's bandwidth that the same kernel reaches: 45 microseconds for 1 MiB on 8
-        H100s.
-      large_message_latency: seconds to start a ring all-reduce, which replaces the small kernel if it is faster (NCCL).
+      step_overhead: seconds of an engine step besides its kernels: scheduling, input preparation, sampling. This value
+        has no bias over the 33 published steps on A100s (docs/results/machines.md). vLLM's version 1 takes 0.3 to 0.9
+        ms on H100s (pull requests 17866 and 30407), version 0 up to 6 ms more at degree 8 (issue 16300).
+      layer_overhead: seconds that each layer adds to a step at any degree: small kernels, and the start of each matrix
+        product. Fitted with `memory_share`: 55 to 61 microseconds over all degrees.
+      sequence_overhead: seconds that each decoding request adds to a step besides its arithmetic and its context. Up
+        to 239 requests in the runs of `memory_share`: 51 microseconds at degree 1, of which products of large batches
+        are a part, 35 at degree 8; vllm issue 10634: 20.
+      collective_latency: seconds to start a one-shot all-reduce, in which each device reads all others' values. This,
+        and the next four: vLLM's kernels in a CUDA graph on 2, 4 and 8 A100s and H100s, as ai-dynamo/aiconfigurator
+        measured them: 6.9 microseconds for 16 KiB on 8 A100s, 17 for 128 KiB, 22 for 512 KiB, 45 for 2 MiB.
+      one_shot_share: share of the link's bandwidth that it reaches.
+      two_shot_latency: seconds to start a two-shot all-reduce, in which each device reduces its part.
+      two_shot_share: share of the link's bandwidth that it reaches.
+      large_message_latency: seconds to start a ring all-reduce, which replaces both if it is faster (NCCL).
       large_message_share: share of the link's bandwidth in a ring all-reduce; NCCL's own tests report 0.7 to 0.8.
       network_share: share of the network's bandwidth in bulk transfers (weights, key-value cache).
       host_link_share: share of the bandwidth between an accelerator and its host's memory in bulk transfers.
@@ -63,12 +74,17 @@ class Coefficients:
         hides it.
     """
 
-    memory_share: float = 0.7
-    rollout_flops_share: float = 0.5
+    memory_share: float = 0.79
+    context_share: float = 0.7
+    rollout_flops_share: float = 0.6
     train_flops_share: float = 0.4
-    step_overhead: float = 3e-3
-    collective_latency: float = 10e-6
-    small_message_share: float = 0.12
+    step_overhead: float = 1.5e-3
+    layer_overhead: float = 55e-6
+    sequence_overhead: float = 30e-6
+    collective_latency: float = 5.5e-6
+    one_shot_share: float = 0.28
+    two_shot_latency: float = 12e-6
+    two_shot_share: float = 0.37
     large_message_latency: float = 40e-6
     large_message_share: float = 0.7
     network_share: float = 0.8
@@ -244,7 +260,7 @@ class CostModel(RolloutTimes):
         """Returns the seconds that each token of decoding context adds to a step, for reading and multiplying its
         keys and values."""
         sheet, shape, share = self.sheet, self.shape, self.coefficients
-        rate = sheet.memory_bytes_per_second * share.memory_share
+        rate = sheet.memory_bytes_per_second * share.context_share
         read = self.kv_bytes_per_token / (min(degree, shape.num_kv_heads) * rate)
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         return max(read, flops / (degree * sheet.flops * share.rollout_flops_share))
@@ -259,7 +275,12 @@ class CostModel(RolloutTimes):
         """
         tokens = decoding + prefill
         work = max(self.reading_seconds(degree, tokens), self.token_seconds(degree) * tokens)
-        return work + self.collective_seconds(degree, tokens) + self.coefficients.step_overhead
+        return work + self.collective_seconds(degree, tokens) + self.overhead(decoding)
+
+    def overhead(self, decoding: int) -> float:
+        """Returns the seconds of a step that neither arithmetic nor memory explains."""
+        share = self.coefficients
+        return share.step_overhead + share.layer_overhead * self.shape.num_layers + share.sequence_overhead * decoding
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
         """Returns the seconds of causal attention while prefilling `new` tokens behind `cached` ones."""
@@ -279,11 +300,19 @@ class CostModel(RolloutTimes):
 
     def token_seconds(self, degree: int) -> float:
         """Returns the seconds of a token's arithmetic in the matrix products of a step."""
-        return 2.0 * self.active_parameters / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
+        multiplied = self.active_parameters - self._looked_up
+        return 2.0 * multiplied / (degree * self.sheet.flops * self.coefficients.rollout_flops_share)
+
+    @property
+    def _looked_up(self) -> int:
+        """Parameters of the input embedding, of which a step takes one row a token, unless the output projection is
+        the same table."""
+        shape = self.shape
+        return 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
 
     def reading_seconds(self, degree: int, tokens: float) -> float:
         """Returns the seconds in which a step of `tokens` tokens reads the weights."""
-        read: float = self.weight_bytes
+        read: float = self.weight_bytes - BYTES_PER_VALUE * self._looked_up
         if self.shape.num_experts:
             # Expected share of a layer's experts that none of the tokens takes.
             idle = (1.0 - self.shape.experts_per_token / self.shape.num_experts) ** tokens
@@ -295,11 +324,13 @@ class CostModel(RolloutTimes):
         if degree == 1:
             return 0.0
         share, link = self.coefficients, self.sheet.node_link_bytes_per_second
-        # A ring all-reduce sends 2 (n - 1) / n of its bytes over each link.
-        volume = 2 * (degree - 1) / degree * tokens * self.shape.hidden_size * BYTES_PER_VALUE
-        small = share.collective_latency + volume / (link * share.small_message_share)
-        large = share.large_message_latency + volume / (link * share.large_message_share)
-        return 2 * self.shape.num_layers * min(small, large)
+        values = tokens * self.shape.hidden_size * BYTES_PER_VALUE
+        # Two-shot and ring all-reduces send 2 (n - 1) / n of the bytes over each link.
+        volume = 2 * (degree - 1) / degree * values
+        one_shot = share.collective_latency + (degree - 1) * values / (link * share.one_shot_share)
+        two_shot = share.two_shot_latency + volume / (link * share.two_shot_share)
+        ring = share.large_message_latency + volume / (link * share.large_message_share)
+        return 2 * self.shape.num_layers * min(one_shot, two_shot, ring)
 
     def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
         """Returns the seconds of one training step.

@@ -68,6 +68,12 @@ SHEETS = (
     # NVIDIA H100 SXM datasheet: 1,979 TFLOPS bf16 with sparsity, half of it dense; 3.35 TB/s; NVLink 900 GB/s in both
     # directions. DGX H100 datasheet: eight 400 Gb/s adapters, 2 TB of memory, PCIe 5.0 x16 to each GPU.
     HardwareSheet("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 8, 64e9, 250e9),
+    # NVIDIA H800 SXM: the H100's silicon with NVLink cut to 400 GB/s in both directions; node of eight 400 Gb/s
+    # adapters (both: lmsys.org blog of 19 September 2025). Host as the DGX H100's.
+    HardwareSheet("h800", 989e12, 3.35e12, 80e9, 200e9, 50e9, 8, 64e9, 250e9),
+    # NVIDIA H20: 148 TFLOPS bf16, 96 GB at 4.0 TB/s, NVLink 900 GB/s in both directions; node of four 400 Gb/s adapters
+    # (the same blog). Host as the DGX H100's.
+    HardwareSheet("h20", 148e12, 4.0e12, 96e9, 450e9, 25e9, 8, 64e9, 250e9),
     # NVIDIA H200 SXM datasheet: the H100's arithmetic and links with 141 GB at 4.8 TB/s. DGX H200: eight 400 Gb/s.
     HardwareSheet("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 8, 64e9, 250e9),
     # Google Cloud documentation, "TPU v5e": 197 TFLOPs bf16, 16 GB at 819 GB/s, interchip links of 400 GB/s in both
@@ -92,6 +98,8 @@ DEVICE_KINDS = {
     "NVIDIA A800-SXM4-40GB": "a800",
     "NVIDIA A800-SXM4-80GB": "a800",
     "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H800": "h800",
+    "NVIDIA H20": "h20",
     "NVIDIA H200": "h200",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",

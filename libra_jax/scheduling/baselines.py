@@ -1,32 +1,23 @@
-"""The policies that C-MLFQ is compared with, Heddle's apart: simple rules, and two that know the true lengths."""
+"""Simple policies that C-MLFQ is compared with."""
 
 from __future__ import annotations
 
-import functools
-import math
-import random
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, cmlfq, prefix_tree, slots
-from libra_jax.scheduling import costs as cost_model
+from libra_jax.scheduling import buckets, residents
 
 BUDGET_OUTRUN = protocols.MoveReason.BUDGET_OUTRUN
 
-Remaining: TypeAlias = Callable[[str], int]
-"""Maps a request id to the tokens that it has in truth still to generate: known to a simulator only."""
 
-
-class LeastLoaded(slots.SlotScheduler):
+class LeastLoaded(residents.ResidentScheduler):
     """Sends a request to the instance with the smallest share of its slots in use, of any degree.
 
     Ties go to the instance with more slots, then to the first named.
     """
 
 
-class RoundRobin(slots.SlotScheduler):
+class RoundRobin(residents.ResidentScheduler):
     """Lets instances take turns, blind to their load; an instance without a free slot misses its turn."""
 
     _last = ""
@@ -53,7 +44,7 @@ class RoundRobin(slots.SlotScheduler):
         return server
 
 
-class Sticky(slots.SlotScheduler):
+class Sticky(residents.ResidentScheduler):
     """Sends a request back to the instance that holds its cache, unless that one is much busier than another.
 
     A request gives its cache up when its instance's share of slots exceeds the least busy one's by
@@ -85,7 +76,21 @@ class Sticky(slots.SlotScheduler):
         return (home.load + home.queue.size) / home.slots - least
 
 
-class Mlfq(slots.SlotScheduler):
+class StickyCache(residents.ResidentScheduler):
+    """Sends a new request to the instance whose cache has the most room, and keeps it there: no prediction, no buckets.
+
+    A request whose instance is full waits for it, `scheduler.ageing_seconds` at most.
+    """
+
+    by_cache = True
+
+    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+        request.remaining = float(request.generated_tokens)
+        request.wanted = request.home or request.anchor
+        return 0
+
+
+class Mlfq(residents.ResidentScheduler):
     """The classic multi-level feedback queue (Corbato, Daggett and Daley, 1962), with buckets for processor queues.
 
     The top level is the narrowest bucket. A level's quantum is `scheduler.quanta`, or its bucket's bound. A request
@@ -137,75 +142,3 @@ class Mlfq(slots.SlotScheduler):
         request.level += 1
         request.mark = generated_tokens
         return True
-
-
-class LengthPredictor(slots.SlotScheduler):
-    """Buckets by a predicted length of stated error: the true one times a log-normal factor, drawn once a request.
-
-    It stands for any model that predicts lengths from prompts. Slots that would idle serve the other buckets' requests.
-
-    Args:
-      config: `predictor_sigma` is the standard deviation of the logarithm of the error.
-      remaining: true remaining tokens.
-      seed: seed of the errors; a request's error depends on its id and the seed alone.
-      degrees: tensor-parallel degrees of the layout, if they are known.
-    """
-
-    by_length = True
-    lends = True
-
-    def __init__(
-        self,
-        config: configuration.SchedulerConfig,
-        remaining: Remaining,
-        *,
-        seed: int = 0,
-        degrees: Sequence[int] = (),
-    ) -> None:
-        super().__init__(config, degrees=degrees)
-        self._truth = remaining
-        self._seed = seed
-
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
-        error = _prediction_error(self._seed, request.request_id, self.config.predictor_sigma)
-        request.remaining = self._truth(request.request_id) * error
-        level = self.levels.of_length(request.remaining)
-        request.wanted = self.home(request, level)
-        return level
-
-    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
-        home = self.home(request, bucket.level)
-        return bucket.least() if home is None or home.full else home
-
-
-@functools.lru_cache(maxsize=65_536)  # a request is routed at each tool return, and seeding costs more than the rest
-def _prediction_error(seed: int, request_id: str, sigma: float) -> float:
-    """Returns the factor by which a request's length is predicted wrongly."""
-    return math.exp(random.Random(f"{seed}/{request_id}").gauss(0.0, sigma))
-
-
-class Oracle(cmlfq.Cmlfq):
-    """C-MLFQ's cost rule with the true remaining lengths: what the rule would do if it had nothing to learn.
-
-    Args:
-      config: its settings.
-      costs: costs of decoding and moving.
-      remaining: true remaining tokens.
-      degrees: tensor-parallel degrees of the layout, if they are known.
-    """
-
-    masses: tuple[float, ...] = (1.0,)
-
-    def __init__(
-        self,
-        config: configuration.SchedulerConfig,
-        costs: cost_model.Costs,
-        remaining: Remaining,
-        *,
-        degrees: Sequence[int] = (),
-    ) -> None:
-        super().__init__(config, costs, degrees=degrees)
-        self._truth = remaining
-
-    def expect(self, request: buckets.Request) -> prefix_tree.Sketch:
-        return (float(self._truth(request.request_id)),)

@@ -8,6 +8,7 @@ Inside a bucket, `scheduler.ordering` decides which request goes next, for every
 - `fcfs`: the request that began to wait first.
 - `longest_first`, `shortest_first`: by the tokens that the policy expects still to be generated. A policy without
   expectations goes by the tokens generated so far: with heavy tails, a request that has run long has long to run.
+- `oldest_longest_first`: the oldest dispatch version first, then the longest.
 - `group_completion`: the oldest dispatch version first, then the group with the fewest live rollouts, then the longest.
   A training step waits for whole groups, and for groups at the staleness bound first.
 Ageing overrides all of them (`slots.SlotScheduler`).
@@ -278,6 +279,7 @@ ORDERS: dict[str, Order] = {
     "fcfs": lambda request: (),  # all alike, so that their tickets decide
     "longest_first": lambda request: (-request.remaining,),
     "shortest_first": lambda request: (request.remaining,),
+    "oldest_longest_first": lambda request: (request.dispatch_version, -request.remaining),
     "group_completion": lambda request: (request.dispatch_version, request.rollout.group.live, -request.remaining),
 }
 """Orders by the name that `scheduler.ordering` gives them."""
@@ -296,7 +298,7 @@ class Queue:
     """
 
     order: Order
-    size: int = field(default=0, init=False)
+    size: int = field(default_factory=int, init=False)
     _heap: list[Entry] = field(default_factory=list, init=False)
     _versions: dict[int, int] = field(default_factory=dict, init=False)  # dispatch version -> waiting requests
 
@@ -372,8 +374,8 @@ class Bucket:
     queue: Queue
     busy: Callable[[Server], float] = share_in_use
     servers: list[Server] = field(default_factory=list, init=False)
-    slots: int = field(default=0, init=False)
-    free: int = field(default=0, init=False)
+    slots: int = field(default_factory=int, init=False)
+    free: int = field(default_factory=int, init=False)
     _heap: list[tuple[float, int, int, Server]] = field(default_factory=list, init=False)
 
     def add(self, server: Server) -> None:

@@ -14,10 +14,8 @@ instance that holds its context: pricing the wait for the other buckets as well 
 The feedback half: a request that outruns its bucket's budget, in tokens since its last decision, is judged again at
 that point, on what is left of its distribution. It moves if another bucket has become cheaper and has room.
 
-An instance takes no more requests than its key-value cache is expected to hold. What does not fit is evicted while
-tools run and prefilled again at each turn, which costs more than waiting. Each request counts with its context and half
-of what it has yet to grow, since requests are at all stages. If contexts outgrow the cache all the same, a request that
-returns from a tool waits for room anywhere.
+An instance takes no more requests than its key-value cache is expected to hold (`residents.py`). If contexts outgrow
+the cache all the same, a request that returns from a tool waits for room anywhere.
 
 A request is one segment of a rollout: elapsed seconds are those of the rollout, remaining tokens those of the segment.
 A segment that was not served yet belongs where its parent's context is: elsewhere, what it shares is prefilled once
@@ -38,24 +36,15 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, paths, prefix_tree, slots
+from libra_jax.scheduling import buckets, evidence, paths, prefix_tree, residents
 from libra_jax.scheduling import costs as cost_model
 
 TURN_SHARE = 0.02
 """Weight of the latest turn in the mean length of a turn."""
 
-GROWN = 0.5
-"""Share of the context that a request has yet to grow with which it is counted."""
 
-GROWTH, GROWTH_SHARE = 2.0, 0.01
-"""Tokens of context a generated token, before any request has finished, and the weight of the latest in the mean."""
-
-
-class Cmlfq(slots.SlotScheduler):
+class Cmlfq(residents.ResidentScheduler):
     """The cost rule of the module.
-
-    A request is a *resident* of the instance that holds its context, its home, from its first token there until it
-    moves or finishes: while its tool runs too, because it comes back.
 
     Args:
       config: its settings.
@@ -64,6 +53,8 @@ class Cmlfq(slots.SlotScheduler):
     """
 
     by_length = True
+    by_cache = True
+    predicts = True
     overflow_every = 4  # a look at all queues costs more than most events, and can wait for a few of them
 
     masses: tuple[float, ...] = prefix_tree.MASSES
@@ -81,10 +72,10 @@ class Cmlfq(slots.SlotScheduler):
             # Context makes an instance's tokens slow, more than the number of its requests does.
             busy=operator.attrgetter("context"),
         )
+        self.accounts = True
         self.rates = cost_model.Rates(costs)
         self._paces = self.rates.known
         self._turn_tokens = 256.0  # mean tokens of a turn
-        self._growth = GROWTH
         self._urgency = 0.0  # of the request that `_cost` priced last
         self._power = config.tail_power
 
@@ -96,13 +87,6 @@ class Cmlfq(slots.SlotScheduler):
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
         self.rates.clear()  # costs may have been calibrated since
-        live = {instance.name for instance in instances}
-        # Before the buckets are made again, because an account is closed with the bucket that it was kept in.
-        for request in self.requests.values():
-            if request.home is not None and request.home.name not in live:
-                self._evict(request)
-            if request.anchor is not None and request.anchor.name not in live:
-                request.anchor = None
         return super().on_instance_change(instances, now)
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
@@ -120,54 +104,22 @@ class Cmlfq(slots.SlotScheduler):
         self.route(request, now)
         wanted, request.wanted = request.wanted, None
         if wanted is None or wanted is server:
-            self._account(request, server)  # what is known of it has changed
+            self.account(request, server)  # what is known of it has changed
             return []
         if wanted.full or not self.admits(request, wanted):
             return []  # a decoding request never gives its place up to wait
         self.withdraw(request)
         return [self.seat(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
-    def on_finish(
-        self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
-    ) -> list[protocols.Placement]:
-        request = self.requests[request_id]
-        request.generated_tokens = generated_tokens
-        # Held-out tasks must not teach, as in `slots`; an aborted request has not grown to its end.
-        if completed and generated_tokens and request.group_id != protocols.EVALUATION_GROUP:
-            self._growth += GROWTH_SHARE * (request.context_now / generated_tokens - self._growth)
-        self._evict(request)
-        return super().on_finish(request_id, generated_tokens, now, completed=completed)
-
-    def seat(
-        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
-    ) -> protocols.Placement:
-        placement = super().seat(request, server, reason)
-        self._account(request, server)
-        return placement
-
-    def begins(self, request: buckets.Request) -> None:
-        """Takes its rollout's other segments that are away off their instances' accounts.
-
-        A segment waits for its sub-agents, and one whose history was summarised never comes back. Their contexts stay
-        where they are, and draw them back there.
-        """
-        if len(request.rollout.requests) > 1:
-            for other in request.rollout.requests:
-                if other is not request and other.home is not None and other.away:
-                    other.anchor = other.home
-                    self._evict(other)
-        if request.inherited:
-            request.anchor = self.servers.get(request.context_at)
-
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
-        home, anchor, share = request.home, request.anchor, self.config.cache_share
+        home, anchor, share = request.home, request.anchor, self._room_share
         if anchor is not None and share:
             # Without room beside the present requests it was pushed out.
             needed = anchor.context + (request.inherited or request.context_tokens)
             if 0 < anchor.instance.cache_tokens < needed:
                 request.anchor, request.context_at, request.inherited = None, "", 0
         if returned and home is not None and share and 0 < home.instance.cache_tokens < home.context:
-            self._evict(request)
+            self.evict(request)
             request.context_at = ""  # the engine has evicted it, or another in its place
         points = self.expect(request)
         request.remaining = sum(map(operator.mul, points, self.masses))
@@ -182,13 +134,6 @@ class Cmlfq(slots.SlotScheduler):
         if home is None and request.anchor is not None and self.admits(request, request.anchor):
             home = request.anchor
         return bucket.least() if home is None or home.level != bucket.level or home.full else home
-
-    def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
-        room = self.config.cache_share * server.instance.cache_tokens
-        # A resident is counted already. An empty instance takes any request, or one larger than `room` never ran.
-        if not room or request.home is server or not server.residents:
-            return True
-        return server.footprint + self._footprint(request) <= room
 
     def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
@@ -214,51 +159,6 @@ class Cmlfq(slots.SlotScheduler):
         if wait > cost:
             request.gain = wait - cost
         return wait > cost
-
-    # Residents.
-
-    def _account(self, request: buckets.Request, server: buckets.Server) -> None:
-        """Makes the request a resident of the instance, or brings its account there up to date."""
-        context, urgency, remaining = request.context_now, request.urgency, request.remaining
-        footprint = self._footprint(request)
-        if request.home is server:
-            context_then, urgency_then, remaining_then, footprint_then = request.held
-            server.footprint += footprint - footprint_then
-            server.context += context - context_then
-            server.urgency += urgency - urgency_then
-            server.urgent_tokens += urgency * remaining - urgency_then * remaining_then
-            # Tells the bucket's heap that the context shrank. It corrects growth when the entry comes up (`Bucket`).
-            if context < context_then:
-                self.buckets[server.level].eased(server)
-        else:
-            self._evict(request)
-            request.home, request.anchor = server, None
-            server.residents += 1
-            server.footprint += footprint
-            server.context += context
-            server.urgency += urgency
-            server.urgent_tokens += urgency * remaining
-        request.held = context, urgency, remaining, footprint
-
-    def _evict(self, request: buckets.Request) -> None:
-        """Takes the request off its home's account."""
-        server = request.home
-        if server is None:
-            return
-        request.home = None
-        context, urgency, remaining, footprint = request.held
-        server.residents -= 1
-        server.footprint -= footprint
-        server.context -= context
-        server.urgency -= urgency
-        server.urgent_tokens -= urgency * remaining
-        if not server.residents:  # so that rounding errors do not add up
-            server.context, server.urgency, server.urgent_tokens, server.footprint = 0, 0.0, 0.0, 0.0
-        self.buckets[server.level].eased(server)
-
-    def _footprint(self, request: buckets.Request) -> float:
-        """Returns the tokens of the cache with which the request is counted."""
-        return request.context_now + GROWN * self._growth * request.remaining
 
     # Costs.
 
@@ -377,7 +277,7 @@ class Cmlfq(slots.SlotScheduler):
         return own + server.urgency * (max(0.0, slower) * shared + move)
 
 
-class CmlfqPaper(slots.SlotScheduler):
+class CmlfqPaper(residents.ResidentScheduler):
     """C-MLFQ as published (arXiv 2606.03077, section 4): one jump to the bucket on which mean and P90 agree.
 
     A request starts in the narrowest bucket. At a tool return the deepest known node of its path is looked up. If the

@@ -1,16 +1,19 @@
-"""Heddle's rollout scheduling (arXiv 2603.28101): progressive priority, pre-emption, presorted placement.
+"""Heddle's rollout scheduling (arXiv 2603.28101): progressive priority, pre-emption, presorted placement, migration.
 
-- A request's priority is its predicted remaining length, the longest first, predicted again at each tool return. The
-  predictions are those of `evidence`, so that what is compared is the scheduling.
-- If no slot is free, a waiting request takes the place of the shortest one that decodes on its instance, provided that
-  one is predicted `scheduler.preempt_ratio` times shorter.
-- Placement: live requests, sorted by predicted length, are cut into consecutive runs, one an instance, the longest on
-  the widest. Dynamic programming finds the cuts that minimise the largest run time, interference included. The cuts are
-  computed again as the population turns over.
-- A request whose rank has come to lie in the run of an instance of another degree goes there at its next tool return.
-  Between instances that are as fast as each other it stays where its context is.
+- A request's priority is its predicted remaining length, the longest first, predicted again at each tool return
+  (section 4). The predictions are those of `evidence`, so that what is compared is the scheduling.
+- If no slot is free, a waiting request takes the place of the shortest one that decodes on its instance, if that one
+  is predicted `scheduler.preempt_ratio` times shorter (algorithm 1; the published ratio is 1). One at an event.
+- Placement (section 5.2): live requests, sorted by predicted length, are cut into consecutive runs, one an instance,
+  the longest on the widest. Dynamic programming finds the cuts that minimise the largest run time, interference
+  included.
+- The cuts are made once for the prompts of a training step, as the paper makes them at the start of a rollout. Here
+  steps overlap, so requests of a new dispatch version, and a doubled number of live requests, have them made again.
+- Afterwards only ranks change (section 5.3): a request's rank among the live ones, in runs that shrink in proportion
+  with their number, names its instance. It goes there at its next tool return, and waits for a slot of that instance.
 
-The paper also chooses the parallelism; here the layout fixes it.
+The paper also chooses the parallelism; here the layout fixes it. It moves caches while tools run; here a fetch begins
+at the tool's return (`simulation.kv_cache=offload`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, prefix_tree, slots
+from libra_jax.scheduling import buckets, evidence, prefix_tree, residents
 from libra_jax.scheduling import costs as cost_model
 
 Server = TypeVar("Server")
@@ -31,11 +34,8 @@ Server = TypeVar("Server")
 CHUNKS = 32
 """Runs of neighbours in length that the cuts keep together."""
 
-TURNOVER = 4
-"""The cuts are computed again after 1 / 4 of the live requests, and at least `CHUNKS`, were predicted again."""
 
-
-class Heddle(slots.SlotScheduler):
+class Heddle(residents.ResidentScheduler):
     """See the module.
 
     Args:
@@ -43,51 +43,47 @@ class Heddle(slots.SlotScheduler):
       costs: costs of decoding.
     """
 
-    lends = True
+    predicts = True
 
     def __init__(self, config: configuration.SchedulerConfig, costs: cost_model.Costs) -> None:
         self.evidence = evidence.Evidence(config)
         super().__init__(config, order="longest_first", learner=self.evidence)
         self.rates = cost_model.Rates(costs)
-        self._judged = 0
-        self._floors: list[float] = []
-        self._runs: list[buckets.Server] = []
+        self._ranks: list[tuple[float, str]] = []  # (minus the predicted length, request id) of the live requests
+        self._version = -1
+        self._runs: list[buckets.Server] = []  # instances that serve a run, the longest lengths first
+        self._ends: list[int] = []  # end of each run among the requests that were cut
+        self._cut_at = 0  # requests that were cut
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        self._floors, self._runs = [], []
+        self._runs = []
         self.rates.clear()
-        self._judged = len(self.requests)  # enough for the cuts to be computed again
         return super().on_instance_change(instances, now)
+
+    def on_finish(
+        self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
+    ) -> list[protocols.Placement]:
+        self._forget(self.requests[request_id])
+        return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
+        self._forget(request)
         sketch = self.evidence.predict(request.track, request.generated_tokens)
         request.remaining = sum(map(operator.mul, sketch, prefix_tree.MASSES))
-        self._judged += 1
-        request.wanted = None
-        if self.servers:
-            home, server = self.home(request, 0), self._run_of(request)
-            request.wanted = home if home is not None and home.degree == server.degree else server
+        bisect.insort(self._ranks, (-request.remaining, request.request_id))
+        if request.dispatch_version > self._version or len(self._ranks) >= 2 * self._cut_at:
+            self._runs, self._version = [], max(self._version, request.dispatch_version)
+        request.wanted = self._run_of(request) if self.servers else None
         return 0
-
-    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
-        server, home = self._run_of(request), self.home(request, bucket.level)
-        if home is None or home.full:
-            return bucket.least() if server.full else server
-        return home if home.degree == server.degree or server.full else server
 
     def place(self, now: float) -> list[protocols.Placement]:
         """Fills the free slots, then pre-empts where a queue's longest request still waits."""
         # Read first: the base class forgets which instances were touched when it has filled the slots.
         joined = [server for server in self._touched if server.queue.size]
         placements = super().place(now)
-        bucket = self.buckets[0]
-        waiting = []
-        if bucket.slots and (first := bucket.queue.first()) is not None:
-            waiting.append((self._run_of(first[-1]), bucket.queue))
-        waiting += [(server, server.queue) for server in joined]
-        for server, queue in waiting:
-            first = queue.first()
+        for server in joined:
+            first = server.queue.first()
             if first is None or not server.full:
                 continue
             longest = first[-1]
@@ -100,21 +96,28 @@ class Heddle(slots.SlotScheduler):
                 placements += super().place(now)
         return placements
 
+    def _forget(self, request: buckets.Request) -> None:
+        """Takes the request's last prediction out of the ranks."""
+        entry = (-request.remaining, request.request_id)
+        place = bisect.bisect_left(self._ranks, entry)
+        if place < len(self._ranks) and self._ranks[place] == entry:
+            del self._ranks[place]
+
     def _run_of(self, request: buckets.Request) -> buckets.Server:
-        """Returns the instance whose run the request's length lies in; cuts the runs again after a turnover."""
-        if not self._floors or self._judged * TURNOVER > max(len(self.requests), TURNOVER * CHUNKS):
+        """Returns the instance whose run the request's rank lies in."""
+        if not self._runs:
             self._cut()
-        # Floors are negated so that they ascend as bisection needs, the longest run first.
-        place = bisect.bisect_left(self._floors, -request.remaining)
-        # A request shorter than all that the cuts knew belongs to the shortest run.
+        rank = bisect.bisect_left(self._ranks, (-request.remaining, request.request_id))
+        # Runs shrink with the number of live requests.
+        place = bisect.bisect_right(self._ends, rank * self._cut_at // len(self._ranks))
         return self._runs[min(place, len(self._runs) - 1)]
 
     def _cut(self) -> None:
-        """Sets `_runs`, the instances that serve anyone, and `_floors`, minus the shortest length of each run."""
-        self._judged = 0
+        """Sets `_runs` and `_ends`."""
         servers = sorted(self.servers.values(), key=lambda item: (-item.instance.tensor_parallel, item.place))
         # Chunks of neighbours bound the search by `CHUNKS` squared, however many requests live.
-        lengths = sorted((request.remaining for request in self.requests.values()), reverse=True)
+        lengths = [-negative for negative, _ in self._ranks]
+        self._cut_at = len(lengths)
         size = max(1, math.ceil(len(lengths) / CHUNKS))
         edges = [*range(0, len(lengths), size), len(lengths)]
         contexts = sum(item.context_tokens for item in self.requests.values()) // max(1, len(lengths))
@@ -130,11 +133,9 @@ class Heddle(slots.SlotScheduler):
             return lengths[edges[first]] * pace * max(1.0, count / instance.slots)
 
         cuts = presorted_cuts(servers, len(edges) - 1, seconds)
-        self._runs, self._floors = [], []
-        for server, (first, last) in zip(servers, cuts, strict=True):
-            if last > first:
-                self._runs.append(server)
-                self._floors.append(-lengths[edges[last] - 1])
+        used = [(server, edges[last]) for server, (first, last) in zip(servers, cuts, strict=True) if last > first]
+        self._runs = [server for server, _ in used]
+        self._ends = [end for _, end in used]
 
 
 def presorted_cuts(

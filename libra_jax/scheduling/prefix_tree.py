@@ -154,7 +154,7 @@ class PrefixTree:
     depth: int = 16
     half_life: float = 4096.0
     root: Node = field(default_factory=Node, init=False)
-    clock: int = field(default=0, init=False)
+    clock: int = field(default_factory=int, init=False)
     # The least recently used first; the root is never evicted.
     _used: OrderedDict[Node, None] = field(default_factory=OrderedDict, init=False)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import baselines, buckets, cmlfq, heddle
+from libra_jax.scheduling import authors, baselines, buckets, cmlfq, heddle, known_lengths
 from libra_jax.scheduling import costs as cost_model
 
 
@@ -14,7 +14,7 @@ def create(
     config: configuration.SchedulerConfig,
     *,
     costs: cost_model.Costs | None = None,
-    remaining: baselines.Remaining | None = None,
+    remaining: known_lengths.Remaining | None = None,
     seed: int = 0,
     degrees: Sequence[int] = (),
 ) -> protocols.Scheduler:
@@ -41,19 +41,25 @@ def create(
             return cmlfq.Cmlfq(config, costs, degrees=degrees)
         case "cmlfq_paper":
             return cmlfq.CmlfqPaper(config, degrees=degrees)
+        case "cmlfq_authors":
+            return authors.CmlfqAuthors(config, degrees=degrees)
         case "round_robin":
             return baselines.RoundRobin(config)
         case "sticky":
             return baselines.Sticky(config)
+        case "sticky_cache":
+            return baselines.StickyCache(config)
         case "mlfq":
             return baselines.Mlfq(config, degrees=degrees)
         case "heddle":
             return heddle.Heddle(config, costs)
         case "length_predictor" if remaining is not None:
-            return baselines.LengthPredictor(config, remaining, seed=seed, degrees=degrees)
+            return known_lengths.LengthPredictor(config, remaining, seed=seed, degrees=degrees)
         case "oracle" if remaining is not None:
-            return baselines.Oracle(config, costs, remaining, degrees=degrees)
-        case "length_predictor" | "oracle":
+            return known_lengths.Oracle(config, costs, remaining, degrees=degrees)
+        case "clairvoyant" if remaining is not None:
+            return known_lengths.Clairvoyant(config, costs, remaining, degrees=degrees)
+        case "length_predictor" | "oracle" | "clairvoyant":
             raise protocols.ConfigError(
                 f"config.scheduler.policy: {config.policy!r} needs the true lengths, which only launch/simulate.py "
                 "knows; use 'cmlfq' here"

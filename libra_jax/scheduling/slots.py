@@ -22,11 +22,11 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, paths
+from libra_jax.scheduling import buckets, paths
 
 AGES_SLACK = 1024
 """Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
@@ -39,8 +39,39 @@ UNPLANNED = (ENGINE_LOST, protocols.MoveReason.PREEMPTED, AGING)
 """Reasons of moves that are no choice of the policy between two instances, so that it expects no gain of them."""
 
 
-Learner = evidence.Evidence | paths.PathStatistics
-"""Learns from finished requests how long others will be."""
+class Learner(Protocol):
+    """Learns from finished requests how long others will be. `evidence.Evidence` documents the methods."""
+
+    def start(
+        self,
+        prompt_id: str,
+        generated_tokens: int,
+        segment: int = 0,
+        earlier: paths.Track | None = None,
+        rollout_tokens: int = 0,
+    ) -> paths.Track:
+        """Returns the empty path of a request that has arrived."""
+        ...
+
+    def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
+        """Adds a tool return to a path."""
+        ...
+
+    def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool) -> None:
+        """Ends a path; its length is evidence for others if `learn`."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Returns JSON-able statistics."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Replaces the statistics by those of a snapshot."""
+        ...
+
+    def merge(self, snapshot: Mapping[str, Any]) -> None:
+        """Adds the statistics of another coordinator's snapshot."""
+        ...
 
 
 class SlotScheduler:
@@ -455,11 +486,17 @@ class SlotScheduler:
                 continue
             for other in self._near[bucket.level]:
                 while bucket.free > 0 and (first := other.queue.first()) is not None and self.serves(bucket, first[-1]):
-                    self._take(first[-1], self.pick(first[-1], bucket), OVERFLOW, placements)
+                    server = self.pick(first[-1], bucket)
+                    if not self.admits(first[-1], server):
+                        break
+                    self._take(first[-1], server, OVERFLOW, placements)
         # Last, because these requests give a cache up that the others do not have.
         for bucket in self.buckets:
             while bucket.free > 0 and (crowded := self._crowds.longest()) is not None:
                 first = crowded.queue.first()
                 if first is None or not self.serves(bucket, first[-1]):
                     break
-                self._take(first[-1], self.pick(first[-1], bucket), OVERFLOW, placements)
+                server = self.pick(first[-1], bucket)
+                if not self.admits(first[-1], server):
+                    break
+                self._take(first[-1], server, OVERFLOW, placements)

@@ -18,12 +18,12 @@ adds rollout and training. In the limit of many steps it is max(work / capacity,
 choose the groups of the first eta + 1 batches, so for them only what holds for every choice is used.
 
 Work is a lower bound on device-seconds. An engine step has b requests, p prefilled tokens and C tokens of context. It
-lasts `max(R, k (b + p)) + collectives + overhead + c C` (costs.py), where R is the time to read the weights (of
-experts, those that one token takes) and k the arithmetic of a token. Slots bound b by S, and the key-value cache bounds
-C by K. So for all theta and phi in [0, 1] the step lasts at least `b x + p z + C y` with
+lasts `max(R, k (b + p)) + collectives + overhead + s b + c C` (costs.py), where R is the time to read the weights (of
+experts, those that one token takes), k the arithmetic of a token and s the overhead of a request. Slots bound b by S,
+and the key-value cache bounds C by K. So for all theta and phi in [0, 1] the step lasts at least `b x + p z + C y` with
 
   z = theta k + collectives of a token in the largest step
-  x = z + phi F / S,    y = c + (1 - phi) F / K,    F = (1 - theta) R + overhead,
+  x = z + s + phi F / S,    y = c + (1 - phi) F / K,    F = (1 - theta) R + overhead,
 
 which gives every token a share of its own. Each token takes the degree with its smallest share. The best of a few
 (theta, phi) is kept, since each pair gives a valid bound. Weight updates, moves, pre-emption and faults only add
@@ -196,10 +196,10 @@ def token_shares(
 ) -> tuple[float, float, float]:
     """Returns the least device-seconds of a decoded token, of a prefilled token, and of a token of context in a
     decode step."""
-    chunk, overhead = model.coefficients.chunk_tokens, model.coefficients.step_overhead
+    chunk, overhead, request = model.coefficients.chunk_tokens, model.overhead(0), model.coefficients.sequence_overhead
     largest = slots + chunk
     prefill = theta * model.token_seconds(degree) + model.collective_seconds(degree, largest) / largest
     fixed = (1 - theta) * model.reading_seconds(degree, 1.0) + overhead
-    decode = prefill + phi * fixed / slots
+    decode = prefill + request + phi * fixed / slots
     context = model.context_seconds(degree) + (1 - phi) * fixed / model.kv_tokens(degree)
     return degree * decode, degree * prefill, degree * context

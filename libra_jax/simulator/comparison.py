@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import concurrent.futures
 import contextlib
@@ -22,7 +23,7 @@ from libra_jax import config as configuration
 from libra_jax import parent_death, protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.planning import costs
-from libra_jax.scheduling import baselines, registry
+from libra_jax.scheduling import known_lengths, registry
 from libra_jax.simulator import bound, faults, report, results, scripts, settings, traces, workloads, world
 
 Progress = Callable[[str], None]
@@ -67,18 +68,15 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
       DataError: the trace cannot be used; the message names file and line.
     """
     for policy in policies:
-        configuration.check_choice(policy, configuration.POLICIES, "scheduler.policy")
+        with_policy(run, policy)
     work = workload(run)
     if run.workload.fit_buckets and isinstance(work, traces.Replay):
         bounds = workloads.fitted_bounds(work, run.rollout.tensor_parallel)
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
     # Making each scheduler checks its settings.
     for policy in policies:
-        _scheduler(
-            with_policy(run, policy),
-            costs.SchedulingCosts(run.simulation.cost_model(run.model.lora)),
-            lambda request: 0,
-        )
+        given = with_policy(run, policy)
+        _scheduler(given, costs.SchedulingCosts(given.simulation.cost_model(run.model.lora)), lambda request: 0)
     # A trace sets the steps: those in which each of its prompts is replayed `passes` times, the last step in part.
     if isinstance(work, traces.Replay) and run.workload.passes:
         steps = -(-len(work.prompts) * run.workload.passes // run.coordinator.groups_per_step)
@@ -88,8 +86,39 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
 
 
 def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRun:
-    """Returns the same run under another policy."""
-    return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=policy))
+    """Returns the same run under another policy.
+
+    Args:
+      run: the run.
+      policy: name of the policy, and fields that it changes: "sticky:admission=cache+coordinator.max_concurrent=512". A
+        field without a group is one of `scheduler`.
+
+    Raises:
+      ConfigError: there is no such policy or field, or a value cannot be used; the message names the field.
+    """
+    name, _, changes = policy.partition(":")
+    configuration.check_choice(name, configuration.POLICIES, "scheduler.policy")
+    if not changes:
+        return dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, policy=name))
+    values = configuration.to_dict(run)
+    values["scheduler"]["policy"] = name
+    for change in changes.split("+"):
+        field, equals, text = change.partition("=")
+        *groups, leaf = field.split(".") if "." in field else ("scheduler", field)
+        at: Any = values
+        for group in groups:
+            at = at.get(group)
+            at = at if isinstance(at, dict) else {}
+        if not equals or leaf not in at:
+            raise protocols.ConfigError(
+                f"policy {policy!r}: {change!r} changes no field; write FIELD=VALUE, where FIELD is one of scheduler's "
+                "or has its group before it, as in coordinator.max_concurrent=512"
+            )
+        try:
+            at[leaf] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            at[leaf] = text
+    return configuration.parse(settings.SimulatedRun, values)
 
 
 def workload(run: settings.SimulatedRun) -> scripts.Workload:
@@ -125,11 +154,19 @@ def record(run: settings.SimulatedRun) -> list[Mapping[str, Any]]:
     return recorder.trace
 
 
-def entry(run: settings.SimulatedRun, result: results.Result | None = None) -> dict[str, Any]:
-    """Returns the entry of one policy under one seed in the output file; simulates the run if it has no result yet."""
+def entry(
+    run: settings.SimulatedRun, result: results.Result | None = None, policy: str | None = None
+) -> dict[str, Any]:
+    """Returns the entry of one policy under one seed in the output file.
+
+    Args:
+      run: the run, under its policy.
+      result: its result; None simulates it.
+      policy: name of the entry, with the fields that the policy changes; None takes that of the policy.
+    """
     result = result or simulate(run)
     return {
-        "policy": run.scheduler.policy,
+        "policy": policy or run.scheduler.policy,
         "seed": run.seed,
         "tokens_per_second": result.tokens_per_second,
         "step_seconds": result.step_summary(),
@@ -145,6 +182,10 @@ def entry(run: settings.SimulatedRun, result: results.Result | None = None) -> d
         "trained_tokens_mean": result.trained_tokens_mean,
         "wall_seconds": result.wall_seconds,
     }
+
+
+def _named_entry(run: tuple[settings.SimulatedRun, str]) -> dict[str, Any]:
+    return entry(run[0], policy=run[1])
 
 
 def bound_seconds(run: settings.SimulatedRun) -> float:
@@ -165,9 +206,9 @@ def compare(
       progress: receives a line about each run that ended.
     """
     seeded = [dataclasses.replace(run, seed=seed) for seed in seeds]
-    runs = [with_policy(one, policy) for policy in policies for one in seeded]
+    runs = [(with_policy(one, policy), policy) for policy in policies for one in seeded]
     entries = []
-    for number, made in enumerate(_each(entry, runs, jobs), start=1):
+    for number, made in enumerate(_each(_named_entry, runs, jobs), start=1):
         entries.append(made)
         progress(
             f"[{number}/{len(runs)}] {made['policy']}, seed {made['seed']}: "
@@ -222,7 +263,7 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
     return [(first, second) for first, second in pairs if place[first] > place[second]]
 
 
-def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: baselines.Remaining) -> Any:
+def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> Any:
     degrees = run.rollout.tensor_parallel
     believed = costs if run.simulation.scheduler_costs == "exact" else None  # None takes the costs of the config
     made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, degrees=degrees)

@@ -24,10 +24,10 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
-from libra_jax.scheduling import baselines
+from libra_jax.scheduling import known_lengths
 from libra_jax.simulator import branching, clock, engine, offload, results, scripts, trainer, training_side, trajectory
 
-MakeScheduler = Callable[[costs.SchedulingCosts, baselines.Remaining], protocols.Scheduler]
+MakeScheduler = Callable[[costs.SchedulingCosts, known_lengths.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 

@@ -12,6 +12,7 @@ scheduler    decisions a second, plain and compiled
 sandbox      Python calls a second
 search       queries of the search tool over a million passages
 planner      the search for a plan, by the number of accelerators
+machines     the cost model beside published decode steps of real engines
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from support import cli
 from absl import flags
 
 from benchmarks import parts
-from tests.benchmarks import adapters, coordinator, drain, moves, planner, relay, resize, sandbox, scheduler, search
+from tests.benchmarks import (
+    adapters,
+    coordinator,
+    drain,
+    machines,
+    moves,
+    planner,
+    relay,
+    resize,
+    sandbox,
+    scheduler,
+    search,
+)
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay and sandbox.", lower_bound=1)
 
@@ -45,6 +58,7 @@ PARTS: parts.Parts = {
     "sandbox": lambda: asyncio.run(sandbox.measure(_ROUNDS.value)),
     "search": lambda: asyncio.run(search.measure()),
     "planner": _planner,
+    "machines": machines.measure,
 }
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def test_a_scheduler_that_hears_of_all_instances_at_once_places_as_one_that_hear
 
     together = placed([every])
     assert together == placed([every[: count + 1] for count in range(len(every))])
-    assert len(together) >= 10  # some policies keep the wide ones free
+    # Some policies keep the wide ones free, and Heddle's requests wait for the instance of their rank.
+    assert len(together) >= (5 if policy == "heddle" else 10)
 
 
 def test_a_chunk_crosses_while_engines_load_the_one_before_and_the_trainers_host_waits_for_nobody():

@@ -16,7 +16,7 @@ INSTANCES = tuple(
 BOUNDS = (100, 1_000)
 AGEING = 50.0
 TOTAL = 3_000
-NEVER_IDLE = ("least_loaded", "round_robin", "sticky", "heddle", "length_predictor")
+NEVER_IDLE = ("least_loaded", "round_robin", "sticky", "length_predictor")
 """Policies that leave no slot free while anyone waits; the others may, up to the ageing bound (see their modules)."""
 
 STATES = st.builds(

@@ -188,7 +188,7 @@ def with_parent(policy: str, busy: int = 0) -> protocols.Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize("policy", ["cmlfq", "cmlfq_paper", "sticky", "heddle", "length_predictor", "mlfq"])
+@pytest.mark.parametrize("policy", ["cmlfq", "cmlfq_paper", "sticky", "sticky_cache", "length_predictor", "mlfq"])
 def test_a_child_goes_where_its_parents_long_context_is(policy):
     scheduler = with_parent(policy)
     assert place_of(scheduler.on_arrival(child("r", 1, 60_000), 2.0), "r+1") == SAME[-1].name

@@ -1,0 +1,64 @@
+"""Admission by the room in caches, for any policy, and limits on the live requests of an instance."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_machine import create, places
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+
+SMALL, LARGE = (protocols.Instance(name, 1, 24, cache_tokens=tokens) for name, tokens in (("s", 10_000), ("l", 40_000)))
+STATE = protocols.CausalState("bash", 10, "success")
+ANY_BUT_AUTHORS = [name for name in configuration.POLICIES if name != "cmlfq_authors"]
+
+
+def arrive(scheduler, name: str, context: int = 4_000) -> list[str]:
+    placed = scheduler.on_arrival(protocols.RequestInfo(name, f"prompt-{name}", 0, context), 0.0)
+    return [instance for request, instance in places(placed) if request == name]
+
+
+@pytest.mark.parametrize("policy", ANY_BUT_AUTHORS)
+def test_with_admission_by_cache_no_policy_fills_a_cache_beyond_its_share(policy):
+    scheduler = create(policy, (), admission="cache", cache_share=1.0)
+    scheduler.on_instance_change([SMALL], 0.0)
+    served = [name for name in "abcde" if arrive(scheduler, name)]
+    assert 1 <= len(served) <= 2
+    scheduler.on_tool_call(served[0], 5, 1.0)
+    assert not arrive(scheduler, "f"), "a request whose tool runs comes back to its context"
+    freed = scheduler.on_finish(served[0], 4_000, 2.0)
+    assert len(freed) == 1
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "sticky", "heddle", "mlfq"])
+def test_as_published_they_admit_by_slots(policy):
+    scheduler = create(policy, ())
+    scheduler.on_instance_change([SMALL], 0.0)
+    assert all(arrive(scheduler, name) for name in "abcdefgh")
+
+
+@pytest.mark.parametrize("policy", ANY_BUT_AUTHORS)
+def test_a_limit_on_live_requests_holds_while_tools_run(policy):
+    scheduler = create(policy, (), max_residents=2)
+    scheduler.on_instance_change([LARGE], 0.0)
+    assert [bool(arrive(scheduler, name, 10)) for name in "abc"] == [True, True, False]
+    assert scheduler.on_tool_call("a", 5, 1.0) == []
+    assert places(scheduler.on_finish("b", 5, 2.0)) == [("c", "l")]
+
+
+def test_sticky_cache_begins_where_there_is_most_room_and_stays():
+    scheduler = create("sticky_cache", ())
+    scheduler.on_instance_change([SMALL, LARGE], 0.0)
+    # An eighth of the large cache after the first, two fifths of the small one after the second.
+    assert [arrive(scheduler, name) for name in "abcd"] == [["s"], ["l"], ["l"], ["l"]]
+    scheduler.on_tool_call("a", 5, 1.0)
+    for name in "bcd":
+        scheduler.on_finish(name, 5, 1.0)
+    assert places(scheduler.on_tool_return("a", STATE, 8_000, 2.0)) == [("a", "s")]
+
+
+def test_an_unknown_admission_is_refused():
+    with pytest.raises(protocols.ConfigError, match=r"scheduler\.admission: 'cach' is not one of .*'cache'"):
+        configuration.SchedulerConfig(admission="cach")
+    with pytest.raises(protocols.ConfigError, match=r"scheduler\.max_residents: must not be negative"):
+        configuration.SchedulerConfig(max_residents=-1)
