@@ -65,6 +65,7 @@ CASES: tuple[Case, ...] = (
         Case(f"peer/{model}/{count}", "gpu.peer:grad_step", (MODELS[model], TOKENS[count][0]), 30.0, 120.0, "torch")
         for model, count in (("0.6B", "8k"), ("1.7B", "8k"), ("4B", "8k"), ("0.6B", "64k"), ("1.7B", "64k"))
     ),
+    Case("decode", "gpu.decode_step:measure", ("Qwen3-14B",), 30.0, 120.0, "decode"),
     Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, "quickstart"),
 )
 
