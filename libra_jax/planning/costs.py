@@ -36,9 +36,9 @@ class Coefficients:
     """Shares of a sheet's peaks that software reaches, and fixed times; each with its source.
 
     Attributes:
-      memory_share: share of memory bandwidth while a step reads the weights. 28 decode steps of 7 to 70 billion
-        parameters at degrees 1 to 8 on A100s (LambdaLabsML/vllm-benchmark, vLLM 0.6.0), fitted together with
-        `layer_overhead`: 0.79 (0.77 to 0.80 by bootstrap). Three steps on H100s ask for 0.93.
+      memory_share: share of memory bandwidth while a step reads the weights, on an A100; sheets have factors. 28
+        decode steps of 7 to 70 billion parameters at degrees 1 to 8 (LambdaLabsML/vllm-benchmark, vLLM 0.6.0), fitted
+        together with `layer_overhead`: 0.79 (0.77 to 0.80 by bootstrap).
       context_share: share of memory bandwidth while attention reads keys and values; gpt-fast (PyTorch blog
         "Accelerating Generative AI with PyTorch II", 2023) reads 0.69 in all.
       rollout_flops_share: share of peak FLOP/s in an engine's matrix products. lmdeploy's and TensorRT-LLM's tables of
@@ -260,7 +260,7 @@ class CostModel(RolloutTimes):
         """Returns the seconds that each token of decoding context adds to a step, for reading and multiplying its
         keys and values."""
         sheet, shape, share = self.sheet, self.shape, self.coefficients
-        rate = sheet.memory_bytes_per_second * share.context_share
+        rate = sheet.memory_bytes_per_second * min(1.0, share.context_share * sheet.memory_factor)
         read = self.kv_bytes_per_token / (min(degree, shape.num_kv_heads) * rate)
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         return max(read, flops / (degree * sheet.flops * share.rollout_flops_share))
@@ -279,8 +279,9 @@ class CostModel(RolloutTimes):
 
     def overhead(self, decoding: int) -> float:
         """Returns the seconds of a step that neither arithmetic nor memory explains."""
-        share = self.coefficients
-        return share.step_overhead + share.layer_overhead * self.shape.num_layers + share.sequence_overhead * decoding
+        known, sheet = self.coefficients, self.sheet
+        host = sheet.host_factor * (known.step_overhead + known.sequence_overhead * decoding)
+        return host + sheet.layer_factor * known.layer_overhead * self.shape.num_layers
 
     def attention_seconds(self, degree: int, new: int, cached: int) -> float:
         """Returns the seconds of causal attention while prefilling `new` tokens behind `cached` ones."""
@@ -317,7 +318,8 @@ class CostModel(RolloutTimes):
             # Expected share of a layer's experts that none of the tokens takes.
             idle = (1.0 - self.shape.experts_per_token / self.shape.num_experts) ** tokens
             read -= BYTES_PER_VALUE * self.expert_parameters * idle
-        return read / (degree * (self.sheet.memory_bytes_per_second * self.coefficients.memory_share))
+        share = min(1.0, self.coefficients.memory_share * self.sheet.memory_factor)
+        return read / (degree * self.sheet.memory_bytes_per_second * share)
 
     def collective_seconds(self, degree: int, tokens: float) -> float:
         """Returns the seconds of the all-reduces of one step: two a layer, of one hidden vector a token."""

@@ -1,4 +1,4 @@
-"""Hardware sheets: what the vendors publish about an accelerator; nothing is fitted.
+"""Hardware sheets: what the vendors publish about an accelerator. Only the last three fields come from measurements.
 
 Rates are peaks; the cost model that reads a sheet knows what share of a peak an operation reaches. Link rates are
 those of one direction. Vendors often quote the sum of both directions, which a collective never gets.
@@ -45,6 +45,9 @@ class HardwareSheet:
       host_link_bytes_per_second: bandwidth between an accelerator and its host's memory, in one direction; 0 if the
         sheet does not know it.
       host_memory_bytes: an accelerator's share of its host's memory, in bytes; 0 if the sheet does not know it.
+      memory_factor: share of its memory bandwidth that a decode step reaches, over that of an A100.
+      layer_factor: time that each layer adds to a decode step, over that of an A100.
+      host_factor: time of the host's work for a step, over that of a host with A100s.
     """
 
     name: str
@@ -56,7 +59,16 @@ class HardwareSheet:
     devices_per_node: int
     host_link_bytes_per_second: float = 0.0
     host_memory_bytes: float = 0.0
+    memory_factor: float = 1.0
+    layer_factor: float = 1.0
+    host_factor: float = 1.0
 
+
+HOPPER = {"memory_factor": 1.06, "layer_factor": 0.7, "host_factor": 0.3}
+"""Factors of Hopper GPUs, relative to the coefficients that A100s ask for (`costs.Coefficients`). Matrix products of a
+decode step of Qwen3-14B on one H100 read 0.84 of its bandwidth and take 32 microseconds a layer besides
+(docs/results/machines.md); attention's kernels add to that. The host's factor makes published steps of vLLM on H100s
+right in the mean."""
 
 SHEETS = (
     # NVIDIA A100 80 GB SXM datasheet: 312 TFLOPS bf16, 2,039 GB/s, NVLink 600 GB/s in both directions.
@@ -67,15 +79,15 @@ SHEETS = (
     HardwareSheet("a800", 312e12, 2.039e12, 80e9, 200e9, 25e9, 8, 32e9, 250e9),
     # NVIDIA H100 SXM datasheet: 1,979 TFLOPS bf16 with sparsity, half of it dense; 3.35 TB/s; NVLink 900 GB/s in both
     # directions. DGX H100 datasheet: eight 400 Gb/s adapters, 2 TB of memory, PCIe 5.0 x16 to each GPU.
-    HardwareSheet("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 8, 64e9, 250e9),
+    HardwareSheet("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 8, 64e9, 250e9, **HOPPER),
     # NVIDIA H800 SXM: the H100's silicon with NVLink cut to 400 GB/s in both directions; node of eight 400 Gb/s
     # adapters (both: lmsys.org blog of 19 September 2025). Host as the DGX H100's.
-    HardwareSheet("h800", 989e12, 3.35e12, 80e9, 200e9, 50e9, 8, 64e9, 250e9),
+    HardwareSheet("h800", 989e12, 3.35e12, 80e9, 200e9, 50e9, 8, 64e9, 250e9, **HOPPER),
     # NVIDIA H20: 148 TFLOPS bf16, 96 GB at 4.0 TB/s, NVLink 900 GB/s in both directions; node of four 400 Gb/s adapters
     # (the same blog). Host as the DGX H100's.
-    HardwareSheet("h20", 148e12, 4.0e12, 96e9, 450e9, 25e9, 8, 64e9, 250e9),
+    HardwareSheet("h20", 148e12, 4.0e12, 96e9, 450e9, 25e9, 8, 64e9, 250e9, **HOPPER),
     # NVIDIA H200 SXM datasheet: the H100's arithmetic and links with 141 GB at 4.8 TB/s. DGX H200: eight 400 Gb/s.
-    HardwareSheet("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 8, 64e9, 250e9),
+    HardwareSheet("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 8, 64e9, 250e9, **HOPPER),
     # Google Cloud documentation, "TPU v5e": 197 TFLOPs bf16, 16 GB at 819 GB/s, interchip links of 400 GB/s in both
     # directions, 8 chips a host with two 100 Gb/s adapters.
     HardwareSheet("v5e", 197e12, 819e9, 16e9, 200e9, 3.125e9, 8),

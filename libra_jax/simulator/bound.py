@@ -196,7 +196,7 @@ def token_shares(
 ) -> tuple[float, float, float]:
     """Returns the least device-seconds of a decoded token, of a prefilled token, and of a token of context in a
     decode step."""
-    chunk, overhead, request = model.coefficients.chunk_tokens, model.overhead(0), model.coefficients.sequence_overhead
+    chunk, overhead, request = model.coefficients.chunk_tokens, model.overhead(0), model.overhead(1) - model.overhead(0)
     largest = slots + chunk
     prefill = theta * model.token_seconds(degree) + model.collective_seconds(degree, largest) / largest
     fixed = (1 - theta) * model.reading_seconds(degree, 1.0) + overhead

@@ -18,6 +18,20 @@ def test_decode_steps_on_a100s_are_within_a_fifth_on_average_and_unbiased():
     assert abs(bias) < 0.05
 
 
+def test_decode_steps_on_h100s_are_within_an_eighth_on_average():
+    error, bias = machines.errors([step for step in machines.steps() if step.accelerator == "h100"])
+    assert error < 0.125
+    assert abs(bias) < 0.05
+
+
+@pytest.mark.parametrize(("degree", "milliseconds"), {1: 11.2, 2: 6.31, 4: 3.73, 8: 2.54}.items())
+def test_a_step_on_an_h100_takes_the_products_that_were_measured_and_little_more(degree, milliseconds):
+    """Measured: matrix products, norms and activations of one sequence in a CUDA graph (docs/results/machines.md)."""
+    model = machines.cost_model("h100", "Qwen3-14B")
+    step = 1e3 * (model.fixed_seconds(degree, 1) - model.collective_seconds(degree, 1))
+    assert milliseconds < step < 1.4 * milliseconds
+
+
 @pytest.mark.parametrize("lengths", machines.CONTRAST)
 def test_degrees_differ_as_published_for_short_and_long_outputs(lengths):
     _, _, _, published_narrow, published_wide = machines.CONTRAST[lengths]
