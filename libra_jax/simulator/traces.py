@@ -99,16 +99,31 @@ class Replay:
         return sibling(recorded[sample % len(recorded)], self.sigma, self.max_context, rng)
 
 
-def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool = True) -> Replay:
+PARTS = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+"""Parts of a trace's prompts, so that what was chosen on one part can be judged on the other."""
+
+
+def load(path: Path, *, seed: int, sigma: float, max_context: int, shuffle: bool = True, part: str = "all") -> Replay:
     """Returns a replay of the trace at `path`; trajectories of one prompt become siblings.
 
+    Args:
+      path: file of the trace.
+      seed: `Replay.seed`.
+      sigma: `Replay.sigma`.
+      max_context: `Replay.max_context`.
+      shuffle: `Replay.shuffle`.
+      part: prompts that are replayed, one of `PARTS`, counted in the order of the file.
+
     Raises:
-      DataError: as for `read`.
+      DataError: as for `read`, or no prompt is left.
     """
     prompts: dict[str, list[scripts.Script]] = {}
     for prompt_id, script in read(path):
         prompts.setdefault(prompt_id, []).append(script)
-    return Replay(tuple(tuple(group) for group in prompts.values()), seed, sigma, max_context, shuffle)
+    chosen = list(prompts.values())[PARTS[part]]
+    if not chosen:
+        raise protocols.DataError(f"{path}: its {part} prompts are none; it has {len(prompts)} in all")
+    return Replay(tuple(tuple(group) for group in chosen), seed, sigma, max_context, shuffle)
 
 
 def sibling(script: scripts.Script, sigma: float, max_context: int, rng: random.Random) -> scripts.Script:

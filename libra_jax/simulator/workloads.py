@@ -256,11 +256,13 @@ class WorkloadConfig:
     variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
     shuffle: bool = True  # trace: new order of prompts for each pass; False keeps the file's order
     passes: int = 1  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
+    part: str = "all"  # trace: prompts that are replayed: all, even or odd ones in the order of the file
     fit_buckets: bool = False  # trace: fits scheduler.max_remaining_tokens to the trace's lengths (`fitted_bounds`)
 
     def __post_init__(self) -> None:
         configuration.check_choice(self.shape, (*SHAPES, "trace"), "workload.shape")
         configuration.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
+        configuration.check_choice(self.part, tuple(traces.PARTS), "workload.part")
         configuration.check(self.passes >= 0, "workload.passes", f"must not be negative, not {self.passes}")
         configuration.check(
             self.shape != "trace" or bool(self.trace),
@@ -321,7 +323,9 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
     if config.trace:
         sigma = traces.WITHIN_PROMPT_SIGMA * config.variation
         path = Path(config.trace)
-        return traces.load(path, seed=seed, sigma=sigma, max_context=max_context, shuffle=config.shuffle)
+        return traces.load(
+            path, seed=seed, sigma=sigma, max_context=max_context, shuffle=config.shuffle, part=config.part
+        )
     return Synthetic(config.shape, seed, tasks, config.variation)
 
 

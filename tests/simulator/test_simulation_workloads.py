@@ -165,6 +165,17 @@ def test_recorded_trajectories_come_first_and_as_they_were(write):
     assert workload.script(2, 0) == first
 
 
+def test_the_two_parts_of_a_trace_share_no_prompt_and_hold_them_all(write):
+    path = write(*(record(f"{index}/0", str(index), (index + 1, 1)) for index in range(5)))
+    even, odd = (
+        traces.load(path, seed=0, sigma=0.0, max_context=1_000, part=part, shuffle=False) for part in ("even", "odd")
+    )
+    assert [even.script(index, 0).generated_tokens for index in range(3)] == [2, 4, 6]
+    assert [odd.script(index, 0).generated_tokens for index in range(2)] == [3, 5]
+    with pytest.raises(protocols.DataError, match="its odd prompts are none; it has 1 in all"):
+        traces.load(write(record()), seed=0, sigma=0.0, max_context=1_000, part="odd")
+
+
 def test_every_epoch_replays_every_prompt_once_in_another_order(write):
     workload = replay(write(*(record(f"{index}/0", str(index), (index + 1, 1)) for index in range(20))))
     epochs = [[workload.script(20 * epoch + index, 0).generated_tokens for index in range(20)] for epoch in range(2)]
