@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.agents import guarded, progress, resolving
+from libra_jax.agents import guarded, progress, resolving, wire
 from libra_jax.agents.rewards import scoring
 
 
@@ -296,6 +296,9 @@ class _Rollout:
             # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
             turn.tool = "+".join(sorted({answer.tool for answer in answers}))
             turn.status = max((answer.status for answer in answers), key=_FROM_BEST.index)
+            turn.call = "+".join(sorted({answer.call for answer in answers if answer.call}))
+            errors = (each.error or wire.error(each.content) for each in answers if each.status != "success")
+            turn.error = next(filter(None, errors), "")
         # Of several concurrent returns, some may include waits for others.
         told = answers[0].seconds if len(answers) == 1 else 0.0
         # A replayed turn keeps the seconds that it took the first time.
@@ -331,7 +334,7 @@ class _Rollout:
         turn = self.trajectory.turns[self.walk.turn]
         if not answers or turn.tool is None or turn.status is None:
             return protocols.CausalState("environment", len(tokens), "success")
-        return protocols.CausalState(turn.tool, len(tokens), turn.status)
+        return protocols.CausalState(turn.tool, len(tokens), turn.status, turn.call, turn.error)
 
     # The end ----------------------------------------------------------------------------------------------------
 
@@ -387,7 +390,7 @@ def turn_metrics(turns: Sequence[protocols.Turn], reward: float, finish: str) ->
 def returns(turns: Sequence[protocols.Turn]) -> tuple[protocols.CausalState, ...]:
     """Returns what the tools of these turns returned, in order."""
     return tuple(
-        protocols.CausalState(turn.tool, turn.payload_tokens, turn.status)
+        protocols.CausalState(turn.tool, turn.payload_tokens, turn.status, turn.call, turn.error)
         for turn in turns
         if turn.tool is not None and turn.status is not None
     )

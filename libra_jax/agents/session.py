@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import lines, loop, outputs
+from libra_jax.agents import lines, loop, outputs, wire
 
 ReadStatus = Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]
 """Reads tool and outcome from a message (`protocols.ReadsStatus.status`)."""
@@ -259,12 +259,18 @@ class Session:
         """Returns what the messages after the line's last output say of its tools. Records it in the output's turn."""
         calls = {call.call_id: call for call in line.messages[line.outputs[-1].messages - 1].tool_calls}
         found: list[tuple[str, protocols.ToolStatus]] = []
+        did: set[str] = set()
+        errors: list[str] = []
         for message in added:
-            read = self._read_status(calls.get(message.tool_call_id), message)
+            made = calls.get(message.tool_call_id)
+            read = self._read_status(made, message)
             if read is not None:
                 tool, outcome = read
                 marked = message.tool_call_id in failed_calls and outcome == "success"
                 found.append((tool, "failure" if marked else outcome))
+                did.add(wire.call(made))
+                if found[-1][1] != "success":
+                    errors.append(wire.error(message.content))
         turn = line.segment.turns[len(line.outputs) - 1]
         turn.payload_tokens = payload_tokens
         # A replayed turn keeps the seconds that it took the first time.
@@ -274,7 +280,8 @@ class Session:
         # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
         worst = max((status for _, status in found), key=_FROM_BEST.index)
         turn.tool, turn.status = "+".join(sorted({tool for tool, _ in found})), worst
-        return protocols.CausalState(turn.tool, payload_tokens, worst)
+        turn.call, turn.error = "+".join(sorted(filter(None, did))), next(filter(None, errors), "")
+        return protocols.CausalState(turn.tool, payload_tokens, worst, turn.call, turn.error)
 
     # Outputs --------------------------------------------------------------------------------------------------------
 

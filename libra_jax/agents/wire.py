@@ -51,6 +51,46 @@ def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple
     return name, "failure" if failed else "success"
 
 
+_ERROR = re.compile(r"\b([A-Z][A-Za-z]{0,60}(?:Error|Exception))\b")
+
+_ERROR_ENDS = 2_000
+"""Characters at the end of a return that are searched for the name of an error."""
+
+_CALLS = (
+    ("test", re.compile(r"\b(pytest|unittest|tox|nox|ctest|jest|(npm|go|cargo|make|mvn) (run )?test)\b|\btests?[/_]")),
+    ("edit", re.compile(r"\bsed\s+-i|<<\s*\S|\btee\b|\bpatch\b|\bgit apply\b|(?<![0-9&>])>{1,2}\s*[\w./~]")),
+    ("install", re.compile(r"\b(pip3?|uv|conda|apt|apt-get|npm|yarn|cargo) (-\S+ )*(install|add|i)\b")),
+    ("read", re.compile(r"^\s*(cd \S+\s*(&&|;)\s*)?(ls|cat|head|tail|grep|rg|find|wc|file|tree|sed|awk|pwd|stat)\b")),
+)
+"""What commands do, the first that fits."""
+
+
+def error(text: str) -> str:
+    """Returns the class of the error that the return of a failed call names, by the usual conventions; or nothing.
+
+    The last name of an exception counts ("ImportError"), and else an exit status ("exit 1").
+    """
+    found = _ERROR.findall(text[-_ERROR_ENDS:])
+    if found:
+        return str(found[-1])
+    exits = _EXIT.search(text[-_ERROR_ENDS:])
+    return f"exit {exits.group(1)}" if exits is not None and int(exits.group(1)) else ""
+
+
+def call(made: protocols.ToolCall | None) -> str:
+    """Returns what a call that runs a command does: test, edit, install or read; nothing for all others."""
+    if made is None or len(made.arguments) > 2**20:
+        return ""
+    try:
+        arguments = json.loads(made.arguments)
+    except (ValueError, RecursionError):
+        return ""
+    command = arguments.get("command", arguments.get("cmd")) if isinstance(arguments, Mapping) else None
+    if not isinstance(command, str):
+        return ""
+    return next((name for name, pattern in _CALLS if pattern.search(command[:_ERROR_ENDS])), "")
+
+
 def _says_error(text: str) -> bool:
     if not text.lstrip().startswith("{") or len(text) > 2**20:
         return False

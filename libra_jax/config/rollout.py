@@ -157,8 +157,8 @@ class SchedulerConfig:
     path_depth: int = 16  # tool returns of a path that a prefix tree distinguishes
     half_life: int = 4096  # finished trajectories after which unrenewed evidence weighs half
     learnt_from: tuple[str, ...] = ()  # workdirs of other runs, whose schedulers' evidence this run starts with
-    # cmlfq, heddle: what predicts the tokens left. causes: tool returns, siblings, tokens so far; blind: without tool
-    # returns; mean: one distribution of lengths for all requests, and the tokens so far.
+    # cmlfq, heddle: what predicts the tokens left. causes: tool returns, the course of turns, siblings, tokens so far;
+    # blind: without what tools returned; mean: one distribution of lengths for all requests, and the tokens so far.
     evidence: str = "causes"
     # Segments of a rollout (summarised histories, sub-agents). related: a segment goes where its parent's context is,
     # and learns from the rollout's earlier ones; independent: as a request that has nothing to do with the others.

@@ -219,7 +219,11 @@ def trace_record(trajectory: protocols.Trajectory, group: protocols.Group, step:
                 "start_seconds": turn.start_seconds,
             }
         )
-        # Left out otherwise, because moves are rare and traces long.
+        # Left out if unknown: most calls have none of them, and traces are long.
+        if turn.call:
+            turns[-1]["call"] = turn.call
+        if turn.error:
+            turns[-1]["error"] = turn.error
         if turn.moves:
             turns[-1]["moves"] = [
                 {

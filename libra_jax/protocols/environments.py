@@ -19,12 +19,16 @@ class ToolReturn:
       status: outcome of the call.
       content: text that the policy sees.
       seconds: seconds that the tool ran.
+      call: what the call did, as `CausalState.call`; empty if the tool's name tells.
+      error: class of its error, as `CausalState.error`; empty takes the one that the content of a failure names.
     """
 
     tool: str
     status: ToolStatus
     content: str
     seconds: float = 0.0
+    call: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,15 @@ class CausalState:
       tool: name of the tool.
       payload_tokens: tokens that the return appended to the context.
       status: outcome of the call.
+      call: what the call did, such as "edit" or "test", where a tool's name does not tell; empty if unknown.
+      error: class of the error that the return names, such as "ImportError" or "exit 1"; empty if none is known.
     """
 
     tool: str
     payload_tokens: int
     status: ToolStatus
+    call: str = ""
+    error: str = ""
 
 
 @dataclass
@@ -104,6 +108,8 @@ class Turn:
       tool_seconds: time the tool took after the output had ended, or several together, without the wait for what they
         need (`Queued`); after one that calls none, the environment's step, scoring for example.
       start_seconds: event-loop time at which the turn's generation was asked for.
+      call: what the call did (`CausalState.call`); of several, all that are known, joined by "+".
+      error: class of the error that the return names (`CausalState.error`); of several, the first that is known.
       moves: moves after which other instances went on with the output, in order.
     """
 
@@ -114,6 +120,8 @@ class Turn:
     tool_seconds: float = 0.0
     start_seconds: float = 0.0
     moves: tuple[Move, ...] = ()
+    call: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -363,6 +371,9 @@ class TurnRecord(TypedDict):
     payload_tokens: int
     tool_seconds: float
     start_seconds: float
+    call: NotRequired[str]
+    """Left out if unknown, like `error`."""
+    error: NotRequired[str]
     moves: NotRequired[list[MoveRecord]]
     """Left out if the request did not move."""
     segment: NotRequired[int]

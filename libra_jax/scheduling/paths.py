@@ -11,7 +11,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import prefix_tree
+from libra_jax.scheduling import correction, prefix_tree
 
 SMALLEST_BITS = 6
 """Payloads below 2**6 tokens share class 0: a number or a short message says the same at any such size."""
@@ -84,6 +84,7 @@ class Track:
       largest: size class of the largest payload.
       hazard: its own part of the prompt's hazard.
       predicted: return to (logarithm of the siblings' factor, mean predicted without the factor).
+      course: its predictions, and counts over its returns.
     """
 
     place: Hashable
@@ -97,6 +98,7 @@ class Track:
     largest: int = 0
     hazard: float = 0.0
     predicted: dict[int, tuple[float, float]] = field(default_factory=dict)
+    course: correction.Course = field(default_factory=correction.Course)
 
     @property
     def teaches(self) -> bool:

@@ -4,12 +4,16 @@ At each tool return after which the policy wrote on, the tokens from there to th
 uses what the scheduler of a run would have known: trajectories that had ended by then. Those of a step are taken to
 begin together and to be generated at one speed. The first step is learnt from and not judged. Three *buckets* of about
 equally many returns stand for those of a layout.
+
+How much more the evidence tells than one distribution of lengths for all requests (`evidence=mean`) is measured in
+bits a return: by how much the logarithm of the probability of what came true is larger (`mixture.loss`).
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
+import dataclasses
 import itertools
 import math
 import operator
@@ -19,12 +23,15 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, paths, prefix_tree
+from libra_jax.scheduling import evidence, mixture, paths, prefix_tree
 
 BUCKETS = 3
 
 STEP_TRAJECTORIES = 64
 """Trajectories that count as a training step if a trace does not tell its steps."""
+
+COVERED = 0.775
+"""Probability of a sketch between the first of its quantiles and the last but one, whose levels are 0.1 and 0.875."""
 
 NO_TOOL = "environment"
 """The agent loop's name for the return of an output that called no tool and did not end the rollout."""
@@ -83,6 +90,9 @@ class PredictionQuality:
       by_path: share whose bucket is the likeliest one by all that C-MLFQ knows: the path, its siblings, their ends.
       path_explained: share of the variance that its mean prediction explains; below 0 it is worse than a constant.
       confusion: returns by true bucket (rows) and by the bucket that C-MLFQ named (columns).
+      bits: bits a return that its predictions are better than those of one distribution for all requests.
+      bits_error: standard error of `bits`, over prompts.
+      covered: share of returns whose remainder lies between the quantiles that should hold `COVERED` of them.
     """
 
     states: tuple[State, ...]
@@ -94,6 +104,9 @@ class PredictionQuality:
     by_path: float
     path_explained: float
     confusion: tuple[tuple[int, ...], ...]
+    bits: float
+    bits_error: float
+    covered: float
 
 
 def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
@@ -105,7 +118,13 @@ def rollouts(record: Mapping[str, Any]) -> list[Rollout]:
     found = []
     for turns in by_segment.values():
         returns = tuple(
-            protocols.CausalState(turn.get("tool") or NO_TOOL, turn["payload_tokens"], turn.get("status") or "success")
+            protocols.CausalState(
+                turn.get("tool") or NO_TOOL,
+                turn["payload_tokens"],
+                turn.get("status") or "success",
+                turn.get("call") or "",
+                turn.get("error") or "",
+            )
             for turn in turns[:-1]
         )
         generated = tuple(turn["generated_tokens"] for turn in turns)
@@ -132,12 +151,14 @@ def measure(
     ranks = (len(every) * part // BUCKETS for part in range(1, BUCKETS))
     # A bound at the largest value would leave the bucket above it empty.
     judge = _Judge(tuple(sorted({every[max(0, rank - 1)] for rank in ranks} - {every[-1]})))
-    known = evidence.Evidence(config or configuration.SchedulerConfig())
+    config = config or configuration.SchedulerConfig()
+    known = evidence.Evidence(config)
+    plain = evidence.Evidence(dataclasses.replace(config, evidence="mean"))
     steps = [at // STEP_TRAJECTORIES if one.step is None else one.step for at, one in enumerate(rollouts)]
     # Grouped without sorting: the file's order is the order of training, and nothing may be learnt before its time.
     by_step = itertools.groupby(zip(steps, rollouts, strict=True), key=operator.itemgetter(0))
     for number, (_, step) in enumerate(by_step):
-        judge.take_step([one for _, one in step], known, judged=number > 0)
+        judge.take_step([one for _, one in step], known, plain, judged=number > 0)
     return judge.quality(left)
 
 
@@ -163,10 +184,22 @@ class _Judge:
         self._confusion = [[0] * size for _ in range(size)]
         self._right_by_state = 0
         self._sum = self._squares = self._errors = 0.0
+        self._covered = 0
+        self._saved: dict[str, list[float]] = collections.defaultdict(list)  # bits of each return, by prompt
 
-    def take_step(self, step: Sequence[Rollout], known: evidence.Evidence, *, judged: bool) -> None:
-        """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends."""
+    def take_step(
+        self, step: Sequence[Rollout], known: evidence.Evidence, plain: evidence.Evidence, *, judged: bool
+    ) -> None:
+        """Predicts what is left at each return of a step's rollouts, and learns from each rollout when it ends.
+
+        Args:
+          step: the rollouts.
+          known: the evidence that is judged.
+          plain: one distribution for all requests.
+          judged: whether the predictions count.
+        """
         tracks = [known.start(one.prompt_id, 0) for one in step]
+        others = [plain.start(one.prompt_id, 0) for one in step]
         marks = [list(itertools.accumulate(one.generated)) for one in step]
         # By tokens generated: rollouts of a step run side by side at one speed, so this is the order in time.
         events = ((mark, place, turn) for place, ends in enumerate(marks) for turn, mark in enumerate(ends))
@@ -174,14 +207,14 @@ class _Judge:
             one, track = step[place], tracks[place]
             if turn == len(one.returns):  # the last output ends the rollout
                 known.finish(track, generated)
+                plain.finish(others[place], generated)
                 for state, remaining in zip(one.returns, _remaining(one), strict=True):
                     self._after[paths.causal_key(state)][bisect.bisect_left(self._bounds, remaining)] += 1
                 continue
             known.observe(track, one.returns[turn], generated)
-            # Not even asked in the first step: a prediction is kept in the track and teaches when the track ends.
+            sketch, remaining = known.predict(track, generated), marks[place][-1] - generated
             if not judged:
                 continue
-            sketch, remaining = known.predict(track, generated), marks[place][-1] - generated
             bucket = bisect.bisect_left(self._bounds, remaining)
             likely = [0.0] * (len(self._bounds) + 1)
             for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True):
@@ -191,6 +224,11 @@ class _Judge:
             seen = self._after[paths.causal_key(one.returns[turn])]
             self._right_by_state += bucket == seen.index(max(seen))
             expected = sum(tokens * mass for tokens, mass in zip(sketch, prefix_tree.MASSES, strict=True))
+            truth = math.log2(1.0 + remaining)
+            typical = plain.predict(others[place], generated)
+            saved = mixture.loss(mixture.logs_of(typical), truth) - mixture.loss(mixture.logs_of(sketch), truth)
+            self._saved[one.prompt_id].append(saved)
+            self._covered += sketch[0] <= remaining <= sketch[-2]
             self._sum += remaining
             self._squares += remaining**2
             self._errors += (remaining - expected) ** 2
@@ -224,7 +262,19 @@ class _Judge:
             # Rounding leaves a spread of about 1e-16 of the squares where all lengths are the same.
             path_explained=1.0 - self._errors / spread if spread > 1e-9 * self._squares else math.nan,
             confusion=tuple(map(tuple, confusion)),
+            bits=sum(map(sum, self._saved.values())) / count if count else math.nan,
+            bits_error=self._bits_error(count),
+            covered=self._covered / count if count else math.nan,
         )
+
+    def _bits_error(self, count: int) -> float:
+        """Returns the standard error of the bits saved a return; returns of one prompt are not independent."""
+        saved, prompts = self._saved.values(), len(self._saved)
+        if prompts < 2:
+            return math.nan
+        mean = sum(map(sum, saved)) / count
+        squares = sum((sum(bits) - mean * len(bits)) ** 2 for bits in saved)
+        return math.sqrt(prompts / (prompts - 1) * squares) / count
 
 
 def _remaining(one: Rollout) -> list[int]:

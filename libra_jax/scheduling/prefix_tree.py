@@ -72,7 +72,7 @@ class Node:
 
     def add(self, sample: int, window: int, stamp: int, half_life: float) -> None:
         """Adds a sample (tokens) of the tree's trajectory number `stamp`; the oldest leaves a full window."""
-        samples = self.samples
+        samples, ordered = self.samples, self._ordered
         mass = self.mass
         if stamp != self.stamp:  # earlier samples are discounted to the present before this one counts 1
             mass *= 0.5 ** ((stamp - self.stamp) / half_life)
@@ -83,12 +83,15 @@ class Node:
             if count < SETTLED_SAMPLES:
                 self.due = 0  # the blend is renewed at the next prediction
         else:
+            if ordered is not None:
+                del ordered[bisect.bisect_left(ordered, samples[self._next])]
             samples[self._next] = sample
             self._next = (self._next + 1) % window
             # No window weighs more than the samples that it holds.
             self.mass = mass + 1.0 if mass + 1.0 < window else float(window)
         self._changes += 1
-        self._ordered = None
+        if ordered is not None:
+            bisect.insort(ordered, sample)
 
     @property
     def oldest_first(self) -> list[int]:
@@ -117,12 +120,21 @@ class Node:
         count = len(ordered)
         return (count - bisect.bisect_right(ordered, tokens) or 0.5) / count if count else 1.0
 
+    def median_left(self, after: int) -> float:
+        """Returns the median of what is left `after` tokens later; `after` itself if no sample lasted that long."""
+        ordered = self._ordered or self.ordered()
+        shorter, count = bisect.bisect_right(ordered, after), len(ordered)
+        return float(ordered[(shorter + count - 1) // 2] - after if shorter < count else after)
+
     def sketch(self, after: int = 0) -> Sketch:
         """Returns quantiles at `LEVELS` of what is left `after` tokens later; empty if no sample lasted that long."""
         if after:
-            ordered = self.ordered()
-            longer = ordered[bisect.bisect_right(ordered, after) :]
-            return tuple(value - after for value in sketch_of(longer)) if longer else ()
+            ordered = self._ordered or self.ordered()
+            shorter = bisect.bisect_right(ordered, after)
+            count = len(ordered) - shorter
+            if not count:
+                return ()
+            return tuple([float(ordered[shorter + max(0, math.ceil(level * count) - 1)] - after) for level in LEVELS])
         # At the start they may lag behind by 1 / 8 of the window, which spares a sort a sample.
         if self.samples and (not self._sketch or self._changes * 8 > len(self.samples)):
             self._changes = 0
@@ -130,7 +142,7 @@ class Node:
         return self._sketch
 
 
-def sketch_of(ordered: Sequence[int]) -> Sketch:
+def sketch_of(ordered: Sequence[float]) -> Sketch:
     """Returns the nearest-rank quantiles at `LEVELS` of an ascending sequence that is not empty."""
     count = len(ordered)
     return tuple(float(ordered[max(0, math.ceil(level * count) - 1)]) for level in LEVELS)
@@ -142,6 +154,7 @@ class PrefixTree:
 
     Attributes:
       window: samples that a node keeps.
+      root_window: samples that the root keeps; 0 takes `window`.
       nodes: most nodes, the root included.
       depth: most edges of a path; deeper states are evidence of their ancestors only.
       half_life: trajectories after which evidence that was not renewed weighs half.
@@ -153,6 +166,7 @@ class PrefixTree:
     nodes: int = 50_000
     depth: int = 16
     half_life: float = 4096.0
+    root_window: int = 0
     root: Node = field(default_factory=Node, init=False)
     clock: int = field(default_factory=int, init=False)
     # The least recently used first; the root is never evicted.
@@ -170,7 +184,7 @@ class PrefixTree:
         """
         self.clock += 1
         node, window, clock, half_life = self.root, self.window, self.clock, self.half_life
-        node.add(remaining[0], window, clock, half_life)
+        node.add(remaining[0], self.root_window or window, clock, half_life)
         for edge, sample in zip(path[: self.depth], remaining[1:], strict=False):
             node = self._child(node, edge)
             node.add(sample, window, clock, half_life)
@@ -223,8 +237,8 @@ class PrefixTree:
             for edge in path[: self.depth]:
                 mine = self._child(mine, edge)
             if len(path) <= self.depth:
-                weight = min(float(self.window), self.weight(mine) + other.weight(node))
-                both = (node.oldest_first + mine.oldest_first)[-self.window :]
+                weight = min(float(self._window_of(mine)), self.weight(mine) + other.weight(node))
+                both = (node.oldest_first + mine.oldest_first)[-self._window_of(mine) :]
                 stamp = max(node.stamp + clock - other.clock, mine.stamp)
                 self._fill(mine, both, stamp, weight * 2.0 ** ((clock - stamp) / self.half_life))
             self.use(mine)
@@ -257,7 +271,7 @@ class PrefixTree:
             node = (
                 self.root if parent < 0 else self._child(made[parent], tuple(edge) if isinstance(edge, list) else edge)
             )
-            self._fill(node, samples[-self.window :], stamp, mass)
+            self._fill(node, samples[-self._window_of(node) :], stamp, mass)
             made.append(node)
         # A snapshot lists the most recently used first.
         for node in reversed(made[1:]):
@@ -266,10 +280,14 @@ class PrefixTree:
 
     def _fill(self, node: Node, samples: Iterable[int], stamp: int, mass: float) -> None:
         """Replaces a node's samples by these, the oldest first."""
-        node.samples, node._next, node._sketch = [], 0, ()
+        node.samples, node._next, node._sketch, node._ordered = [], 0, (), None
+        window = self._window_of(node)
         for sample in samples:
-            node.add(sample, self.window, stamp, self.half_life)
+            node.add(sample, window, stamp, self.half_life)
         node.stamp, node.mass = stamp, mass
+
+    def _window_of(self, node: Node) -> int:
+        return self.root_window or self.window if node is self.root else self.window
 
     def _child(self, node: Node, edge: Hashable) -> Node:
         if node.children is None:

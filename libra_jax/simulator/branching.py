@@ -188,6 +188,7 @@ class _Rollout:
         turn.tool_seconds = answer.seconds
         for returned in result.tool_returns:  # a script has one at most
             turn.tool, turn.status = returned.tool, returned.status
+            turn.call, turn.error = returned.call, returned.error
             turn.tool_seconds = returned.seconds or answer.seconds
         said = [protocols.Message("tool", returned.content) for returned in result.tool_returns]
         return len(self._tokenizer.render([*said, *result.messages], first=False, generation_prompt=True))
@@ -202,7 +203,8 @@ class _Rollout:
         tokens = self._record(segment, answer)
         self._show(segment, tokens)
         turn = segment.turns[-1]
-        state = protocols.CausalState(turn.tool or "environment", tokens, turn.status or "success")
+        status = turn.status or "success"
+        state = protocols.CausalState(turn.tool or "environment", tokens, status, turn.call, turn.error)
         await self._sampler.tool_returned(segment, state)
 
     def _finish(self, finish: str, reward: float) -> None:

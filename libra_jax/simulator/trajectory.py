@@ -424,9 +424,9 @@ class ScriptedEnvironment:
         payload = str(turn.payload_tokens)
         if turn.tool is None:
             return protocols.StepResult(messages=[protocols.Message("user", payload)])
-        return protocols.StepResult(
-            tool_returns=[protocols.ToolReturn(turn.tool, turn.status or "success", payload, turn.tool_seconds)]
-        )
+        status = turn.status or "success"
+        returned = protocols.ToolReturn(turn.tool, status, payload, turn.tool_seconds, turn.call, turn.error)
+        return protocols.StepResult(tool_returns=[returned])
 
     async def close(self) -> None:
         """Does nothing: the environment holds nothing."""

@@ -327,6 +327,13 @@ def verdicts(found: prediction_quality.PredictionQuality) -> list[str]:
         if found.bounds
         else "What is left is always the same: there is nothing to predict."
     )
+    if found.bounds and not math.isnan(found.bits):
+        error = "" if math.isnan(found.bits_error) else f" (standard error {found.bits_error:.2f})"
+        out.append(
+            f"A prediction by C-MLFQ is {found.bits:+z.2f} bits{error} better than one by the tokens so far alone. "
+            f"{_share(found.covered)} of the true lengths lie in a range that should hold "
+            f"{_share(prediction_quality.COVERED)}."
+        )
     if not math.isnan(found.path_explained):
         out.append(f"C-MLFQ's mean prediction accounts for {explained(found.path_explained)} of the variance.")
     return out

@@ -104,6 +104,9 @@ def _check_record(record: Mapping[str, Any], where: str) -> None:
         tool, status, seconds = turn.get("tool"), turn.get("status"), turn.get("tool_seconds")
         _check(tool is None or isinstance(tool, str), here, f'"tool" must be a string or null, not {tool!r}')
         _check(status is None or status in STATUSES, here, f'"status" must be one of {", ".join(STATUSES)} or null')
+        for name in ("call", "error"):
+            value = turn.get(name, "")
+            _check(isinstance(value, str), here, f'"{name}" must be a string, not {value!r:.40}')
         # bool is an int too.
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= MOST_SECONDS
         bounds = f"a number of at least 0 and at most {MOST_SECONDS:,.0f}"

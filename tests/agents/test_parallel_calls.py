@@ -93,6 +93,7 @@ def test_calls_that_run_one_after_another_took_the_seconds_of_all():
 @pytest.mark.parametrize("policy", ["cmlfq", "cmlfq_paper"])
 def test_a_trace_of_parallel_calls_replays_and_schedules(tmp_path, policy):
     trajectory, sampler = dialogue_doubles.attempt([BOTH, "done"], dialogue_doubles.make(*pair()))
+    trajectory.turns[0].call, trajectory.turns[0].error = "test", "ImportError"
     group = protocols.Group(0, doubles.task_of(), 0, [trajectory])
     file = files.LineFile(tmp_path / trace.TRACE_FILE, pytest.fail)
     file.append(reports.trace_record(trajectory, group, 1))
@@ -100,7 +101,8 @@ def test_a_trace_of_parallel_calls_replays_and_schedules(tmp_path, policy):
     replay = traces.load(tmp_path / "trace.jsonl", seed=0, sigma=0.0, max_context=1000)
     (first, last) = replay.script(0, 0).turns
     assert (first.tool, first.status, first.tool_seconds) == ("find+look", "success", pytest.approx(2.0))
-    assert last.tool is None
+    assert (first.call, first.error) == ("test", "ImportError")
+    assert (last.tool, last.call, last.error) == (None, "", "")
 
     scheduler = registry.create(config.SchedulerConfig(policy=policy))
     scheduler.on_instance_change([protocols.Instance("a", 1, 4)], 0.0)

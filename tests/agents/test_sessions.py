@@ -459,3 +459,17 @@ def test_an_error_of_the_engines_breaks_the_session():
         assert isinstance(one.broken.result(), protocols.WorkerLost)
 
     asyncio.run(test())
+
+
+def test_a_return_that_names_an_error_tells_it_to_the_scheduler():
+    async def test() -> None:
+        trajectory, writer = protocols.Trajectory("task/0", "task"), doubles.Writer(echo)
+        one = opened(writer, trajectory, max_context=2_000)
+        first = await ask(one, user("hello"))
+        await ask(one, user("hello"), first.message, tool("Traceback (most recent call last):\nImportError: no"))
+        one.close()
+        (told,) = [what for _, what in writer.events if isinstance(what, protocols.CausalState)]
+        assert (told.status, told.call, told.error) == ("failure", "", "ImportError")
+        assert (trajectory.turns[0].call, trajectory.turns[0].error) == ("", "ImportError")
+
+    asyncio.run(test())

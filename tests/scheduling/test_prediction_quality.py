@@ -39,11 +39,13 @@ def test_an_outcome_that_decides_everything_is_found_to():
         world(lambda rng, status: {"success": 10, "failure": 90}[status] + rng.randint(-2, 2))
     )
     assert found.explained > 0.99
-    assert found.path_explained > 0.9
+    assert found.path_explained > 0.85
     assert {state.status: round(state.mean) for state in found.states} == {"success": 10, "failure": 90}
     assert {state.status: state.p90 for state in found.states} == {"success": 12, "failure": 92}
     assert found.by_state > found.majority + 0.15
     assert found.by_path > found.majority + 0.15
+    assert found.bits > 1.0 > 10 * found.bits_error
+    assert found.covered > 0.6
 
 
 def test_an_outcome_that_says_nothing_is_found_to():
@@ -52,6 +54,23 @@ def test_an_outcome_that_says_nothing_is_found_to():
     assert found.by_state == pytest.approx(1 / 3, abs=0.05)
     assert found.by_path == pytest.approx(1 / 3, abs=0.05)
     assert found.path_explained < 0.05
+    assert abs(found.bits) < 0.08, "where nothing tells, predictions are nearly those of one distribution"
+    assert found.covered == pytest.approx(prediction_quality.COVERED, abs=0.05)
+
+
+def test_what_the_whole_course_shows_is_learnt():
+    """Each edit of a rollout leaves half as much to do, and no tool return tells how many there were before."""
+    rng = random.Random(3)
+    rollouts = []
+    for step in range(16):
+        for index in range(16):
+            left, turns = rng.randint(3_000, 6_000), []
+            for tool in rng.choices(("edit", "read"), k=6):
+                turns.append((20, tool, "success", 100))
+                left //= 2 if tool == "edit" else 1
+            rollouts.append(rollout(f"{step}/{index}", step, [*turns, (left + 60, None, None, 0)]))
+    found = prediction_quality.measure(rollouts)
+    assert found.bits > 0.1 > 2 * found.bits_error
 
 
 def test_nothing_of_a_trajectory_is_known_before_it_ends():
