@@ -213,7 +213,7 @@ def _read(folder: Path) -> Run:
             mesh=(config.trainer.data, config.trainer.fsdp, config.trainer.tensor),
             trainer=trainer,
             lengths=step.lengths,
-            demand=serving.Demand.of_trajectories(
+            demand=serving.Demand.in_order(
                 [script.prompt_tokens for script in step.scripts], [script.turns for script in step.scripts]
             ),
             degree=config.rollout.tensor_parallel[0],

@@ -15,7 +15,8 @@ search, math). The lengths may also come from a trace or a config's own workload
 
 The costs of steps are computed from a hardware sheet and the model's shape. Batch, staleness and limits come from
 the config (configs/simulate.py without --config). --config.coordinator.groups_per_step=64 changes one of these
-settings; a field that no plan reads is refused. launch/train.py and launch/simulate.py take the written plan by
+settings; a field that no plan reads is refused. --config.planner.simulate_top=3 simulates the three best plans for some
+steps, and takes the one with the shortest step. launch/train.py and launch/simulate.py take the written plan by
 --plan.
 """
 
@@ -39,7 +40,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search
-from libra_jax.runs import planned
+from libra_jax.runs import planned, trial
 from libra_jax.simulator import scripts, settings, workloads
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
@@ -98,6 +99,13 @@ def main() -> None:
         return
     searched = case.searched()
     best, seconds = _timed(searched, case.devices)
+    top, trials = case.run.planner.simulate_top, []
+    if top:
+        tried = (
+            searched.ranked(case.devices, max(top, search.SURE))[:top] if _OBJECTIVE.value == "step_time" else [best]
+        )
+        trials = trial.of_splits(case, tried)
+        best = trials[0].split
     splits = list(searched.splits(case.devices, near=best if _OBJECTIVE.value == "step_time" else None))
     # Relative errors of the times: from a profile's held-out steps, or from the coefficients.
     if (profile := case.setting.profile) is not None:
@@ -105,6 +113,10 @@ def main() -> None:
     else:
         unsure = forecast.uncertainty(case.setting, case.work.prompts, case.work.turns, best.plan)
     _print(best, case, unsure)
+    bounds = [bucket.max_remaining_tokens for bucket in best.rollout]
+    print("\n".join(case.predictions.confusion(len(bounds)).lines(bounds)))
+    if trials:
+        print("\n".join(["Simulated, the shortest step first:", *(f"  {one.line()}" for one in trials)]))
     if _OBJECTIVE.value == "step_time":
         print(f"Runner-up: {search.compared(best, splits)}.")
     else:
@@ -169,7 +181,7 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     mesh, rows = best.train, table.Table("stage", "accelerators", "as", "serves", "seconds a step")
     shape = f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
     shape += f" x context {mesh.context}" * (mesh.context > 1)
-    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train.seconds - case.besides:.1f}")
+    rows.add_row("train", str(mesh.devices), shape, "", f"{best.train.seconds - case.besides(best):.1f}")
     for index, bucket in enumerate(best.rollout):
         last = index == len(best.rollout) - 1
         rows.add_row(
@@ -204,7 +216,7 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     if case.run.planner.profile:
         print(f"A step takes {best.step_seconds:.1f} s by what was measured ({case.run.planner.profile}).")
         print(
-            f"Of that, {case.besides:.1f} s are weight sync and what belongs to no stage. On steps that were not "
+            f"Of that, {case.besides(best):.1f} s are weight sync and what belongs to no stage. On steps that were not "
             f"fitted to, training was {unsure.train:.0%} off, rollout {unsure.rollout:.0%}, a step {unsure.step:.0%}."
         )
         return
@@ -320,7 +332,7 @@ def as_json(best: search.Split, case: planned.Case, unsure: forecast.Prediction,
         "train": {name: getattr(mesh, name) for name in ("devices", "data", "fsdp", "tensor", "context")},
         "rollout": [dataclasses.asdict(bucket) for bucket in best.rollout],
         "predicted": {
-            "train_seconds": best.train.seconds - case.besides,
+            "train_seconds": best.train.seconds - case.besides(best),
             "rollout_seconds": best.rollout_seconds,
             "step_seconds": best.step_seconds,
         },

@@ -128,7 +128,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     devices = run.simulation.train_devices + sum(run.rollout.tensor_parallel)
     setting = forecast.Setting.of_run(run, model, devices, slots=run.simulation.slots)
     made = forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
-    best: search.Split = made.search.best(devices)
+    best: search.Split = made.searched(forecast.Levels()).best(devices)
     mean, sent = statistics.fmean, 0
     for one in drawn:
         held = one.prompt_tokens

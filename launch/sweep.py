@@ -34,7 +34,6 @@ from rich import console, table
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import costs
 from libra_jax.simulator import comparison, report, settings
 from libra_jax.telemetry import page, pool_report, timeline
 
@@ -173,7 +172,7 @@ def _file(name: str, run: settings.SimulatedRun, folder: Path) -> Path:
 def _moves(job: Job, folder: Path) -> Iterator[Job]:
     """Yields the same run with each coefficient moved both ways, if the run still fits the cluster."""
     simulation = job.run.simulation
-    for name, value in costs.moved(simulation.coefficients, comparison.MOVE):
+    for name, value in simulation.moved(comparison.MOVE):
         coefficients = dataclasses.replace(simulation.coefficients, **{name: value})  # type: ignore[arg-type]
         moved = dataclasses.replace(simulation, coefficients=coefficients)
         run = dataclasses.replace(job.run, simulation=moved)

@@ -103,6 +103,7 @@ class PlannerConfig:
     window: int = 2  # training steps whose trajectories predict the demand of the next
     horizon: int = 20  # training steps within which a move must pay off
     cooldown: int = 5  # training steps between a move and the next
+    simulate_top: int = 0  # best plans of launch/plan.py that short simulations rank again; 0: none
     least_gain: float = 0.05  # minimum relative gain in step time of a move
     queue_pressure: float = 1.0  # requests waiting for a slot, relative to all slots, above which a search starts early
     imbalance: float = 2.0  # ratio of the two stages' seconds above which a search starts early
@@ -110,7 +111,7 @@ class PlannerConfig:
     resize_seconds: float = 8.0  # seconds of a mesh resize: snapshot and recovery (same source)
 
     def __post_init__(self) -> None:
-        for name in ("period", "cooldown"):
+        for name in ("period", "cooldown", "simulate_top"):
             check(getattr(self, name) >= 0, f"planner.{name}", f"must not be negative, not {getattr(self, name)}")
         for name in ("window", "horizon"):
             check(getattr(self, name) > 0, f"planner.{name}", f"must be positive, not {getattr(self, name)}")

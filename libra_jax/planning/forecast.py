@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import feasibility
-from libra_jax.planning import costs, meshes, profiles, search, serving
+from libra_jax.planning import confusion, costs, meshes, pipeline, profiles, search, serving
 
 MOVE = 0.3
 """Relative change of a cost coefficient, of which `uncertainty` computes the effect."""
 
 SAMPLES = 512
 """Most trajectories from which `uncertainty` computes times."""
+
+BATCHES = 8
+"""Most batches over which the time of a training step is averaged."""
+
+SIMPLER = 0.02
+"""Share of a step that each further degree of a plan has to save: predictions are no better than that."""
+
+FOLLOWED, ROUGHLY = 2_048, 128
+"""Most requests of a training step that `pipeline` follows, and most in a rough prediction."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,10 @@ class Setting:
       mesh: (data, fsdp, tensor) if the trainer cannot change; None leaves it to the plan.
       reach: most devices of a mesh that a running trainer can change to; None: any mesh.
       profile: measurements of earlier runs here, if there are any.
+      group_size: trajectories of a group, which start together.
+      policy: scheduling policy, by which requests find their instances.
+      cache_share: share of a cache that the policy fills; 0: any number of contexts.
+      routing: confusion of predicted and true lengths that was measured; None takes what is known of the policy.
     """
 
     model: costs.CostModel
@@ -48,6 +64,10 @@ class Setting:
     mesh: tuple[int, int, int] | None = None
     reach: int | None = None
     profile: profiles.Profile | None = None
+    group_size: int = 1
+    policy: str = "cmlfq"
+    cache_share: float = 0.9
+    routing: confusion.Source | None = None
 
     @classmethod
     def of_run(
@@ -109,6 +129,9 @@ class Setting:
             mesh,
             reach,
             profile,
+            run.coordinator.group_size,
+            run.scheduler.policy,
+            confusion.cache_share(run.scheduler),
         )
 
 
@@ -150,7 +173,8 @@ class Prediction:
 
     Attributes:
       train: time of the trainer's step, without the weight sync.
-      rollout: time of the step's requests.
+      rollout: time of the step's requests: at max staleness 0 that in which no step trains, else an
+        estimate by the instances' throughput and the longest path, at most the step.
       step: time of the whole step.
     """
 
@@ -166,19 +190,14 @@ class Levels:
     Attributes:
       train: factor on the sheet's time of a training step.
       rollout: factor on the sheet's time of a step's requests.
-      sync: seconds of a weight sync.
+      sync: seconds of a weight sync; None: those of the sheet.
       between: seconds of a step that belong to no stage.
     """
 
     train: float = 1.0
     rollout: float = 1.0
-    sync: float = 0.0
+    sync: float | None = None
     between: float = 0.0
-
-    @property
-    def besides(self) -> float:
-        """Seconds of a step that the trainer spends beside training: the weight sync, and time of no stage."""
-        return self.sync + self.between
 
 
 class Work:
@@ -204,7 +223,7 @@ class Work:
         trained: Sequence[bool] | None = None,
     ) -> None:
         self._setting = setting
-        wanted = serving.Demand.of_trajectories(prompts, turns, requests=setting.requests)
+        self._sample = serving.Demand.in_order(prompts, turns)
         if trained is None or not any(trained):
             trained = [True] * len(turns)
         kept = [index for index, one in enumerate(trained) if one]
@@ -217,34 +236,96 @@ class Work:
             if turns[index]
         ]
         count = max(1, round(setting.requests * len(kept) / len(trained)))
+        batches = max(1, min(BATCHES, len(contexts) // count))
         # Spread evenly over the kept trajectories, so that the sample has their lengths.
-        lengths = [contexts[index * len(contexts) // count] for index in range(count)]
-        self.training = meshes.Training(setting.model, lengths, setting.trainer)
-        engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
-        rollout = serving.Serving(engines, wanted, setting.degrees, setting.slots, staleness=setting.staleness)
-        self.search = search.Search(
-            rollout,
-            self.training,
-            setting.devices,
+        lengths = [contexts[index * len(contexts) // (count * batches)] for index in range(count * batches)]
+        self.training = meshes.Training(setting.model, lengths, setting.trainer, batches)
+        tools = any(turn.tool is not None for one in turns for turn in one)
+        self._routing = setting.routing or functools.partial(confusion.calibrated, setting.policy, tools=tools)
+        self._engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
+        slots = dict(zip(setting.degrees, setting.slots, strict=True))
+        pauses = {degree: setting.model.load_seconds(degree) for degree in setting.degrees}
+        self._pools = serving.Pools(self._engines, self._sample, slots, room=setting.cache_share, pauses=pauses)
+        self._steps: dict[tuple[object, ...], float] = {}
+        front = search.front_of(self.training, setting.devices, mesh=setting.mesh, reach=setting.reach)
+        fastest = front[-1]
+        rollout = serving.Serving(
+            self._engines,
+            self._sample.of_step(setting.requests),
+            setting.degrees,
+            setting.slots,
             staleness=setting.staleness,
-            mesh=setting.mesh,
-            reach=setting.reach,
+            after=fastest.seconds + self.besides(fastest.devices, Levels()),
+        )
+        self.search = search.Search(
+            rollout, front, setting.devices, staleness=setting.staleness, step=self._step, simpler=SIMPLER
+        )
+
+    def besides(self, devices: int, levels: Levels) -> float:
+        """Returns the trainer's seconds of a step beside training: the weight sync, and time of no stage."""
+        if levels.sync is not None:
+            return levels.sync + levels.between
+        model, degrees = self._setting.model, self._setting.degrees
+        # The last engine to have new weights ends the sync.
+        return model.gather_seconds(devices) + max(map(model.load_seconds, degrees)) + levels.between
+
+    def confusion(self, bands: int) -> confusion.Confusion:
+        """Returns the confusion of predicted and true lengths that plans with this number of bands assume."""
+        return self._routing(bands)
+
+    def searched(self, levels: Levels) -> search.Search:
+        """Returns the search at these levels; its seconds are those of rollout by the sheet."""
+        return self.search.weighed(
+            levels.train / levels.rollout, lambda devices: self.besides(devices, levels) / levels.rollout
         )
 
     def best(self, levels: Levels) -> protocols.Plan:
         """Returns the plan with the shortest step at these levels."""
-        # Only the ratio of the stages matters to the search, so rollout keeps the sheet's scale.
-        weighed = self.search.weighed(levels.train / levels.rollout, levels.besides / levels.rollout)
-        return weighed.best(self._setting.devices).plan
+        return self.searched(levels).best(self._setting.devices).plan
 
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
         instance."""
         train = levels.train * self.training.seconds(plan.data, plan.fsdp, plan.tensor)
         rollout = levels.rollout * self.search.rollout_seconds(plan.rollout)
-        cycle = train + levels.besides
-        # Stages side by side take the longer time; stages in turn take the sum.
-        return Prediction(train, rollout, max(cycle, rollout) if self._setting.staleness else cycle + rollout)
+        if not math.isfinite(rollout):
+            return Prediction(train, rollout, math.inf)
+        # Only the ratio of the stages matters, so rollout keeps the sheet's scale.
+        cycle = train + self.besides(plan.train_devices, levels)
+        step = levels.rollout * self._step(plan.rollout, cycle / levels.rollout)
+        # Stages that take turns add up.
+        return Prediction(train, min(rollout, step) if self._setting.staleness else step - cycle, step)
+
+    def _step(self, buckets: Sequence[protocols.PlannedBucket], cycle: float, *, rough: bool = False) -> float:
+        """Returns the seconds of a step with these instances and `cycle` seconds of training and weight sync."""
+        setting = self._setting
+        key = (tuple(buckets), cycle, rough)
+        if key not in self._steps:
+            # A large cluster is followed at a smaller scale.
+            size = min(setting.group_size, setting.requests)
+            whole = max(1, setting.requests // size)
+            groups = min(whole, max(1, (ROUGHLY if rough else FOLLOWED) // size))
+            pools = [self._pools.pool(one.tensor_parallel, one.count * groups / whole) for one in buckets]
+            rules = pipeline.Cycle(groups, size, setting.staleness, cycle)
+            sequence = self._sequence(rules, setting.requests)
+            bounds = [bucket.max_remaining_tokens for bucket in buckets[:-1]]
+            bands = np.searchsorted(bounds, self._sample.tokens[sequence])
+            wanted = self.confusion(len(buckets)).wanted(bands) if bounds else np.full(len(sequence), -1)
+            self._steps[key] = pipeline.step_seconds(pools, sequence.tolist(), wanted.tolist(), rules)
+        return self._steps[key]
+
+    def _sequence(self, rules: pipeline.Cycle, requests: int) -> pipeline.Integers:
+        """Returns the sampled request of each dispatched one: groups of neighbours, spread evenly over the sample."""
+        sampled, size = len(self._sample), rules.size
+        numbers = np.arange(rules.requests)
+        first = (numbers // size * confusion.GOLDEN % 1.0 * max(1, sampled // size)).astype(np.int64) * size
+        sequence = (first + numbers % size) % sampled
+        batch = rules.groups * size
+        if batch < requests:
+            # A step waits for its longest request, and a smaller batch has the longest of fewer.
+            longest = np.argsort(-self._sample.tokens, kind="stable")[: max(1, round(sampled / requests))]
+            sequence[::batch] = longest[np.arange(len(sequence[::batch])) % len(longest)]
+        return sequence
 
 
 def uncertainty(

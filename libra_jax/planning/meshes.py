@@ -20,9 +20,10 @@ and this mesh (`Trainer.compiled`), and from formulas elsewhere.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -214,20 +215,31 @@ def check_fits(model: costs.CostModel, trainer: Trainer, sizes: tuple[int, int, 
         )
 
 
+def _squares(columns: rows.Integers, trainer: Trainer) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.float64]]]]:
+    """Yields each length of row of a packed batch, with the sum of squared sequence lengths of each row, descending."""
+    fitted = rows.fit(columns, trainer.lengths, trainer.packed)
+    squares = np.bincount(fitted.row[columns > 0], weights=columns[columns > 0].astype(np.float64) ** 2)
+    each = np.array(fitted.length)
+    for length in sorted(set(fitted.length)):
+        yield length, np.sort(squares[each == length])[::-1]
+
+
 class Training:
     """Training steps on a batch of sequences of these lengths.
 
     Args:
       model: costs of the accelerators.
-      lengths: tokens of each sequence of a step.
+      lengths: tokens of each sequence of `batches` steps.
       trainer: rows and memory.
+      batches: steps among which the sequences are dealt out in turn. Times are their means: one batch fills its last
+        micro-batch by chance.
 
     Raises:
       DataError: there is no sequence.
       ConfigError: a sequence is longer than the longest row.
     """
 
-    def __init__(self, model: costs.CostModel, lengths: Sequence[int], trainer: Trainer) -> None:
+    def __init__(self, model: costs.CostModel, lengths: Sequence[int], trainer: Trainer, batches: int = 1) -> None:
         if not len(lengths):
             raise protocols.DataError("a plan needs the lengths of a training step's sequences, and there is none")
         if max(lengths) > trainer.lengths[-1] + 1:
@@ -238,11 +250,12 @@ class Training:
         self._model = model
         self._trainer = trainer
         # A sequence of N tokens takes N - 1 columns: the last token is only a target.
-        columns = np.asarray(lengths, np.int64) - 1
-        fitted = rows.fit(columns, trainer.lengths, trainer.packed)
-        squares = np.bincount(fitted.row[columns > 0], weights=columns[columns > 0].astype(np.float64) ** 2)
-        each = np.array(fitted.length)
-        self._rows = {length: np.sort(squares[each == length])[::-1] for length in sorted(set(fitted.length))}
+        self._batches = batches
+        self._rows = [
+            (length, squares)
+            for batch in range(batches)
+            for length, squares in _squares(np.asarray(lengths, np.int64)[batch::batches] - 1, trainer)
+        ]
 
     def memory_bytes(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the bytes on each device."""
@@ -274,11 +287,11 @@ class Training:
         known, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))
-        cores, context, total = self._trainer.cores, self._trainer.context, known.train_overhead
+        cores, context, total = self._trainer.cores, self._trainer.context, 0.0
         devices = data * fsdp * tensor * context
         turns = 1.0 if cores is None else max(1.0, devices / cores)
         further, epochs, critic = self._further_operations(), self._trainer.epochs, self._trainer.critic
-        for length, squares in self._rows.items():
+        for length, squares in self._rows:
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
             # a sequence, so its work grows with the sum of the sequences' squared lengths.
             heaviest = squares[:: data * fsdp * each]
@@ -298,7 +311,8 @@ class Training:
         # An update reads and writes weights, summed gradients and moments.
         numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
         turns *= self._trainer.updates * (1 + critic)
-        return total + turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
+        update = turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
+        return known.train_overhead + total / self._batches + update
 
     def _further_operations(self) -> float:
         """Returns the operations of a token beyond the passes of a dense model whose weights are all trained."""
@@ -340,7 +354,7 @@ class Training:
                 if not self.divides(fsdp):
                     continue
                 # More replicas would have no rows.
-                enough = -(-max(map(len, self._rows.values())) // fsdp)
+                enough = -(-max(len(squares) for _, squares in self._rows) // fsdp)
                 for data in range(1, min(enough, most // (fsdp * tensor * context)) + 1):
                     divides = self._trainer.rows % (data * fsdp) == 0 or not whole_rows
                     if divides and self.memory_bytes(data, fsdp, tensor) <= room:

@@ -33,6 +33,9 @@ single step is typical."""
 LEAST_STEPS = 4
 """Steps, beyond the max staleness, before the first look: levels of fewer steps say little."""
 
+ROUNDS, CLOSE = 3, 0.005
+"""Most rounds in which a step's level of rollout is found, and the relative error at which they end."""
+
 Plan = TypeVar("Plan", bound=Hashable)
 
 WAITED = 0.15
@@ -371,12 +374,19 @@ class GlobalPlanner:
         self._seen.append(seen)
         prompts, turns, kept = zip(*(one for step_seen in self._seen for one in step_seen), strict=True)
         work = forecast.Work(self._setting, prompts, turns, kept)
-        bare = work.predict(self.plan, forecast.Levels())
+        expected = work.predict(self.plan, self.levels)
         # A step that trained on nothing says nothing about training.
-        if not any(kept for _, _, kept in seen) or measured.disturbed or not math.isfinite(bare.rollout):
+        if not any(kept for _, _, kept in seen) or measured.disturbed or not math.isfinite(expected.rollout):
             return work
         self._taken.append(
-            _Taken(measured.step, measured.wait, measured.train, measured.sync, bare.rollout, bare.train)
+            _Taken(
+                measured.step,
+                measured.wait,
+                measured.train,
+                measured.sync,
+                self._bare_rollout(measured, work, expected),
+                expected.train / self.levels.train,
+            )
         )
         # Ratios of sums, not means of ratios: a short step says less about a level than a long one.
         sums = map(sum, zip(*map(dataclasses.astuple, self._taken), strict=True))
@@ -386,12 +396,27 @@ class GlobalPlanner:
             self.levels = dataclasses.replace(self.levels, train=train / bare_train)
             self._measured.add("train")
         if wait > WAITED * step:  # otherwise training hid rollout, and its time is not known
-            # With overlap, the whole step lasted as long as rollout; in turn, the trainer waited for exactly the
-            # rollout.
             rollout = step if self._setting.staleness else wait
             self.levels = dataclasses.replace(self.levels, rollout=rollout / bare_rollout)
             self._measured.add("rollout")
         return work
+
+    def _bare_rollout(self, measured: Measured, work: forecast.Work, expected: forecast.Prediction) -> float:
+        """Returns the seconds that rollout takes by the sheet, on the scale of what is measured of it: with overlap the
+        whole step, in turn the wait of the trainer."""
+        levels = self.levels
+        if not self._setting.staleness:
+            return expected.rollout / levels.rollout
+        if measured.wait <= WAITED * measured.step:
+            return expected.step / levels.rollout
+        # Training is a part of the step, so the level at which the prediction is right is found step by step.
+        for _ in range(ROUNDS):
+            right = measured.step / expected.step
+            if abs(right - 1.0) < CLOSE:
+                break
+            levels = dataclasses.replace(levels, rollout=levels.rollout * right)
+            expected = work.predict(self.plan, levels)
+        return expected.step / levels.rollout
 
     def refuse(self, plan: protocols.Plan) -> None:
         """Sets the plan in force after a decision could not be carried out. The cooldown holds all the same."""

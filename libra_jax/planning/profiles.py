@@ -1,7 +1,7 @@
 """Measurements of one model on one machine, fitted so that plans can use them, and kept in a file.
 
 Rollout: an engine of each degree is fitted to its streams of tokens (`calibration.fit_engine`). Its level is set so
-that `serving` predicts the measured time of whole steps. Training: the coefficients that `meshes` uses are fitted to
+that `pipeline` predicts the measured time of whole steps. Training: the coefficients that `meshes` uses are fitted to
 steps on the measured meshes. Weight sync, and time that belongs to no stage: medians.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import calibration, costs, hardware, meshes, serving
+from libra_jax.planning import calibration, costs, hardware, meshes, pipeline, serving
 
 KEPT_FILE = "planner_profile.json"
 """File name of a run's own copy, in its workdir."""
@@ -45,7 +45,7 @@ class Measured:
       mesh: (data, fsdp, tensor) of the trainer.
       trainer: its rows.
       lengths: tokens of each trained sequence.
-      demand: demand of its requests on rollout.
+      demand: demand of its requests on rollout, in the order of their start.
       degree: degree of the instance that served them.
       slots: slots of that instance.
       seconds: seconds of its stages.
@@ -150,7 +150,7 @@ class Profile:
     def predict(self, model: costs.CostModel, step: Measured) -> Stages:
         """Predicts a step by the profile, its stages one after another."""
         train = meshes.Training(self.cost_model(model), step.lengths, step.trainer).seconds(*step.mesh)
-        rollout = _rollout_seconds(self.rollout(model), step)
+        rollout = rollout_seconds(self.rollout(model), step)
         return Stages(rollout, train, self.sync, rollout + train + self.besides)
 
 
@@ -203,7 +203,7 @@ def levelled(engine: costs.EngineCosts, steps: Sequence[Measured], cache_tokens:
         served = costs.MeasuredEngines(
             {step.degree: engine for step in steps}, cache_tokens={step.degree: cache_tokens for step in steps}
         )
-        factor = statistics.median(step.seconds.rollout / _rollout_seconds(served, step) for step in steps)
+        factor = statistics.median(step.seconds.rollout / rollout_seconds(served, step) for step in steps)
         engine = engine.scaled(factor)
         if abs(factor - 1.0) <= CLOSE:
             break
@@ -248,10 +248,13 @@ def _coefficients(others: costs.Coefficients, values: calibration.Values) -> cos
     return dataclasses.replace(others, **shares, **times)  # type: ignore[arg-type]
 
 
-def _rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
+def rollout_seconds(engines: costs.RolloutCosts, step: Measured) -> float:
+    """Returns the predicted seconds of a measured step's requests."""
     # At max staleness 0, because the measured stages followed each other.
-    served = serving.Serving(engines, step.demand, [step.degree], [step.slots], staleness=0)
-    return float(served.seconds(step.degree, np.array([0]), np.array([len(step.demand)]))[0])
+    pools = serving.Pools(engines, step.demand, {step.degree: step.slots}, room=0.0, pauses={step.degree: 0.0})
+    rules = pipeline.Cycle(1, len(step.demand), 0, 0.0)
+    requests = [number % rules.size for number in range(rules.requests)]
+    return pipeline.step_seconds([pools.pool(step.degree, 1)], requests, [-1] * len(requests), rules)
 
 
 def write(profile: Profile, path: Path) -> None:

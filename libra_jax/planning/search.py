@@ -1,9 +1,15 @@
 """Decides which devices train and which roll out: the mesh, the instances of each degree, and their length ranges.
 
-With max staleness above 0 both stages run side by side, and the step takes the slower stage's time T. A longer T needs
-fewer devices in both stages. So the search looks for the shortest T at which the fewest training devices (`meshes`) and
-the fewest rollout devices (`partition`) fit together. At max staleness 0 one stage waits for the other and their times
-add up. Then each mesh of the front is tried, if its rollout could still beat the best so far.
+The search has two halves. Bounds propose layouts, and `step` predicts what each of them takes.
+
+- Bounds. With max staleness above 0 both stages run side by side, and a step takes at least the slower stage's time T.
+  A longer T needs fewer devices in both stages. So the search looks for the shortest T at which the fewest training
+  devices (`meshes`) and the fewest rollout devices (`partition`) fit together. At max staleness 0 one stage waits for
+  the other and their times add up. Then each mesh of the front is tried, if its rollout could still beat the best so
+  far. This layout mixes degrees as if all lengths were known.
+- Further proposals have instances of one degree, beside each mesh of the front.
+
+The proposals with the shortest bounds are predicted. From the best, the search climbs over the next meshes.
 
 Spare devices go to the stage that they make faster.
 """
@@ -14,8 +20,9 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -23,7 +30,7 @@ from libra_jax import protocols
 from libra_jax.planning import meshes, partition, serving
 from libra_jax.planning.serving import Demand
 
-PARTS = 256
+PARTS = 128
 """Most places at which the requests may be cut; more if there are more devices."""
 
 PARTS_A_DEVICE = 2
@@ -31,9 +38,28 @@ PARTS_A_DEVICE = 2
 LOOKED_AT, BESIDE = 32, 2
 """Most splits in a picture, and how many of them are next to the best on either side."""
 
-SLOWER, TRIED = 64.0, 96
-"""Longest step that is tried for the sake of fewer devices, relative to the shortest, and the number of lengths
-tried."""
+PREDICTED, CLIMBED = 2, 4
+"""Proposals that are predicted, and most steps from the best of them to the next meshes."""
+
+SIZES = 24
+"""Most numbers of devices that are tried for the sake of fewer devices."""
+
+SURE = 2
+"""Layouts that are predicted with care at the end: the best by rough predictions."""
+
+
+class Step(Protocol):
+    """Predicts steps."""
+
+    def __call__(self, buckets: Sequence[protocols.PlannedBucket], cycle: float, *, rough: bool) -> float:
+        """Returns the seconds of a step.
+
+        Args:
+          buckets: the instances.
+          cycle: seconds of training and weight sync.
+          rough: allows an error of some percent, for speed.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,8 +69,8 @@ class Split:
     Attributes:
       train: the mesh.
       rollout: the instances.
-      rollout_seconds: seconds of a training step's requests.
-      step_seconds: time of the slower stage at max staleness above 0, sum of both at 0.
+      rollout_seconds: seconds of a training step's requests, a bound.
+      step_seconds: predicted seconds of a step.
     """
 
     train: meshes.Mesh
@@ -64,38 +90,56 @@ class Split:
         return self.plan.train_devices + self.plan.rollout_devices
 
 
+def front_of(
+    training: meshes.Training, most: int, *, mesh: tuple[int, int, int] | None = None, reach: int | None = None
+) -> tuple[meshes.Mesh, ...]:
+    """Returns the meshes that a search chooses from, the fewest devices first.
+
+    Args:
+      training: times of meshes.
+      most: most devices that will be asked about.
+      mesh: (data, fsdp, tensor) of the only possible mesh; None leaves it to the search.
+      reach: most devices of a mesh that a running trainer can change to; None: any mesh.
+
+    Raises:
+      ConfigError: the model fits on no mesh of `most` devices; the message says what is short.
+    """
+    if mesh is not None:
+        return (training.mesh(*mesh),)
+    return training.front(min(most, reach or most), whole_rows=reach is not None)
+
+
 class Search:
     """Splits of any number of devices for the same work.
 
     Args:
       rollout: times of instances.
-      training: times of meshes.
+      front: meshes to choose from (`front_of`).
       most: most devices that will be asked about.
       staleness: max staleness.
-      mesh: (data, fsdp, tensor) of the only possible mesh; None leaves it to the search.
-      reach: most devices of a mesh that a running trainer can change to; None: any mesh.
+      step: predicts the step of a layout.
+      simpler: share of a step that each further degree has to save.
 
     Raises:
-      ConfigError: the model fits on no mesh of `most` devices, or a request on no instance; the message says what is
-        short.
+      ConfigError: a request fits on no instance; the message says what is short.
     """
 
     def __init__(
         self,
         rollout: serving.Serving,
-        training: meshes.Training,
+        front: Sequence[meshes.Mesh],
         most: int,
         *,
         staleness: int,
-        mesh: tuple[int, int, int] | None = None,
-        reach: int | None = None,
+        step: Step,
+        simpler: float = 0.0,
     ) -> None:
         self.demand: Demand = rollout.demand
+        self._rollout = rollout
         self._staleness = staleness
-        if mesh is not None:
-            self._front: tuple[meshes.Mesh, ...] = (training.mesh(*mesh),)
-        else:
-            self._front = training.front(min(most, reach or most), whole_rows=reach is not None)
+        self._step = step
+        self._simpler = simpler
+        self._front = tuple(front)
         edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * most))
         self._partitions = partition.Partitions(rollout.seconds, edges, rollout.degrees)
         if math.isinf(self._partitions.least_seconds):
@@ -104,11 +148,14 @@ class Search:
                 f"of tensor-parallel degree {max(rollout.degrees)}; lower rollout.max_context or take wider instances"
             )
 
-    def weighed(self, ratio: float, more: float = 0.0) -> Search:
-        """Returns the same search with training that takes `ratio` times as long, and `more` seconds on top."""
+    def weighed(self, ratio: float, besides: Callable[[int], float]) -> Search:
+        """Returns the same search with training that takes `ratio` times as long, and `besides` of its devices on
+        top."""
         # Shares the partitions, whose times are the costly part and do not change.
         other = copy.copy(self)
-        other._front = tuple(dataclasses.replace(mesh, seconds=ratio * mesh.seconds + more) for mesh in self._front)
+        other._front = tuple(
+            dataclasses.replace(mesh, seconds=ratio * mesh.seconds + besides(mesh.devices)) for mesh in self._front
+        )
         return other
 
     def best(self, devices: int) -> Split:
@@ -117,6 +164,71 @@ class Search:
         Raises:
           ConfigError: they are too few to train and roll out; the message says how many each stage takes.
         """
+        return self.ranked(devices)[0]
+
+    def ranked(self, devices: int, count: int = SURE) -> list[Split]:
+        """Returns the best splits of `devices` devices, at most `count`, the best first; at least one.
+
+        Raises:
+          ConfigError: they are too few to train and roll out; the message says how many each stage takes.
+        """
+        proposals = list(self._proposals(devices))
+        if not proposals:
+            served = self._partitions.within(partition.ANY_SECONDS)
+            assert served is not None
+            raise protocols.ConfigError(
+                f"{devices} devices are too few: training takes at least {self._front[0].devices} to hold the model "
+                f"and its activations, and rollout at least {served.devices} more; take "
+                f"{self._front[0].devices + served.devices} or more"
+            )
+        proposals.sort(key=lambda proposal: proposal.step_seconds)
+        found = sorted(map(self._predicted, proposals[:PREDICTED]), key=self._cost)
+        # From the best of them to the next meshes, as long as these make the step shorter.
+        tried = {(split.train, split.rollout) for split in found}
+        for _ in range(CLIMBED):
+            best = found[0]
+            beside = [split for split in self._beside(best, devices) if (split.train, split.rollout) not in tried]
+            tried |= {(split.train, split.rollout) for split in beside}
+            found = sorted([*found, *map(self._predicted, beside)], key=self._cost)
+            if found[0] is best:
+                break
+        return sorted((self._predicted(split, rough=False) for split in found[:count]), key=self._cost)
+
+    def _cost(self, split: Split) -> float:
+        return split.step_seconds * (1.0 + self._simpler * len(split.rollout))
+
+    def _beside(self, split: Split, devices: int) -> Iterator[Split]:
+        """Yields the same kind of layout beside the next smaller and the next larger mesh, and further degrees."""
+        at = self._front.index(split.train)
+        if len(split.rollout) == 1:
+            degree, left = split.rollout[0].tensor_parallel, devices - split.train.devices
+            for other in (degree // 2, 2 * degree):
+                if other in self._rollout.degrees and left >= other:
+                    yield self._alike(split.train, other, left // other)
+        for mesh in [*self._front[max(0, at - 1) : at], *self._front[at + 1 : at + 2]]:
+            left = devices - mesh.devices
+            if len(split.rollout) == 1:
+                degree = split.rollout[0].tensor_parallel
+                if left >= degree:
+                    yield self._alike(mesh, degree, left // degree)
+            elif left > 0 and (served := self._partitions.fastest(left)) is not None:
+                yield self._split(mesh, served)
+
+    def _proposals(self, devices: int) -> Iterator[Split]:
+        """Yields layouts with bounds of their steps."""
+        mixed = self._mixed(devices)
+        if mixed is not None:
+            yield mixed
+        for mesh in self._front:
+            for degree in self._rollout.degrees:
+                count = (devices - mesh.devices) // degree
+                if count > 0:
+                    split = self._alike(mesh, degree, count)
+                    if math.isfinite(split.rollout_seconds):
+                        yield split
+
+    def _mixed(self, devices: int) -> Split | None:
+        """Returns the split with the shortest bound, whose degrees share the requests by length; None if none fits."""
         best: Split | None = None
         if self._staleness:
             both = partition.shortest(
@@ -140,15 +252,20 @@ class Search:
                 served = self._partitions.fastest(devices - mesh.devices, below=below)
                 if served is not None and served.seconds < below:
                     best = self._split(mesh, served)
-        if best is not None:
-            return best
-        served = self._partitions.within(partition.ANY_SECONDS)
-        assert served is not None
-        raise protocols.ConfigError(
-            f"{devices} devices are too few: training takes at least {self._front[0].devices} to hold the model and "
-            f"its activations, and rollout at least {served.devices} more; take "
-            f"{self._front[0].devices + served.devices} or more"
-        )
+        return best
+
+    def _alike(self, mesh: meshes.Mesh, degree: int, count: int) -> Split:
+        """Returns the split with `count` instances of one degree, with the bound of its step."""
+        buckets = (protocols.PlannedBucket(degree, count, math.ceil(self.demand.tokens[0])),)
+        seconds = self.rollout_seconds(buckets)
+        return Split(mesh, buckets, seconds, self._joined(mesh.seconds, seconds))
+
+    def _joined(self, train: float, rollout: float) -> float:
+        return max(train, rollout) if self._staleness else train + rollout
+
+    def _predicted(self, split: Split, rough: bool = True) -> Split:
+        step = self._step(split.rollout, split.train.seconds, rough=rough)
+        return dataclasses.replace(split, step_seconds=step, rollout_seconds=min(step, split.rollout_seconds))
 
     def cheapest(self, seconds: float, devices: int) -> Split:
         """Returns the split with the fewest devices, `devices` at most, whose step takes no longer than `seconds`.
@@ -156,54 +273,52 @@ class Search:
         Raises:
           ConfigError: there is none; the message says how long the shortest step takes.
         """
-        found = self._cheapest(seconds, devices)
-        if found is None:
-            best = self.best(devices)
+        found = self.best(devices)
+        if found.step_seconds > seconds:
             raise protocols.ConfigError(
-                f"no plan of {devices} devices takes a step in {seconds:g} s; the fastest takes {best.step_seconds:.1f}"
+                f"no plan of {devices} devices takes a step in {seconds:g} s; the fastest takes "
+                f"{found.step_seconds:.1f}"
             )
+        fewer = self._front[0].devices
+        while found.devices > fewer + 1:  # `fewer` devices are too few
+            middle = (fewer + found.devices) // 2
+            other = self._best_of(middle)
+            if other is not None and other.step_seconds <= seconds:
+                found = other
+            else:
+                fewer = middle
         return found
 
     def thriftiest(self, devices: int) -> Split:
         """Returns the split of at most `devices` devices with the fewest device-seconds a step: the most tokens for
         each device.
 
-        Tries `TRIED` step lengths of up to `SLOWER` times the shortest.
+        Tries `SIZES` numbers of devices.
 
         Raises:
           ConfigError: the devices are too few to train and roll out.
         """
         found = [self.best(devices)]
-        for factor in np.geomspace(1.0, SLOWER, TRIED):
-            other = self._cheapest(float(factor) * found[0].step_seconds, devices)
+        for count in np.unique(np.geomspace(self._front[0].devices + 1, devices, SIZES).round().astype(int)):
+            other = self._best_of(int(count))
             if other is not None:
                 found.append(other)
         return min(found, key=lambda split: split.devices * split.step_seconds)
 
-    def _cheapest(self, seconds: float, devices: int) -> Split | None:
-        # The times were found by a search that ends at this precision.
-        seconds *= 1.0 + partition.PRECISION
-        best: Split | None = None
-        for mesh in self._front:
-            # Side by side, rollout has the whole time; in turn, it has what training leaves.
-            left = seconds if self._staleness else seconds - mesh.seconds
-            if mesh.seconds > seconds or left <= 0 or mesh.devices >= devices:
-                continue
-            served = self._partitions.within(left)
-            if served is not None and mesh.devices + served.devices <= devices:
-                split = self._split(mesh, served)
-                if best is None or split.devices < best.devices:
-                    best = split
-            if self._staleness:  # a larger mesh would not make the rollout part smaller
-                break
-        return best
+    def _best_of(self, devices: int) -> Split | None:
+        """Returns the best split of `devices` devices; None if they are too few."""
+        try:
+            return self.best(devices)
+        except protocols.ConfigError:
+            return None
 
     def splits(self, devices: int, near: Split | None = None) -> Iterator[Split]:
         """Yields meshes of the front with the best rollout on the remaining devices, fewest training devices first.
 
         Args:
           devices: devices of both stages.
-          near: limits many meshes to those next to this split's, and some spread over the others; None: all of them.
+          near: limits many meshes to those next to this split's, and some spread over the others, and stands for its
+            mesh; None: all of them.
         """
         chosen = list(range(len(self._front)))
         if near is not None and len(chosen) > LOOKED_AT:
@@ -211,13 +326,26 @@ class Search:
             beside = chosen[max(0, at - BESIDE) : at + BESIDE + 1]
             chosen = sorted({*beside, *chosen[:: -(-len(chosen) // (LOOKED_AT - len(beside)))]})
         for mesh in [self._front[index] for index in chosen]:
+            if near is not None and mesh == near.train:
+                yield near
+                continue
             served = self._partitions.fastest(devices - mesh.devices) if mesh.devices < devices else None
-            if served is not None:
-                yield self._split(mesh, served)
+            if served is None:
+                continue
+            proposals = [self._split(mesh, served)]
+            for degree in self._rollout.degrees:
+                if (devices - mesh.devices) // degree > 0:
+                    proposals.append(self._alike(mesh, degree, (devices - mesh.devices) // degree))
+            alike = min(proposals, key=lambda split: split.rollout_seconds)
+            found = min(map(self._predicted, {proposals[0], alike}), key=self._cost)
+            yield self._predicted(found, rough=False)
 
     def rollout_seconds(self, rollout: Sequence[protocols.PlannedBucket]) -> float:
         """Returns the seconds of a training step's requests on these instances, shared out in the best way; infinite
-        if some fit none."""
+        if some fit none. Instances of one degree share them evenly."""
+        if len(rollout) == 1:
+            none, every = np.zeros(1, np.int64), np.full(1, len(self.demand))
+            return float(self._rollout.seconds(rollout[0].tensor_parallel, none, every, rollout[0].count)[0])
         served = self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
         return math.inf if served is None else served.seconds
 
@@ -244,8 +372,10 @@ class Search:
         return (mesh, served) if served is not None and mesh.devices + served.devices <= devices else None
 
     def _split(self, mesh: meshes.Mesh, served: partition.Partition) -> Split:
-        times = mesh.seconds, served.seconds
-        return Split(mesh, self._buckets(served), served.seconds, max(times) if self._staleness else sum(times))
+        """Returns the split with the bound of its step."""
+        buckets = self._buckets(served)
+        seconds = self.rollout_seconds(buckets) if len(buckets) == 1 else served.seconds
+        return Split(mesh, buckets, seconds, self._joined(mesh.seconds, seconds))
 
     def _buckets(self, served: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the runs by degree, the narrowest first; each degree's longest request bounds its bucket.

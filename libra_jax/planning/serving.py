@@ -1,8 +1,7 @@
 """Predicts how long an instance takes to serve a run of requests: the rollout half of the cost evaluator.
 
-`Demand` has a training step's requests, the longest first. Lengths are generated tokens. The demand also counts the
-other cost factors: context that decoding reads, prefilled tokens, and tool time. Its prefix sums give the total of any
-run of requests.
+`Demand` has requests. Lengths are generated tokens. The demand also counts the other cost factors: context that
+decoding reads, prefilled tokens, and tool time. Its prefix sums give the total of any run of requests.
 
 `Serving` estimates the number of engine steps from a run's totals. It is the largest of three: the longest request's
 tokens, all tokens over the slots, and all context over the tokens that the cache holds. With max staleness eta above 0,
@@ -10,7 +9,11 @@ the requests of eta + 1 training steps overlap, so each step counts only 1 / (et
 All tokens over the steps give the mean number of decoding requests, which gives the time of a step. Prefill comes on
 top, and so does prefilling live contexts again at each weight update. The result is at least the longest path. One
 candidate is the longest request at the pace of this mean batch, with its prefill and its tools. The other candidate is
-any request with slower tools, alone on the instance. The path is divided by eta + 1.
+any request with slower tools, alone on the instance. A group that is dispatched at one version is trained eta steps
+later at the earliest: so the path, with the training step and the weight sync after it, is divided by eta + 1.
+
+These are bounds by which the search finds layouts. What a layout takes, waiting and unlike steps included, is predicted
+by `pipeline`, whose pools `Pools` makes of the same costs.
 
 The time grows with every added request if longer requests have no shorter contexts and tools; the search relies on
 this. Otherwise the growth may not hold exactly.
@@ -18,25 +21,33 @@ this. Otherwise the growth may not hold exactly.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning import costs, pipeline
+
+SETTLED = 3
+"""Rounds in which the pace of full slots is found."""
 
 Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Places: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+GROWING = 2 / 3
+"""Pairs of tokens in a live context, over its square's mean: contexts of mean m that grow evenly from 0 have
+E[c^2] / 2 = 2/3 m^2."""
 
 FIELDS = ("tokens", "context", "new", "cached", "pairs", "prefills", "tool_seconds", "peak")
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A training step's requests in order of `tokens`, the longest first; each field has one entry a request.
+    """Requests, of a training step in order of `tokens`, the longest first; each field has one entry a request.
 
     Attributes:
       tokens: generated tokens.
@@ -59,17 +70,12 @@ class Demand:
     peak: Values
 
     @classmethod
-    def of_trajectories(
-        cls, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], *, requests: int | None = None
-    ) -> Demand:
-        """Returns the demand of a training step of trajectories like these.
+    def in_order(cls, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]]) -> Demand:
+        """Returns the demand of these trajectories, in their order.
 
         Args:
           prompts: tokens of each trajectory's prompt.
           turns: turns of each trajectory, as recorded or scripted.
-          requests: requests of a training step; None takes the given number. If more trajectories are given, neighbours
-            in length are averaged: the longest is then a step's expected longest, not the longest ever seen. If fewer
-            are given, some are repeated.
 
         Raises:
           DataError: there are none, or none generates a token.
@@ -94,6 +100,24 @@ class Demand:
         table = np.array(rows, np.float64)
         if not len(table) or not table[:, 0].any():
             raise protocols.DataError("a plan needs the lengths of requests, and there is none that generates a token")
+        return cls._of_table(table)
+
+    @classmethod
+    def of_trajectories(
+        cls, prompts: Sequence[int], turns: Sequence[Sequence[protocols.Turn]], *, requests: int | None = None
+    ) -> Demand:
+        """Returns the demand of a training step of trajectories like these; see `in_order` and `of_step`."""
+        return cls.in_order(prompts, turns).of_step(requests)
+
+    def of_step(self, requests: int | None = None) -> Demand:
+        """Returns a training step of requests like these, the longest first.
+
+        Args:
+          requests: requests of a training step; None takes the given number. If more are given, neighbours in length
+            are averaged: the longest is then a step's expected longest, not the longest ever seen. If fewer are given,
+            some are repeated.
+        """
+        table = np.stack([getattr(self, name) for name in FIELDS], axis=1)
         table = table[np.argsort(-table[:, 0], kind="stable")]
         if requests is not None:
             starts = (np.arange(requests) * len(table)) // requests
@@ -104,6 +128,10 @@ class Demand:
                 table = np.add.reduceat(table, starts, axis=0) / np.diff(np.append(starts, len(table)))[:, None]
                 # The largest peak, not the mean: the longest context has to fit.
                 table[:, -1] = peaks
+        return self._of_table(table)
+
+    @classmethod
+    def _of_table(cls, table: Values) -> Demand:
         return cls(**{name: np.ascontiguousarray(column) for name, column in zip(FIELDS, table.T, strict=True)})
 
     def __len__(self) -> int:
@@ -137,16 +165,26 @@ class Serving:
       degrees: degrees that instances may have.
       slots: slots of an instance of each degree.
       staleness: max staleness; a request's path may take that many steps more.
+      after: seconds of training and weight sync that follow a request's path, at least. At max staleness 0 they are no
+        part of the time.
     """
 
     def __init__(
-        self, model: costs.RolloutCosts, demand: Demand, degrees: Sequence[int], slots: Sequence[int], *, staleness: int
+        self,
+        model: costs.RolloutCosts,
+        demand: Demand,
+        degrees: Sequence[int],
+        slots: Sequence[int],
+        *,
+        staleness: int,
+        after: float = 0.0,
     ) -> None:
         self.demand = demand
         self.degrees = tuple(degrees)
         self._model = model
         self._slots = dict(zip(degrees, slots, strict=True))
         self._staleness = staleness
+        self._after = after if staleness else 0.0
         self._peaks = Maxima(demand.peak)
         self._tables: dict[int, Values] = {}
         self._besides: dict[int, Values] = {}
@@ -162,22 +200,31 @@ class Serving:
             decode = model.fixed_seconds(degree, 1) * demand.tokens + model.context_seconds(degree) * demand.context
             self._paths[degree] = Maxima(decode + self._besides[degree])
 
-    def seconds(self, degree: int, first: Places, last: Places) -> Values:
+    def seconds(self, degree: int, first: Places, last: Places, instances: int | None = None) -> Values:
         """Returns the seconds of requests first..last-1 for each pair; 0 for an empty run, infinite if a context does
         not fit.
 
         At max staleness 0 the seconds are the makespan. Above 0 they are the busy time of the instance for one
-        training step, and at least the longest path divided by `staleness` + 1.
+        training step, and at least the longest path, with what follows it, divided by `staleness` + 1.
+
+        Args:
+          degree: degree of the instance.
+          first: first request of each run.
+          last: request after the last of each run.
+          instances: instances that share a run evenly, with full slots at max staleness above 0. The path is then that
+            of a request alone, a lower bound. None: one instance, which serves the run's longest request all the time.
         """
         sums, terms = self.demand.sums, self._model.prefill_terms(degree)
         room, slots = max(1.0, float(self._model.kv_tokens(degree))), self._slots[degree]
-        spans = {name: values[last] - values[first] for name, values in sums.items()}
+        spans = {name: (values[last] - values[first]) / (instances or 1) for name, values in sums.items()}
         tokens, context = spans["tokens"], spans["context"]
         # The first request is the longest; an empty run may begin past the end.
         head = np.minimum(first, len(self.demand) - 1)
         longest, per_context = self.demand.tokens[head], self._model.context_seconds(degree)
         overlapping = self._staleness + 1
-        steps = np.maximum(longest / overlapping, np.maximum(tokens / slots, context / room))
+        steps, full = np.maximum(tokens / slots, context / room), instances is not None and self._staleness > 0
+        if not full:
+            steps = np.maximum(longest / overlapping, steps)
         decoding = tokens / steps
         # The mean number of decoding requests need not be whole.
         table = self._tables[degree]
@@ -189,12 +236,71 @@ class Serving:
             + terms.pair * spans["pairs"]
             + terms.prefill * spans["prefills"]
         )
-        again = terms.new * context / steps if self._staleness else 0.0  # contexts that are live at a weight update
+        again: Values | float = 0.0
+        if self._staleness:  # contexts that are live at a weight update, with attention over themselves
+            mean = context / np.maximum(tokens, 1.0)
+            again = (terms.new + GROWING * terms.pair * mean) * context / steps
         path = longest * fixed + per_context * decoding * self.demand.context[head] + self._besides[degree][head]
-        path = np.maximum(path, self._paths[degree].over(first, last))
-        seconds = np.maximum(decode + prefill + again, path / overlapping)
+        path = np.maximum(0.0 if full else path, self._paths[degree].over(first, last))
+        seconds = np.maximum(decode + prefill + again, (path + self._after) / overlapping)
         seconds = np.where(self._peaks.over(first, last) > room, np.inf, seconds)
         return np.where(last > first, seconds, 0.0)
+
+
+class Pools:
+    """Pools of instances for `pipeline`, with their costs of each sampled request.
+
+    Args:
+      model: costs of the engines.
+      sample: the requests, in the order in which groups follow each other.
+      slots: slots of an instance of each degree.
+      room: share of a cache that the policy fills; 0: any number of contexts.
+      pauses: seconds in which a weight sync stops an instance of each degree.
+    """
+
+    def __init__(
+        self,
+        model: costs.RolloutCosts,
+        sample: Demand,
+        slots: Mapping[int, int],
+        *,
+        room: float,
+        pauses: Mapping[int, float],
+    ) -> None:
+        self._model, self._sample, self._slots = model, sample, slots
+        self._room, self._pauses = room, pauses
+        self._made: dict[int, pipeline.Pool] = {}
+
+    def pool(self, degree: int, instances: float) -> pipeline.Pool:
+        """Returns the pool of these instances; a fraction of an instance serves a smaller cluster."""
+        made = self._made.get(degree)
+        if made is None:
+            made = self._made[degree] = self._of_one(degree)
+        sizes = {name: getattr(made, name) * instances for name in ("slots", "room", "cache")}
+        return dataclasses.replace(made, instances=instances, **sizes)
+
+    def _of_one(self, degree: int) -> pipeline.Pool:
+        model, sample, slots = self._model, self._sample, self._slots[degree]
+        terms, tokens = model.prefill_terms(degree), np.maximum(sample.tokens, 1.0)
+        mean = sample.context / tokens
+        prefill = terms.new * sample.new + terms.cached * sample.cached + terms.pair * sample.pairs
+        drag = model.context_seconds(degree) * mean + (prefill + terms.prefill * sample.prefills) / tokens
+        fixed = np.array([model.fixed_seconds(degree, count) for count in range(slots + 1)])
+        # A policy counts a context with half of what it has yet to grow.
+        footprint, cache = (mean + sample.peak) / 2, float(model.kv_tokens(degree))
+        room = self._room * cache if self._room else np.inf
+        decoding, share = float(slots), np.ones_like(tokens)
+        for _ in range(SETTLED):  # a faster pace makes tools take more ticks, and so fewer requests decode
+            pace = np.interp(decoding, np.arange(slots + 1), fixed) + decoding * np.average(drag, weights=tokens)
+            share = tokens / (tokens + sample.tool_seconds / pace)
+            ticks = tokens / share
+            # Requests that fit into the cache, and their decoding part.
+            decoding = min(slots, room / np.average(footprint, weights=ticks) * tokens.sum() / ticks.sum())
+        again = (terms.new + GROWING * terms.pair * mean) * mean + terms.prefill
+        recall = share * (terms.new + terms.pair * mean / 2) * sample.cached / tokens
+        columns = (tokens / share, share, share * drag, footprint, again, recall)
+        requests = [pipeline.Request(*row) for row in np.stack(columns, axis=1).tolist()]
+        return pipeline.Pool(1.0, slots, room, cache, fixed.tolist(), self._pauses[degree], requests)
 
 
 class Maxima:

@@ -52,6 +52,7 @@ SHARED = (
     "planner.compiled",
     "planner.degrees",
     "planner.profile",
+    "planner.simulate_top",
     "rollout.max_context",
     "rollout.max_tokens",
     "rollout.slots",
@@ -216,12 +217,22 @@ class Case:
                 f"rows of {columns:,}; raise --config.trainer.row_tokens and --config.rollout.max_context, or give "
                 "smaller lengths"
             )
-        return forecast.Work(self.setting, self.work.prompts, self.work.turns).search.weighed(1.0, self.besides)
+        return self.predictions.searched(self.levels)
+
+    @functools.cached_property
+    def predictions(self) -> forecast.Work:
+        """The predictions of the case's plans."""
+        return forecast.Work(self.setting, self.work.prompts, self.work.turns)
 
     @property
-    def besides(self) -> float:
-        """Seconds of a step beside training in which the trainer takes part; 0 without measurements."""
-        return 0.0 if self.setting.profile is None else self.setting.profile.besides
+    def levels(self) -> forecast.Levels:
+        """Levels of the predictions: the profile's, if there is one."""
+        profile = self.setting.profile
+        return forecast.Levels() if profile is None else forecast.Levels(sync=profile.sync, between=profile.between)
+
+    def besides(self, split: search.Split) -> float:
+        """Returns the seconds of a split's step beside training in which the trainer takes part."""
+        return self.predictions.besides(split.train.devices, self.levels)
 
     @functools.cached_property
     def setting(self) -> forecast.Setting:
@@ -446,7 +457,7 @@ def _with_slots(
 def draw(path: Path, best: search.Split, splits: Sequence[search.Split], case: Case) -> None:
     """Draws both stages' times against the number of training devices; a single split gets a bar for each stage."""
     stages = [
-        ("training", "#54a24b", best.train.seconds, [item.train.seconds for item in splits]),
+        ("training and weight sync", "#54a24b", best.train.seconds, [item.train.seconds for item in splits]),
         ("rollout", "#4c78a8", best.rollout_seconds, [item.rollout_seconds for item in splits]),
     ]
     sentence = f"Plan: {best.train.devices} train, {best.step_seconds:.0f} s a step"

@@ -232,7 +232,7 @@ def sensitivity(
     base = compare(run, policies, seeds, jobs=jobs, progress=progress)
     reference, moves = list(report.mean_step_seconds(base.entries)), []
     # One at a time: all combinations would take a run for each of 2^n.
-    for name, value in costs.moved(run.simulation.coefficients, MOVE):
+    for name, value in run.simulation.moved(MOVE):
         coefficients = dataclasses.replace(run.simulation.coefficients, **{name: value})  # type: ignore[arg-type]
         simulation = dataclasses.replace(run.simulation, coefficients=coefficients)
         moved = dataclasses.replace(run, simulation=simulation)

@@ -90,6 +90,12 @@ class SimulationConfig:
         )
         return self.slots * instances if given == 1 else self.slots or rollout.instance_slots
 
+    def moved(self, by: float) -> Iterator[tuple[str, float]]:
+        """Yields each coefficient that matters with its value a share `by` lower, then higher (`costs.moved`)."""
+        for name, value in costs.moved(self.coefficients, by):
+            if self.kv_cache == "offload" or not name.startswith("host_"):
+                yield name, value
+
     def cost_model(self, lora: configuration.LoraConfig) -> costs.CostModel:
         """Returns the costs of this cluster, for a model with this adapter.
 

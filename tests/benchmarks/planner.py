@@ -59,7 +59,9 @@ def searched(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], device
         run, run.simulation.cost_model(run.model.lora), devices, slots=run.simulation.instance_slots(run.rollout)
     )
     setting = dataclasses.replace(setting, requests=setting.requests * devices // ACCELERATORS[0])
-    return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn]).search
+    return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn]).searched(
+        forecast.Levels()
+    )
 
 
 def cpu_seconds(devices: int) -> float:

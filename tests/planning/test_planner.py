@@ -64,7 +64,8 @@ def test_masked_rollouts_take_rollout_and_no_training():
 
     whole, half = predicted(0), predicted(32)
     assert half["plan/train_seconds"] < 0.75 * whole["plan/train_seconds"]
-    assert half["plan/rollout_seconds"] == pytest.approx(whole["plan/rollout_seconds"])
+    # With overlap, the training step that follows a path is a part of the window.
+    assert half["plan/rollout_seconds"] == pytest.approx(whole["plan/rollout_seconds"], rel=0.1)
     assert predicted(64)["plan/train_seconds"] == whole["plan/train_seconds"]  # nothing says what training takes
 
 
@@ -253,7 +254,14 @@ def test_a_mesh_that_does_not_hold_the_model_or_divide_it_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("period", -1), ("horizon", 0), ("least_gain", float("nan")), ("imbalance", 0.5), ("degrees", (3,))],
+    [
+        ("period", -1),
+        ("simulate_top", -1),
+        ("horizon", 0),
+        ("least_gain", float("nan")),
+        ("imbalance", 0.5),
+        ("degrees", (3,)),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(name, value):
     with pytest.raises(protocols.ConfigError, match=rf"config\.planner\.{name}"):

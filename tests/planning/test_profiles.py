@@ -98,18 +98,16 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
         [50] * 8, [[protocols.Turn(200, "bash", "success", 20, tool_seconds)] * 3] * 8
     )
     slower = costs.MeasuredEngines({1: ENGINE.scaled(1.7)})
-    served = serving.Serving(slower, asked, [1], [8], staleness=0)
-    seconds = float(served.seconds(1, np.array([0]), np.array([8]))[0])
-    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(seconds, 1.0, 0.1, 2.0))
+    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(1.0, 1.0, 0.1, 2.0))
+    step = dataclasses.replace(step, seconds=profiles.Stages(profiles.rollout_seconds(slower, step), 1.0, 0.1, 2.0))
     assert profiles.levelled(ENGINE, [step], 10**9).step == pytest.approx(1.7 * ENGINE.step, rel=1e-3)
 
 
 def test_a_full_cache_is_charged_once():
     asked = serving.Demand.of_trajectories([50] * 64, [[protocols.Turn(2_000)]] * 64)
     crowded = costs.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
-    served = serving.Serving(crowded, asked, [1], [64], staleness=0)
-    seconds = float(served.seconds(1, np.array([0]), np.array([64]))[0])
-    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(seconds, 1.0, 0.1, 2.0))
+    step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(1.0, 1.0, 0.1, 2.0))
+    step = dataclasses.replace(step, seconds=profiles.Stages(profiles.rollout_seconds(crowded, step), 1.0, 0.1, 2.0))
     assert profiles.levelled(ENGINE, [step], 5_000).step == pytest.approx(ENGINE.step, rel=1e-3)
     assert profiles.levelled(ENGINE, [step], 10**9).step > 1.2 * ENGINE.step
 
@@ -180,9 +178,9 @@ def test_a_planner_with_a_profile_is_calibrated_from_its_beginning(tmp_path):
     run = configuration.parse(configuration.RunConfig, {})
     plan = plans.of_run(run, (1, 1, 1))
     assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).calibrated
-    assert planner.GlobalPlanner(
-        config, made, plan, masks=configuration.TaskConfig().masks
-    ).levels.besides == pytest.approx(0.15)
+    assert planner.GlobalPlanner(config, made, plan, masks=configuration.TaskConfig().masks).levels == forecast.Levels(
+        sync=0.1, between=0.05
+    )
 
 
 def test_a_profile_of_another_model_or_of_other_degrees_is_refused(tmp_path):

@@ -1,0 +1,241 @@
+"""Compares the steps that the planner predicts with those that the simulator measures: docs/results/planning.md.
+
+  python -m tests.benchmarks.predictions --folder=runs/predictions [--seeds=0,1,2] [--output=table.md]
+
+48 simulated A800s, Qwen3-14B, C-MLFQ, max staleness 4: three workloads, five splits, and instances of one degree and of
+two. Lengths do not drift. Of 19 steps, those before the sixth fill the slots, and the last four empty them: neither
+counts. The planner gets the lengths of the counted steps. The layouts that it finds for each workload are simulated,
+too, to see how near its choice is to the best.
+
+The folder keeps what was simulated (about a minute each). Without its files, all is simulated again: needed after a
+change of costs, of the simulator or of a scheduler, and not after one of the planner.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support import cli
+
+from absl import flags
+
+from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.planning import forecast, plans, search
+from libra_jax.scheduling import registry
+from libra_jax.simulator import scripts, settings, workloads, world
+
+DEVICES, STALENESS, STEPS = 48, 4, 19
+WORKLOADS, KINDS = ("swe", "search", "math"), ("one", "two")
+
+MESHES = {
+    "swe": {16: (1, 8, 2), 20: (1, 5, 4), 24: (3, 2, 4), 32: (1, 8, 4), 40: (1, 10, 4)},
+    "search": {16: (1, 4, 4), 20: (1, 5, 4), 24: (3, 8, 1), 32: (1, 16, 2), 40: (1, 10, 4)},
+    "math": {16: (1, 8, 2), 20: (1, 20, 1), 24: (3, 4, 2), 32: (1, 8, 4), 40: (1, 20, 2)},
+}
+"""(data, fsdp, tensor) of each workload by the devices that train; the fastest of these devices, by formula."""
+
+TASKS = 10**9
+"""Tasks over which lengths would drift: so many that a run in their middle sees no drift."""
+
+FITTED = 0
+"""The seed that the planner's constants were fitted on."""
+
+_FOLDER = flags.DEFINE_string("folder", "runs/predictions", "Folder that keeps what was simulated.")
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the workloads.")
+_OUTPUT = flags.DEFINE_string("output", None, "Markdown file to write; default: standard output.")
+
+
+@dataclass(frozen=True)
+class Steady(scripts.Workload):
+    """A synthetic workload whose lengths do not drift: that of the middle of a run."""
+
+    drawn: workloads.Synthetic
+
+    def script(self, task_index: int, sample: int) -> scripts.Script:
+        return self.drawn.script(TASKS // 2 + task_index, sample)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, its predicted and its simulated seconds a step."""
+
+    workload: str
+    layout: str
+    seed: int
+    predicted: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.simulated - 1.0
+
+
+def main() -> None:
+    if not all(seed.isdecimal() for seed in _SEEDS.value):
+        raise protocols.ConfigError(f"--seeds: {','.join(_SEEDS.value)!r} are no seeds")
+    folder = Path(_FOLDER.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = [int(seed) for seed in _SEEDS.value]
+    rows = [row for seed in seeds for row in _rows(folder, seed)]
+    chosen = [row for seed in seeds for row in _choices(folder, seed)]
+    text = "\n".join([*_table(rows), "", *_summary(rows), "", *_regret(rows, chosen)]) + "\n"
+    if _OUTPUT.value is None:
+        print(text)
+    else:
+        Path(_OUTPUT.value).write_text(text)
+
+
+def run_of(workload: str, seed: int, plan: protocols.Plan | None = None) -> settings.SimulatedRun:
+    """Returns the run of a workload, laid out by a plan."""
+    from configs import ablation  # found from where scripts are launched, once they run
+
+    config = ablation.get_config(f"static_optimal-{workload}")
+    config.scheduler.policy, config.coordinator.max_staleness = "cmlfq", STALENESS
+    config.steps, config.seed = STEPS, seed
+    values = configuration.to_dict(configuration.checked(config))
+    return configuration.parse(settings.SimulatedRun, values if plan is None else plans.applied(values, plan))
+
+
+def work_of(run: settings.SimulatedRun) -> forecast.Work:
+    """Returns the planner's view of the counted steps of a run."""
+    groups, size = run.coordinator.groups_per_step, run.coordinator.group_size
+    workload = steady(run)
+    counted = range(groups * (STALENESS + 1), groups * (STEPS - STALENESS))
+    drawn = [workload.script(task, sample) for task in counted for sample in range(size)]
+    model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
+    setting = forecast.Setting.of_run(run, model, DEVICES, slots=slots)
+    return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
+
+
+def steady(run: settings.SimulatedRun) -> Steady:
+    """Returns the workload of a run without its drift."""
+    return Steady(workloads.Synthetic(run.workload.shape, run.seed, TASKS, run.workload.variation))
+
+
+def layouts(workload: str, work: forecast.Work, lengths: list[int]) -> Iterator[tuple[str, protocols.Plan]]:
+    """Yields a name and a plan for each split, with instances of degree 2, and of the degrees 2 and 4.
+
+    Args:
+      workload: name of the workload.
+      work: the work of a seed.
+      lengths: lengths of sampled rollouts, ascending.
+    """
+    longest = math.ceil(work.search.demand.tokens[0])
+    for train, mesh in MESHES[workload].items():
+        left = DEVICES - train
+        one = (protocols.PlannedBucket(2, left // 2, longest),)
+        wide = round(2 / 3 * left / 4)
+        narrow = (left - 4 * wide) // 2
+        # Each degree gets the tokens that its devices ask for.
+        enough, taken, bound = 2 * narrow / left * sum(lengths), 0, 0
+        while taken < enough:
+            taken += lengths[bound]
+            bound += 1
+        two = protocols.PlannedBucket(2, narrow, lengths[bound - 1]), protocols.PlannedBucket(4, wide, longest)
+        for kind, buckets in zip(KINDS, (one, two), strict=True):
+            yield f"{train} train, {kind}", protocols.Plan(*mesh, buckets)
+
+
+def simulated(folder: Path, workload: str, seed: int, plan: protocols.Plan) -> float:
+    """Returns the mean seconds of the counted steps under a plan."""
+    instances = "_".join(f"{one.count}x{one.tensor_parallel}" for one in plan.rollout)
+    file = folder / f"{workload}-{plan.data}-{plan.fsdp}-{plan.tensor}-{instances}-{seed}.json"
+    if not file.exists():
+        run = run_of(workload, seed, plan)
+        result = world.run(
+            run,
+            run.simulation,
+            steady(run),
+            lambda costs, remaining: registry.create(
+                run.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=run.rollout.tensor_parallel
+            ),
+        )
+        file.write_text(json.dumps(result.step_seconds) + "\n")
+        print(f"simulated {file.stem} in {result.wall_seconds:.0f} s", file=sys.stderr, flush=True)
+    return statistics.fmean(json.loads(file.read_text())[STALENESS + 1 : STEPS - STALENESS])
+
+
+def _rows(folder: Path, seed: int) -> Iterator[Row]:
+    for workload in WORKLOADS:
+        work, of_seed = work_of(run_of(workload, seed)), steady(run_of(workload, FITTED))
+        # The same layouts for all seeds.
+        fitted = work if seed == FITTED else work_of(run_of(workload, FITTED))
+        lengths = sorted(of_seed.script(task, 0).generated_tokens for task in range(2_048))
+        for name, plan in layouts(workload, fitted, lengths):
+            predicted = work.predict(plan, forecast.Levels()).step
+            yield Row(workload, name, seed, predicted, simulated(folder, workload, seed, plan))
+
+
+def _choices(folder: Path, seed: int) -> Iterator[Row]:
+    """Yields the planner's best splits of each workload, the best first."""
+    for workload in WORKLOADS:
+        splits = work_of(run_of(workload, seed)).searched(forecast.Levels()).ranked(DEVICES)
+        for split in splits:
+            yield Row(workload, _named(split), seed, split.step_seconds, simulated(folder, workload, seed, split.plan))
+
+
+def _named(split: search.Split) -> str:
+    instances = ", ".join(f"{one.count} of degree {one.tensor_parallel}" for one in split.rollout)
+    return f"{split.train.devices} train, {instances}"
+
+
+def _table(rows: list[Row]) -> list[str]:
+    """Returns a row for each layout, means over seeds."""
+    lines = [
+        "| workload | split, degrees | predicted, s | simulated, s | off, seeds in order |",
+        "|---|---|---|---|---|",
+    ]
+    grouped = collections.defaultdict(list)
+    for row in rows:
+        grouped[row.workload, row.layout].append(row)
+    for (workload, layout), found in grouped.items():
+        means = (statistics.fmean(getattr(row, name) for row in found) for name in ("predicted", "simulated"))
+        off = ", ".join(f"{row.error:+.1%}" for row in found)
+        lines.append(f"| {workload} | {layout} | {' | '.join(f'{mean:,.0f}' for mean in means)} | {off} |")
+    return lines
+
+
+def _summary(rows: list[Row]) -> list[str]:
+    lines = []
+    for name, chosen in (
+        (f"Seed {FITTED}, on which constants were fitted", [row for row in rows if row.seed == FITTED]),
+        ("Other seeds", [row for row in rows if row.seed != FITTED]),
+    ):
+        if chosen:
+            errors = [abs(row.error) for row in chosen]
+            within = sum(error <= 0.1 for error in errors)
+            lines.append(
+                f"- {name}: {within} of {len(errors)} within 10%, {statistics.fmean(errors):.1%} off in the mean, "
+                f"{max(errors):.1%} at most."
+            )
+    return lines
+
+
+def _regret(rows: list[Row], chosen: list[Row]) -> list[str]:
+    """Returns a row for each workload: the first choice against the best layout that was simulated."""
+    lines = [
+        "| workload | seed | first choice | simulated, s | best simulated | s | behind |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key in dict.fromkeys((row.workload, row.seed) for row in chosen):
+        ranked = [row for row in chosen if (row.workload, row.seed) == key]
+        best = min((row for row in [*rows, *chosen] if (row.workload, row.seed) == key), key=lambda row: row.simulated)
+        first = ranked[0]
+        behind = first.simulated / best.simulated - 1.0
+        lines.append(
+            f"| {first.workload} | {first.seed} | {first.layout} | {first.simulated:,.0f} | {best.layout} | "
+            f"{best.simulated:,.0f} | {behind:.1%} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    cli.run(main, settings.SimulatedRun)

@@ -1,0 +1,147 @@
+"""Steps that follow from requests, slots, caches and versions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from libra_jax import protocols
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs, forecast, hardware, meshes, pipeline
+
+
+def pool(ticks: list[float], *, slots: int = 100, pace: float = 1.0, **changes) -> pipeline.Pool:
+    """One instance whose ticks take `pace` seconds, however many requests decode; changes are of it or its requests."""
+    fields = {"share": 1.0, "drag": 0.0, "footprint": 1.0, "again": 0.0, "recall": 0.0}
+    fields |= {name: changes.pop(name) for name in list(changes) if name in fields}
+    requests = [pipeline.Request(ticks=one, **fields) for one in ticks]
+    sizes = {"instances": 1, "slots": slots, "room": 1e9, "cache": 1e9, "pause": 0.0, **changes}
+    return pipeline.Pool(**sizes, fixed=[pace] * (slots + 1), requests=requests)
+
+
+def seconds(pools, rules: pipeline.Cycle, *, sampled: int = 1, wanted: int = -1) -> float:
+    sequence = [number % sampled for number in range(rules.requests)]
+    return pipeline.step_seconds(pools, sequence, [wanted] * len(sequence), rules)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_path_and_training_share_the_window_of_versions(staleness):
+    rules = pipeline.Cycle(groups=2, size=2, staleness=staleness, train=10.0)
+    assert seconds([pool([100.0])], rules) == pytest.approx(110.0 / (staleness + 1))
+
+
+def test_at_no_staleness_rollout_and_training_add_up():
+    assert seconds([pool([100.0])], pipeline.Cycle(2, 2, 0, 10.0)) == pytest.approx(110.0)
+
+
+def test_no_step_is_shorter_than_training():
+    assert seconds([pool([5.0])], pipeline.Cycle(2, 2, 4, 10.0)) == pytest.approx(10.0)
+
+
+def test_few_slots_set_the_step_by_their_throughput():
+    rules = pipeline.Cycle(groups=4, size=2, staleness=4, train=1.0)
+    assert seconds([pool([10.0], slots=2)], rules) == pytest.approx(40.0)
+    assert seconds([pool([10.0], slots=4)], rules) == pytest.approx(20.0)
+    assert seconds([pool([10.0], slots=2)] * 2, rules) == pytest.approx(20.0)
+
+
+def test_a_batch_waits_for_the_longest_request_of_its_groups():
+    rules = pipeline.Cycle(groups=2, size=2, staleness=0, train=1.0)
+    assert seconds([pool([10.0, 40.0, 10.0, 10.0])], rules, sampled=4) == pytest.approx(41.0)
+
+
+def test_unlike_batches_take_more_than_their_means():
+    """Each second batch is long: while it lasts, the batch behind it cannot make up for its own shortness."""
+    rules = pipeline.Cycle(groups=1, size=1, staleness=0, train=50.0)
+    even = seconds([pool([60.0])], rules)
+    assert seconds([pool([20.0, 100.0])], rules, sampled=2) == pytest.approx(even)
+    rules = dataclasses.replace(rules, staleness=1)
+    even = seconds([pool([60.0])], rules)
+    assert seconds([pool([5.0, 115.0])], rules, sampled=2) > 1.1 * even
+
+
+def test_a_full_cache_keeps_slots_empty():
+    rules = pipeline.Cycle(groups=4, size=1, staleness=4, train=1.0)
+    assert seconds([pool([10.0], room=2.0)], rules) == pytest.approx(20.0)
+
+
+def test_contexts_that_outgrow_the_cache_are_prefilled_again():
+    rules = pipeline.Cycle(groups=8, size=1, staleness=1, train=1.0)
+    fits = pool([10.0], share=0.5, recall=0.1)
+    assert seconds([dataclasses.replace(fits, cache=4.0)], rules) > 1.2 * seconds([fits], rules)
+
+
+def test_a_weight_sync_prefills_live_contexts_again():
+    rules = pipeline.Cycle(groups=2, size=1, staleness=1, train=1.0)
+    assert seconds([pool([100.0], again=3.0)], rules) > 2.0 + seconds([pool([100.0])], rules)
+    assert seconds([pool([100.0], pause=3.0)], rules) > 1.0 + seconds([pool([100.0])], rules)
+
+
+def test_requests_that_are_predicted_run_on_their_pool():
+    rules = pipeline.Cycle(groups=2, size=2, staleness=1, train=1.0)
+    slow, fast = pool([100.0], slots=4, pace=2.0), pool([100.0], slots=4, pace=1.0)
+    assert seconds([slow, fast], rules, wanted=0) > 1.4 * seconds([slow, fast], rules, wanted=1)
+
+
+def test_a_request_moves_to_its_pool_as_soon_as_there_is_room():
+    rules = pipeline.Cycle(groups=2, size=1, staleness=0, train=1.0)
+    slow, fast = pool([100.0], slots=4, pace=10.0), pool([100.0], slots=1, pace=1.0)
+    # One waits on the slow pool for 100 s, in which it gets a tenth, and then takes 90 s.
+    assert seconds([slow, fast], rules, wanted=1) == pytest.approx(191.0)
+
+
+@hypothesis.given(st.lists(st.floats(1.0, 100.0), min_size=4, max_size=4), st.integers(0, 4), st.floats(1.0, 50.0))
+def test_half_of_a_cluster_takes_as_long_for_half_of_the_groups(ticks, staleness, train):
+    rules = pipeline.Cycle(4, 4, staleness, train)
+    half = dataclasses.replace(rules, groups=2)
+    one = pool(ticks, slots=4)
+    two = dataclasses.replace(one, instances=2, slots=8, room=2e9, cache=2e9)
+    assert seconds([two], rules, sampled=4) <= 1.5 * seconds([one], half, sampled=4)
+    assert seconds([one], half, sampled=4) <= 1.5 * seconds([two], rules, sampled=4)
+
+
+def work(staleness: int, turns: int, **changes) -> forecast.Work:
+    model = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B", "model"))
+    setting = forecast.Setting(
+        model, meshes.Trainer((131_072,)), (1, 2, 4, 8), (32,) * 4, 48, 512, staleness, group_size=16, **changes
+    )
+    lengths = [500 * 2 ** (index * 7 // 64 % 7) for index in range(1_024)]
+    tool = "bash" if turns > 1 else None
+    status = "success" if tool else None
+    drawn = [[protocols.Turn(tokens // turns, tool, status, 300 * (turns > 1), 2.0)] * turns for tokens in lengths]
+    return forecast.Work(setting, [500] * len(drawn), drawn)
+
+
+def test_where_nothing_tells_lengths_a_plan_has_one_degree():
+    plan = work(4, 1).best(forecast.Levels())
+    assert len(plan.rollout) == 1
+
+
+def test_who_knows_lengths_gains_by_unlike_degrees_and_who_does_not_loses():
+    buckets = (protocols.PlannedBucket(1, 12, 6_000), protocols.PlannedBucket(4, 4, 40_000))
+    plan = protocols.Plan(1, 5, 4, buckets)
+    clairvoyant = work(1, 8, policy="oracle").predict(plan, forecast.Levels())
+    blind = work(1, 8, policy="sticky", cache_share=0.9).predict(plan, forecast.Levels())
+    assert clairvoyant.step < 0.95 * blind.step
+
+
+def test_the_sheet_charges_for_weight_sync():
+    plan = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14, 40_000),))
+    made = work(4, 1)
+    expected = made.predict(plan, forecast.Levels())
+    sync = made.besides(20, forecast.Levels())
+    assert sync > 1.0
+    assert expected.step >= expected.train + sync
+    assert made.besides(20, forecast.Levels(sync=7.0, between=1.0)) == 8.0
+
+
+def test_a_large_cluster_is_followed_at_a_smaller_scale():
+    small, large = work(1, 8), work(1, 8)
+    large._setting = dataclasses.replace(large._setting, requests=512 * 16, devices=48 * 16)
+    plan = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14, 40_000),))
+    wide = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14 * 16, 40_000),))
+    one, many = small._step(plan.rollout, 100.0), large._step(wide.rollout, 100.0)
+    assert many == pytest.approx(one, rel=0.15)
