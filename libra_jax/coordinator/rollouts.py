@@ -113,6 +113,7 @@ class Rollouts:
             failed as often as the config allows.
         """
         limits, retries = factories.limits(self._config, temperature), self._config.task.environment_retries
+        trajectory.goes_on_at(self._clock())
         for retry in range(retries + 1):
             # Exponential backoff; the rollout holds no engine slot meanwhile.
             if retry:
