@@ -27,7 +27,7 @@ instance that holds its context unless loads differ (sticky), as conversations d
 
 These variants show what a pool of hybrid workers adds to fixed splits:
 
-* planned: the layout of libra, which never changes: 24 accelerators train.
+* planned: the layout of libra, which never changes: 20 accelerators train.
 * train16, train20, train32: other splits that never change; 2 instances of degree 2, the others of degree 4.
 * pool: 16 of the 48 accelerators train, 16 roll out, and 16 form four hybrid workers of degree 4. The hybrid workers
   train as data-parallel replicas while rollout is ahead.
@@ -70,26 +70,27 @@ MODELS = {"14b": "Qwen3-14B", "30b": "Qwen3-30B-A3B"}
 """Presets by the names that variants have."""
 
 BEST = {
-    "14b": {"swe": ((1, 5, 4), 14), "search": ((3, 10, 1), 9), "math": ((1, 20, 1), 14)},
+    "14b": {"swe": ((1, 8, 2), 16), "search": ((3, 8, 1), 12), "math": ((1, 20, 1), 14)},
     "30b": {"swe": ((1, 4, 4), 16), "search": ((1, 4, 4), 16), "math": ((1, 4, 4), 16)},
 }
-"""(data, fsdp, tensor) and number of instances: the best that launch/plan.py finds for homogeneous-<workload> at max
-staleness 4, by model."""
+"""(data, fsdp, tensor) and number of instances: the best that launch/plan.py finds for homogeneous-<workload> under
+sticky at max staleness 4, by model."""
 
 PLANNED = {
     "14b": {
-        "swe": ((3, 2, 4), {2: (2, 8_360), 4: (5, None)}),
-        "search": ((3, 10, 1), {2: (3, 3_600), 4: (3, None)}),
-        "math": ((1, 20, 1), {1: (8, 8_877), 2: (6, 20_556), 4: (2, None)}),
+        "swe": ((1, 5, 4), {4: (7, None)}),
+        "search": ((3, 8, 1), {4: (6, None)}),
+        "math": ((1, 20, 1), {2: (14, None)}),
     },
     "30b": {
-        "swe": ((1, 4, 4), {2: (2, 6_564), 4: (7, None)}),
-        "search": ((2, 4, 4), {2: (2, 3_430), 4: (3, None)}),
-        "math": ((1, 4, 4), {2: (6, 11_892), 4: (5, None)}),
+        "swe": ((1, 4, 4), {2: (16, None)}),
+        "search": ((1, 4, 4), {4: (8, None)}),
+        "math": ((1, 4, 4), {4: (8, None)}),
     },
 }
 """(data, fsdp, tensor), then for each degree the number of instances and the most tokens that their requests may
-have left to generate (None: no limit). This is the best that launch/plan.py finds for libra-<workload>, by model."""
+have left to generate (None: no limit). This is the best that launch/plan.py finds for libra-<workload> at max staleness
+4, by model. It prefers one degree everywhere: a further one has to save 2% of a step (docs/results/planning.md)."""
 
 AHEAD = 4
 """Max staleness, in versions, where asynchronous systems are compared. AReaL's value for code (arXiv 2505.24298),
