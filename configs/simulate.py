@@ -5,16 +5,16 @@
   python launch/simulate.py --config=configs/simulate.py --trace=trace.jsonl --output=runs/trace.json
   python launch/simulate.py --config=configs/simulate.py:trace --trace=trace.jsonl   # buckets that fit its lengths
 
-Batch, split and layout are the same for every policy. They were fixed before any policy was compared, from the cost
-model (planning/costs.py) at the middle of the software-engineering run:
+Batch, split and layout are the same for every policy. They were fixed before any policy was compared, from an earlier
+cost model. The present one (planning/costs.py) says of the middle of the software-engineering run:
 
 * Split: 20 devices train and 28 roll out. At the middle of the run a batch of 512 trajectories has 3.7 M generated
   tokens and 9.8 M tokens of context. That is 527 s of training on 20 devices and, with all slots in use, 501 s of
   rollout on 28: neither stage hides the other. (24 and 24 would be 439 s and 585 s.)
 * Layout: each degree gets the devices that its range of lengths asks for. At the middle of the run, tokens of requests
   with at most 3k still to generate take 26% of the device-seconds. Up to 8k they take 23%, up to 20k 36%, and beyond
-  15%. Of 28 devices that is 7.3, 6.5, 10.0 and 4.3. So six instances of degree 1, three of degree 2, two of degree 4
-  and one of degree 8.
+  15%. Of 28 devices that is 7.3, 6.5, 10.0 and 4.3. The layout has 6, 6, 8 and 8: six instances of degree 1, three
+  of degree 2, two of degree 4, and one of degree 8, the fewest that there can be.
 * Slots: 32 requests, because the cache of a degree-1 instance (235k tokens) holds 32 contexts of 7k. The one wide
   instance has 64: its cache is 13 times as large and its requests are the longest (50k).
 

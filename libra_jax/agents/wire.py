@@ -57,7 +57,13 @@ _ERROR_ENDS = 2_000
 """Characters at the end of a return that are searched for the name of an error."""
 
 _CALLS = (
-    ("test", re.compile(r"\b(pytest|unittest|tox|nox|ctest|jest|(npm|go|cargo|make|mvn) (run )?test)\b|\btests?[/_]")),
+    (
+        "test",
+        re.compile(
+            r"\b(pytest|unittest|tox|nox|ctest|jest|(npm|go|cargo|make|mvn) (run )?test)\b"
+            r"|(\b(python3?|bash|sh|node)\s+|\./)\S*\btests?[/_]"
+        ),
+    ),
     ("edit", re.compile(r"\bsed\s+-i|<<\s*\S|\btee\b|\bpatch\b|\bgit apply\b|(?<![0-9&>])>{1,2}\s*[\w./~]")),
     ("install", re.compile(r"\b(pip3?|uv|conda|apt|apt-get|npm|yarn|cargo) (-\S+ )*(install|add|i)\b")),
     ("read", re.compile(r"^\s*(cd \S+\s*(&&|;)\s*)?(ls|cat|head|tail|grep|rg|find|wc|file|tree|sed|awk|pwd|stat)\b")),

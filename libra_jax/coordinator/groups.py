@@ -198,7 +198,8 @@ class Groups:
             # The group may have left meanwhile.
             if group.group_id in self._under_way:
                 self._under_way[group.group_id] -= 1
-                self._events.announce(protocols.RolloutEnded(group.group_id))
+        # Not of a cancelled rollout: the run, or its group, is about to end.
+        self._events.announce(protocols.RolloutEnded(group.group_id))
         # While others of its group still run.
         await self._runner.teach(trajectory)
 
@@ -305,6 +306,7 @@ class Batches:
         self._saver = saver
         self._recovery = recovery
         self._recorder = run.recorder
+        self._scope = run.scope
         self._settled = asyncio.Event()
         self.data_position = 0
         self.next_step = 0
@@ -323,8 +325,8 @@ class Batches:
     def admit(self) -> None:
         """Dispatches as many new groups as the staleness bound and `coordinator.max_concurrent` allow."""
         version, outstanding = self._weight_sync.served, len(self._groups.running) + len(self._groups.finished)
-        # A restored group may finish before the first weight sync.
-        if version == protocols.NO_VERSION:
+        # A restored group may finish before the first weight sync, and any group while the run is ending.
+        if version == protocols.NO_VERSION or self._scope.called:
             return
         count = admission.admissible(self._bound, version=version, next_step=self.next_step, outstanding=outstanding)
         for _ in range(count):

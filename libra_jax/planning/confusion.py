@@ -8,9 +8,7 @@ longest requests, and the search finds so by itself.
 
 from __future__ import annotations
 
-import bisect
-import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +31,6 @@ RECOGNISED = 0.25
 seed 0, 48 simulated A800s: instances of degree 4 decoded 75% of the band's tokens and 65% of all others' (software
 engineering), 81% and 74% (search), 71% and 71% (math, without tools). What exceeds the others' share is 0.28, 0.27
 and 0. Shorter bands got their share of slots."""
-
-CHOSEN = (protocols.MoveReason.TOOL_RETURN, protocols.MoveReason.BUDGET_OUTRUN)
-"""Reasons of moves by which a policy shows what it predicts."""
 
 GOLDEN = 0.6180339887498949
 """Its multiples, modulo 1, fill the unit interval evenly."""
@@ -104,10 +99,6 @@ class Confusion:
         return lines
 
 
-Source = Callable[[int], Confusion]
-"""Number of bands to the confusion among them."""
-
-
 def calibrated(policy: str, bands: int, *, tools: bool) -> Confusion:
     """Returns what is known of a policy without a measurement of the run.
 
@@ -125,36 +116,3 @@ def calibrated(policy: str, bands: int, *, tools: bool) -> Confusion:
     elif policy in BY_RETURNS:
         source = f"{policy} without tools: nothing tells lengths"
     return Confusion(tuple(map(tuple, np.diag(known).tolist())), source)
-
-
-def of_moves(
-    rollouts: Iterable[Sequence[protocols.Turn]],
-    degree_of: Callable[[str], int | None],
-    bounds: Sequence[int],
-    degrees: Sequence[int],
-) -> Confusion | None:
-    """Returns the confusion that a run's moves show; None if no band had a rollout.
-
-    The last move that the policy chose shows the band that it predicted. Of a rollout without such a move it predicted
-    nothing.
-
-    Args:
-      rollouts: turns of each rollout, with their moves.
-      degree_of: name of an instance to its tensor-parallel degree; None if it is unknown.
-      bounds: most tokens of each band, ascending; the last band has no limit.
-      degrees: degree of each band.
-    """
-    counts = np.zeros((len(bounds), len(bounds)))
-    totals: collections.Counter[int] = collections.Counter()
-    for turns in rollouts:
-        band = bisect.bisect_left(bounds[:-1], sum(max(1, turn.generated_tokens) for turn in turns))
-        totals[band] += 1
-        chosen = [move for turn in turns for move in turn.moves if move.reason in CHOSEN]
-        degree = degree_of(chosen[-1].target) if chosen else None
-        if degree in degrees:
-            counts[degrees.index(degree), band] += 1
-    if not totals:
-        return None
-    for band, total in totals.items():
-        counts[:, band] /= total
-    return Confusion(tuple(map(tuple, counts.tolist())), f"moves of {sum(totals.values()):,} recorded rollouts")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +50,6 @@ class Setting:
       group_size: trajectories of a group, which start together.
       policy: scheduling policy, by which requests find their instances.
       cache_share: share of a cache that the policy fills; 0: any number of contexts.
-      routing: confusion of predicted and true lengths that was measured; None takes what is known of the policy.
     """
 
     model: costs.CostModel
@@ -67,7 +65,6 @@ class Setting:
     group_size: int = 1
     policy: str = "cmlfq"
     cache_share: float = 0.9
-    routing: confusion.Source | None = None
 
     @classmethod
     def of_run(
@@ -240,8 +237,7 @@ class Work:
         # Spread evenly over the kept trajectories, so that the sample has their lengths.
         lengths = [contexts[index * len(contexts) // (count * batches)] for index in range(count * batches)]
         self.training = meshes.Training(setting.model, lengths, setting.trainer, batches)
-        tools = any(turn.tool is not None for one in turns for turn in one)
-        self._routing = setting.routing or functools.partial(confusion.calibrated, setting.policy, tools=tools)
+        self._tools = any(turn.tool is not None for one in turns for turn in one)
         self._engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
         slots = dict(zip(setting.degrees, setting.slots, strict=True))
         pauses = {degree: setting.model.load_seconds(degree) for degree in setting.degrees}
@@ -271,7 +267,7 @@ class Work:
 
     def confusion(self, bands: int) -> confusion.Confusion:
         """Returns the confusion of predicted and true lengths that plans with this number of bands assume."""
-        return self._routing(bands)
+        return confusion.calibrated(self._setting.policy, bands, tools=self._tools)
 
     def searched(self, levels: Levels) -> search.Search:
         """Returns the search at these levels; its seconds are those of rollout by the sheet."""

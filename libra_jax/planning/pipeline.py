@@ -133,10 +133,10 @@ class _Line:
 
     def admits(self, request: int) -> bool:
         """Returns whether a sampled request may start here."""
+        if not self._due:
+            return True  # or a pool of less than one slot, or a context larger than the room, would never be used
         pool, costs = self.pool, self._requests[request]
-        if self.load + costs.share > pool.slots + SLACK:
-            return False
-        return not self._due or self._used + costs.footprint <= pool.room
+        return self.load + costs.share <= pool.slots + SLACK and self._used + costs.footprint <= pool.room
 
     def join(self, now: float, number: int, request: int, ticks: float) -> None:
         """Starts a request that takes `ticks`."""
@@ -234,6 +234,8 @@ class _Run:
             if trained == math.inf and not self._open[len(ends) - 1]:
                 trained = now + self._cycle.train
             line = min(self._lines, key=_next)
+            if trained == line.next == math.inf:
+                return math.inf  # some request fits no pool
             if trained <= line.next:
                 now, trained = trained, math.inf
                 ends.append(now)

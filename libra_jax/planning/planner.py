@@ -231,6 +231,8 @@ class Replanner(Generic[Plan]):
         # A lost instance makes the present plan impossible, so the cooldown does not hold.
         if self._moved_at is not None and step - self._moved_at < rules.cooldown and not lost:
             return f"the last move was {step - self._moved_at} steps ago, of {rules.cooldown} to wait"
+        if not math.isfinite(then):
+            return "no step can be predicted under the plan"
         if then >= now * (1.0 - rules.least_gain):
             return f"a gain of {100 * (1.0 - then / now):.1f}% is less than {100 * rules.least_gain:g}%"
         if (now - then) * rules.horizon <= cost:
@@ -376,7 +378,7 @@ class GlobalPlanner:
         work = forecast.Work(self._setting, prompts, turns, kept)
         expected = work.predict(self.plan, self.levels)
         # A step that trained on nothing says nothing about training.
-        if not any(kept for _, _, kept in seen) or measured.disturbed or not math.isfinite(expected.rollout):
+        if not any(kept for _, _, kept in seen) or measured.disturbed or not math.isfinite(expected.step):
             return work
         self._taken.append(
             _Taken(

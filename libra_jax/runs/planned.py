@@ -58,6 +58,7 @@ SHARED = (
     "rollout.slots",
     "rollout.slots_by_instance",
     "rollout.tensor_parallel",
+    "scheduler",
     "seed",
     "steps",
     "trainer.cores",
@@ -66,7 +67,7 @@ SHARED = (
     "trainer.row_tokens",
     "trainer.rows_per_micro_batch",
 )
-OF_SIMULATION = (*SHARED, "scheduler", "simulation", "workload")
+OF_SIMULATION = (*SHARED, "simulation", "workload")
 """Fields of a simulated run's config that a plan reads; the name of a group covers all of its fields."""
 
 OF_RUN = (

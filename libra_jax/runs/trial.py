@@ -12,7 +12,7 @@ from libra_jax import protocols
 from libra_jax.planning import search
 from libra_jax.runs import planned
 from libra_jax.scheduling import registry
-from libra_jax.simulator import scripts, world
+from libra_jax.simulator import scripts, settings, world
 
 WINDOWS = 2
 """Multiples of max staleness + 1 in steps whose mean counts. The steps before them fill the slots, and those after them
@@ -113,7 +113,11 @@ def step_seconds(case: planned.Case, plan: protocols.Plan) -> float:
     )
     mesh = plan.data, plan.fsdp, plan.tensor
     simulation = world.SimulationConfig(
-        train_devices=plan.train_devices, train_mesh=mesh, slots=tuple(slots[degree] for degree in degrees)
+        train_devices=plan.train_devices,
+        train_mesh=mesh,
+        slots=tuple(slots[degree] for degree in degrees),
+        kv_cache=given.simulation.kv_cache if isinstance(given, settings.SimulatedRun) else "recompute",
+        hardware=case.setting.model.sheet.name,
     )
     result = world.run(
         run,

@@ -12,8 +12,8 @@
 
 Published limits of live requests an instance: 3 (48 accelerators), 64 (most configs), 100 (default), 256. The limit of
 rollouts in all is `coordinator.max_concurrent`. Different here: the engine's slots are those of the config, a request
-that has waited for `scheduler.ageing_seconds` goes to any free slot, held-out rollouts do not teach, and trees are not
-built again from the latest 5,000 rollouts.
+that has waited for `scheduler.ageing_seconds` goes to any free slot, held-out rollouts do not teach, paths are known up
+to `MOST_STATES` states, and trees are not built again from the latest 5,000 rollouts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ SMALL, MEDIUM = 500, 5_000
 
 WINDOW = 200
 """Latest samples whose P90 counts."""
+
+MOST_STATES = 64
+"""Causal states of a path that the trees distinguish."""
 
 MOST_PROMPTS = 4096
 """Prompts whose trees are kept; a run's oldest are dropped."""
@@ -69,7 +72,7 @@ class Node:
         """Adds what was left at the start, and after each state of a path."""
         node = self
         node.add(left[0])
-        for key, sample in zip(path, left[1:], strict=True):
+        for key, sample in zip(path[:MOST_STATES], left[1:], strict=False):
             node = node.children.setdefault(key, Node())
             node.add(sample)
 
@@ -104,9 +107,11 @@ class Track(paths.Track):
 
     Attributes:
       payload: tokens that tools have returned so far.
+      level: bucket that the request is meant for, no matter which instance took it.
     """
 
     payload: int = 0
+    level: int = 0
 
 
 class Statistics:
@@ -181,21 +186,23 @@ class CmlfqAuthors(residents.ResidentScheduler):
     """
 
     by_length = True
+    counts_residents = True
 
     def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
         self.statistics = Statistics()
         super().__init__(config, degrees=degrees, learner=self.statistics)
-        self.accounts = True
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
-        assert request.track is not None
-        level = min(request.level, len(self.buckets) - 1)
+        track = request.track
+        assert isinstance(track, Track)
+        level = min(track.level, len(self.buckets) - 1)
         target = request.home
-        if returned and (node := self.statistics.known(request.track)) is not None:
+        if returned and (node := self.statistics.known(track)) is not None:
             request.remaining = node.mean
             meant = self.levels.of_length(node.mean)
             if meant == self.levels.of_length(node.p90) != level:
                 level, target = meant, None
+                track.level = level
         if target is None:
             target = self._least_live(level)
         if target is not None and target is not request.home:
@@ -206,14 +213,6 @@ class CmlfqAuthors(residents.ResidentScheduler):
     def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
         # The limit is kept in `route`, where it never makes a request wait.
         return True
-
-    def seat(
-        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
-    ) -> protocols.Placement:
-        level = request.level
-        placement = super().seat(request, server, reason)
-        request.level = level  # the bucket that it is meant for, no matter which instance took it
-        return placement
 
     def _least_live(self, level: int) -> buckets.Server | None:
         """Returns the instance that a request meant for a bucket goes to; None without instances."""

@@ -83,6 +83,7 @@ class StickyCache(residents.ResidentScheduler):
     """
 
     by_cache = True
+    counts_residents = True
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)

@@ -68,7 +68,7 @@ class Server:
       level: level of its bucket.
       load: requests that decode there.
       decoding: those requests, in the order in which they were placed.
-      residents: requests whose context the bucket holds, decoding or away (`cmlfq`).
+      residents: requests whose context the instance holds, decoding or away (`residents`).
       context: context tokens of the residents.
       urgency: sum of the residents' urgencies.
       urgent_tokens: sum of the residents' urgency times expected tokens.
@@ -152,8 +152,8 @@ class Request:
       mark: generated tokens at which the policy judges it next, or judged it last.
       wanted: the instance that it waits for; None if any instance of its bucket will do.
       urgency: cost of one second that it loses, as of its last decision (`cmlfq`).
-      home: instance that counts it among its residents (`cmlfq`).
-      anchor: instance that may hold its context, or its parent's, and does not count it (`cmlfq`).
+      home: instance that counts it among its residents (`residents`).
+      anchor: instance that may hold its context, or its parent's, and does not count it (`residents`).
       held: its context, urgency, remaining tokens and footprint as `home` counts them.
       track: its causal path, as the policy's learner follows it.
     """
@@ -298,6 +298,7 @@ class Queue:
     """
 
     order: Order
+    # A factory, because mypyc drops plain defaults of fields that are no arguments.
     size: int = field(default_factory=int, init=False)
     _heap: list[Entry] = field(default_factory=list, init=False)
     _versions: dict[int, int] = field(default_factory=dict, init=False)  # dispatch version -> waiting requests

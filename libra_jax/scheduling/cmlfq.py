@@ -54,6 +54,7 @@ class Cmlfq(residents.ResidentScheduler):
 
     by_length = True
     by_cache = True
+    counts_residents = True
     predicts = True
     overflow_every = 4  # a look at all queues costs more than most events, and can wait for a few of them
 
@@ -72,7 +73,6 @@ class Cmlfq(residents.ResidentScheduler):
             # Context makes an instance's tokens slow, more than the number of its requests does.
             busy=operator.attrgetter("context"),
         )
-        self.accounts = True
         self.rates = cost_model.Rates(costs)
         self._paces = self.rates.known
         self._turn_tokens = 256.0  # mean tokens of a turn

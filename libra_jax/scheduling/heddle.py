@@ -89,7 +89,8 @@ class Heddle(residents.ResidentScheduler):
             longest = first[-1]
             shortest = min(server.decoding, key=lambda item: (item.remaining, -item.ticket))
             # An aged request keeps its place: it was placed because it had waited long enough.
-            if not shortest.aged and longest.remaining > self.config.preempt_ratio * shortest.remaining:
+            longer = longest.remaining > self.config.preempt_ratio * shortest.remaining
+            if longer and not shortest.aged and self.admits(longest, server):
                 shortest.wanted = server  # it holds the context
                 placements.append(self.displace(shortest, 0, now, protocols.MoveReason.PREEMPTED))
                 # The base class's, which does not pre-empt again: one event displaces at most one request a queue.

@@ -87,6 +87,7 @@ class Clairvoyant(residents.ResidentScheduler):
 
     by_length = True
     by_cache = True
+    counts_residents = True
     predicts = True
 
     def __init__(
@@ -100,11 +101,11 @@ class Clairvoyant(residents.ResidentScheduler):
         super().__init__(config, order="oldest_longest_first", degrees=degrees)
         self._truth = remaining
         self._rates = cost_model.Rates(costs)
-        self._bounds: list[float] = []  # longest request of each level but the widest
+        self._bounds: list[float] | None = None  # longest request of each level but the widest; None: not drawn
         self._changes = 0
 
     def on_instance_change(self, instances: Sequence[protocols.Instance], now: float) -> list[protocols.Placement]:
-        self._bounds = []
+        self._bounds = None
         self._rates.clear()
         return super().on_instance_change(instances, now)
 
@@ -120,9 +121,12 @@ class Clairvoyant(residents.ResidentScheduler):
             request.wanted = request.home
             return request.home.level
         self._changes += 1
-        if not self._bounds or self._changes * TURNOVER > len(self.requests):
-            self._draw()
         request.wanted = None
+        if len(self.buckets) == 1:
+            return 0
+        if self._bounds is None or self._changes * TURNOVER > len(self.requests):
+            self._bounds = self._drawn()
+            self._changes = 0
         return min(bisect.bisect_left(self._bounds, request.remaining), len(self.buckets) - 1)
 
     def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
@@ -134,9 +138,8 @@ class Clairvoyant(residents.ResidentScheduler):
             and not any(wider.queue.size for wider in self.buckets[bucket.level :])
         )
 
-    def _draw(self) -> None:
-        """Draws the bands of the live requests."""
-        self._changes = 0
+    def _drawn(self) -> list[float]:
+        """Returns the bands of the live requests."""
         lengths = sorted(self._truth(name) for name in self.requests)
         contexts = [item.context_now for item in self.requests.values()]
         context = max(sum(contexts) / max(1, len(contexts)), self._final_context / 2)
@@ -181,7 +184,7 @@ class Clairvoyant(residents.ResidentScheduler):
                 low = middle
             else:
                 high, found = middle, other
-        self._bounds = found or []
+        return found or []
 
 
 class Oracle(cmlfq.Cmlfq):

@@ -12,6 +12,7 @@ has room for a new resident:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from libra_jax import config as configuration
@@ -32,17 +33,24 @@ def filled(server: buckets.Server) -> float:
     return server.footprint / room if room else buckets.share_in_use(server)
 
 
+def _limited(busy: Callable[[buckets.Server], float], most: int) -> Callable[[buckets.Server], float]:
+    """Returns `busy` with instances at the limit of residents last."""
+    return lambda server: math.inf if server.residents >= most else busy(server)
+
+
 class ResidentScheduler(slots.SlotScheduler):
     """See the module. The arguments are those of `slots.SlotScheduler`.
 
     Attributes:
       by_cache: whether admission `auto` means `cache`.
+      counts_residents: whether the policy itself needs residents, no matter how requests are admitted.
       predicts: whether `Request.remaining` is a prediction; otherwise all requests are expected to grow to the mean
         context of finished ones.
       accounts: whether residents are counted.
     """
 
     by_cache: bool = False
+    counts_residents: bool = False
     predicts: bool = False
 
     def __init__(
@@ -57,11 +65,13 @@ class ResidentScheduler(slots.SlotScheduler):
         config = config or configuration.SchedulerConfig()
         by_cache = self.by_cache if config.admission == "auto" else config.admission == "cache"
         self._room_share = config.cache_share if by_cache else 0.0
-        self.accounts = by_cache or config.max_residents > 0
+        self.accounts = by_cache or config.max_residents > 0 or self.counts_residents
         self._final_context = 0.0  # mean context of finished requests; 0 before the first
         self._growth = GROWTH
         if busy is None:
             busy = filled if by_cache else buckets.share_in_use
+        if config.max_residents:
+            busy = _limited(busy, config.max_residents)
         super().__init__(config, order=order, degrees=degrees, learner=learner, busy=busy)
 
     def admits(self, request: buckets.Request, server: buckets.Server) -> bool:

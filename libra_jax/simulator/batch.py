@@ -274,6 +274,13 @@ class Batch:
         if self._timer is None and not self._paused and self._alive:
             self._timer = self._loop.call_soon(self._begin)
 
+    def _plan_admission(self) -> None:
+        """Sees to it that waiting requests are looked at soon."""
+        if self._pace is None:
+            self._plan_soon()
+        elif self._prefill is None:  # a prefill under way ends before the next admission anyway
+            self._interrupt()
+
     def _interrupt(self) -> None:
         """Ends the present run of steps at the next boundary."""
         if self._pace is None:
@@ -419,28 +426,26 @@ class Batch:
         self._held_tokens -= self._held.pop(request.key, 0)
         self._used += length
         self._evict(self._capacity - self._used)
-        self.counters.fetched += tokens - held
         request.state = "fetching"
-        self._fetching[request] = self._loop.call_at(end, self._fetched, request, tokens)
+        self._fetching[request] = self._loop.call_at(end, self._fetched, request, tokens, tokens - held)
         return True
 
-    def _fetched(self, request: Request, tokens: int) -> None:
-        """Ends a fetch: the context is held, and its request goes first."""
+    def _fetched(self, request: Request, tokens: int, new: int) -> None:
+        """Ends a fetch of `new` tokens: the context is held, and its request goes first."""
         self._stop_fetch(request)
+        self.counters.fetched += new
         # In place of what a segment of the same key may have left meanwhile.
         self._held_tokens += tokens - self._held.pop(request.key, 0)
         self._held[request.key] = tokens
         self._evict(self._capacity - self._used)
         request.state = "waiting"
         self._waiting.appendleft(request)
-        if self._pace is None:
-            self._plan_soon()
-        elif self._prefill is None:
-            self._interrupt()
+        self._plan_admission()
 
     def _stop_fetch(self, request: Request) -> None:
-        """Frees the room that is reserved for a fetch."""
+        """Frees the room that is reserved for a fetch, and the link after the last of the others."""
         self._fetching.pop(request).cancel()
+        self._link_free = max((timer.when() for timer in self._fetching.values()), default=0.0)
         self._used -= request.length
 
     def _prefix(self, request: Request) -> int:
@@ -523,7 +528,8 @@ class Batch:
 
     def _keep(self, request: Request) -> None:
         """Keeps the context in host memory, if the fleet does so."""
-        if self._store is not None:
+        # Between new weights and the end of the pause, contexts are those of the weights before.
+        if self._store is not None and not self._stale:
             self._store.keep(self.name, request.key, request.length, self._version)
 
     def _evict(self, room: int) -> None:

@@ -172,6 +172,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             for timer in self._fetching.values():
                 timer.cancel()
             self._fetching.clear()
+            self._link_free = 0.0
             for request in running:
                 if request.state == "decoding":
                     self._settle(request, self._steps)
@@ -258,6 +259,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
                 self._waiting.remove(mine)
             elif before == "fetching" and self._alive:
                 self._stop_fetch(mine)
+                self._plan_admission()  # others may wait for its room
             elif before == "decoding" and self._alive:
                 self._leaving.append(mine)
                 if self._pace is not None:
@@ -293,10 +295,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             self._stream(made)
             return made
         self._waiting.append(made)
-        if self._pace is None:
-            self._plan_soon()
-        elif self._prefill is None:  # a prefill under way ends before the next admission anyway
-            self._interrupt()
+        self._plan_admission()
         return made
 
 

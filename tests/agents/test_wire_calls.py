@@ -23,6 +23,10 @@ from libra_jax.agents import wire
         ("apt-get -y install gcc", "install"),
         ("cd /app && ls -la", "read"),
         ("grep -rn name src 2>&1 | head", "read"),
+        ("cat tests/test_app.py", "read"),
+        ("grep -rn name tests/", "read"),
+        ("sed -i s/a/b/ tests/test_app.py", "edit"),
+        ("./tests/run.sh", "test"),
         ("python main.py", ""),
     ],
 )

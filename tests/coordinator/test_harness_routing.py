@@ -93,4 +93,7 @@ def test_sessions_are_routed_as_well_as_native_rollouts(tmp_path):
     for before, after in zip(native, sessions, strict=True):
         assert after["routing/judged"] == before["routing/judged"] == 256
         assert after["routing/one_shot_accuracy"] == pytest.approx(before["routing/one_shot_accuracy"], abs=0.02)
-        assert after["routing/moves"] == pytest.approx(before["routing/moves"], rel=0.1)
+    # Over the run: a step has some 30 moves, and those of one moment fall on either side of it.
+    moves = [sum(step["routing/moves"] for step in steps) for steps in (native, sessions)]
+    assert moves[1] == pytest.approx(moves[0], rel=0.1)
+    assert moves[0] > 100

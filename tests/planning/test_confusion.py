@@ -8,6 +8,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import confusion
+from libra_jax.scheduling import registry
 
 BOUNDS, DEGREES = (1_000, 10_000), (1, 4)
 
@@ -49,22 +50,6 @@ def turn(tokens: int, *targets: str, reason: str = "tool_return") -> protocols.T
     return protocols.Turn(tokens, "bash", "success", moves=moves)
 
 
-def test_the_last_chosen_move_shows_what_was_predicted():
-    degrees = {"engine-0": 1, "engine-1": 4}
-    rollouts = [
-        [turn(500)],
-        [turn(300, "engine-1"), turn(300, "engine-0")],
-        [turn(800, "engine-1"), turn(9_000)],
-        [turn(800, "engine-1", reason="overflow"), turn(9_000)],  # no choice of the policy
-        [turn(800, "gone"), turn(9_000)],
-    ]
-    made = confusion.of_moves(rollouts, degrees.get, BOUNDS, DEGREES)
-    assert made is not None
-    assert made.matrix == ((0.5, 0.0), (0.0, pytest.approx(1 / 3)))
-    assert "5 recorded rollouts" in made.source
-    assert confusion.of_moves([], degrees.get, BOUNDS, DEGREES) is None
-
-
 def test_lines_name_each_band_and_what_becomes_of_it():
     lines = confusion.calibrated("cmlfq", 2, tools=True).lines(BOUNDS)
     assert lines[1] == "  band 1, 0 to 1,000 tokens: 100% to any free slot"
@@ -78,3 +63,10 @@ def test_lines_name_each_band_and_what_becomes_of_it():
 )
 def test_a_plan_knows_which_policies_admit_by_the_room_in_caches(policy, admission, share):
     assert confusion.cache_share(configuration.SchedulerConfig(policy=policy, admission=admission)) == share
+
+
+@pytest.mark.parametrize("policy", configuration.POLICIES)
+def test_plans_and_schedulers_agree_on_who_admits_by_cache(policy):
+    settings = configuration.SchedulerConfig(policy=policy)
+    scheduler = registry.create(settings, remaining=lambda request: 1)
+    assert (confusion.cache_share(settings) > 0) == scheduler.by_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import hypothesis
 import pytest
@@ -145,3 +146,12 @@ def test_a_large_cluster_is_followed_at_a_smaller_scale():
     wide = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14 * 16, 40_000),))
     one, many = small._step(plan.rollout, 100.0), large._step(wide.rollout, 100.0)
     assert many == pytest.approx(one, rel=0.15)
+
+
+def test_a_pool_of_less_than_one_slot_is_used_one_request_at_a_time():
+    alone = pipeline.Request(ticks=10.0, share=1.0, drag=0.0, footprint=100.0, again=0.0, recall=0.0)
+    small = pipeline.Pool(0.02, 0.5, 10.0, 10.0, [1.0] * 40, 0.0, [alone])
+    cycle = pipeline.Cycle(groups=1, size=2, staleness=0, train=1.0)
+    seconds = pipeline.step_seconds([small], [0] * cycle.requests, [-1] * cycle.requests, cycle)
+    assert math.isfinite(seconds)
+    assert seconds > 10.0

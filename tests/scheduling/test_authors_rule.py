@@ -116,3 +116,26 @@ def test_statistics_survive_json_and_add_up():
     first.merge(json.loads(json.dumps(second.snapshot())))
     assert first.statistics.shared.count == 2
     assert first.statistics.by_prompt["p"].mean == (40 + 5_000) / 2 + 10
+
+
+def test_a_request_that_the_limit_sent_elsewhere_stays_while_its_bucket_does_not_change():
+    wide = [protocols.Instance(name, 4, 8) for name in "cd"]
+    scheduler = made(most=1, instances=(NARROW, *wide))
+    for index in range(3):
+        arrive(scheduler, f"past-{index}")
+        come_back(scheduler, f"past-{index}", SHORT)
+        scheduler.on_finish(f"past-{index}", 20, 0.0)
+    assert [arrive(scheduler, name) for name in ("first", "second")] == ["a", "c"]
+    assert [come_back(scheduler, "second", SHORT) for _ in range(3)] == ["c", "c", "c"]
+
+
+def test_statistics_of_a_very_long_path_survive_json():
+    scheduler = made()
+    arrive(scheduler, "long")
+    for tokens in range(1_000):
+        come_back(scheduler, "long", SHORT, tokens)
+    scheduler.on_finish("long", 1_001, 0.0)
+    kept = json.loads(json.dumps(scheduler.snapshot()))
+    again = made()
+    again.restore(kept)
+    assert json.loads(json.dumps(again.snapshot())) == kept

@@ -62,3 +62,31 @@ def test_an_unknown_admission_is_refused():
         configuration.SchedulerConfig(admission="cach")
     with pytest.raises(protocols.ConfigError, match=r"scheduler\.max_residents: must not be negative"):
         configuration.SchedulerConfig(max_residents=-1)
+
+
+def test_an_instance_at_its_limit_does_not_hide_another_one_with_room():
+    scheduler = create("least_loaded", (), max_residents=2)
+    scheduler.on_instance_change([LARGE, SMALL], 0.0)
+    placed = {name: arrive(scheduler, name, 10)[0] for name in "abc"}
+    for name in (name for name, instance in placed.items() if list(placed.values()).count(instance) == 2):
+        scheduler.on_tool_call(name, 5, 1.0)
+    assert arrive(scheduler, "d", 10), "the instance with the fewest decoding requests is full of those whose tools run"
+
+
+@pytest.mark.parametrize("policy", ["sticky_cache", "clairvoyant"])
+def test_those_who_stay_stay_under_any_admission(policy):
+    scheduler = create(policy, (), admission="slots")
+    scheduler.on_instance_change([SMALL, LARGE], 0.0)
+    (home,) = arrive(scheduler, "a")
+    scheduler.on_tool_call("a", 5, 1.0)
+    scheduler.on_instance_change([SMALL, LARGE, protocols.Instance("free", 1, 24, cache_tokens=90_000)], 1.0)
+    assert places(scheduler.on_tool_return("a", STATE, 4_100, 2.0)) == [("a", home)]
+
+
+def test_heddle_displaces_nobody_for_a_request_that_has_no_room():
+    scheduler = create("heddle", (), admission="cache", cache_share=1.0)
+    scheduler.on_instance_change([protocols.Instance("only", 1, 2, cache_tokens=10_000)], 0.0)
+    served = [name for name in "ab" if arrive(scheduler, name, 3_000)]
+    for name in "cdef":
+        scheduler.on_arrival(protocols.RequestInfo(name, name, 0, 9_000), 0.0)
+        assert scheduler.servers["only"].load == len(served)

@@ -226,3 +226,49 @@ def test_a_run_with_host_memory_computes_less_again_and_repeats_exactly(monkeypa
     assert kept.fetched_tokens > 0
     assert kept.prefilled_tokens < again.prefilled_tokens
     assert kept.step_seconds == repeated.step_seconds
+
+
+def test_a_request_that_leaves_while_it_fetches_makes_room_for_the_next():
+    (source, target), _ = fleet(2, kv_tokens=10_000, max_context=10_000)
+    fetching = doubles.attempt("0/0", LONG, [doubles.turn(2), doubles.turn(1)])
+    waiting = doubles.attempt("1/0", 3_000, [doubles.turn(1)])
+
+    async def main() -> float:
+        for made in (source, target):
+            await doubles.serve(made)
+        await doubles.take_turn(source, fetching)
+        first = asyncio.ensure_future(doubles.take_turn(target, fetching))
+        second = asyncio.ensure_future(doubles.take_turn(target, waiting))
+        await asyncio.sleep(0.001)
+        assert target._fetching
+        first.cancel()
+        await asyncio.wait([first])
+        begin = asyncio.get_running_loop().time()
+        await second
+        return asyncio.get_running_loop().time() - begin
+
+    assert clock.run(main()) == pytest.approx(doubles.model().prefill_seconds(1, 3_000), rel=0.01)
+    assert target.counters.fetched == 0
+
+
+def test_fetches_that_new_weights_cut_off_do_not_book_the_link():
+    (source, target), _ = fleet(2)
+    whose = [doubles.attempt(f"{index}/0", LONG, [doubles.turn(2), doubles.turn(50)]) for index in range(9)]
+
+    async def main() -> None:
+        for made in (source, target):
+            await doubles.serve(made)
+        for one in whose:
+            await doubles.take_turn(source, one)
+        turns = [asyncio.ensure_future(doubles.take_turn(target, one)) for one in whose]
+        await asyncio.sleep(0.001)
+        assert len(target._fetching) == 2
+        await target.pause()
+        await target.start_weight_update(1)
+        await target.finish_weight_update(1)
+        await target.resume()
+        assert target._link_free == 0.0
+        await asyncio.gather(*turns)
+        assert target.counters.fetched <= LONG + 2, "the first may have ended in the step before the pause"
+
+    clock.run(main())

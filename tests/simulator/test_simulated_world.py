@@ -189,3 +189,21 @@ def test_a_limit_on_rollouts_under_way_holds_and_the_same_prompts_are_trained(mo
     assert max(live) > 12
     assert free.generated_tokens == result.generated_tokens
     assert sum(free.step_seconds) < sum(result.step_seconds)
+
+
+def test_a_run_that_ends_early_begins_no_further_rollouts(monkeypatch):
+    """Rollouts that are cancelled leave room under the limit, which nobody may take any more."""
+    begun: list[float] = []
+
+    class Failing(baselines.LeastLoaded):
+        def on_arrival(self, request, now):
+            begun.append(now)
+            placements = super().on_arrival(request, now)
+            if len(begun) == 20:
+                raise protocols.LibraError("enough")
+            return placements
+
+    monkeypatch.setattr(registry.baselines, "LeastLoaded", Failing)
+    with pytest.raises(protocols.LibraError, match="enough"):
+        doubles.simulate(doubles.run_config(coordinator={"max_concurrent": 4}))
+    assert len(begun) == 20
