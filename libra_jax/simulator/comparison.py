@@ -109,7 +109,7 @@ def with_policy(run: settings.SimulatedRun, policy: str) -> settings.SimulatedRu
         for group in groups:
             at = at.get(group)
             at = at if isinstance(at, dict) else {}
-        if not equals or leaf not in at:
+        if not equals or leaf not in at or (at is values["scheduler"] and leaf == "policy"):
             raise protocols.ConfigError(
                 f"policy {policy!r}: {change!r} changes no field; write FIELD=VALUE, where FIELD is one of scheduler's "
                 "or has its group before it, as in coordinator.max_concurrent=512"

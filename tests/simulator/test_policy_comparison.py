@@ -1,11 +1,14 @@
 """Comparing policies: the table's arithmetic, the order, and moved coefficients."""
 
 import dataclasses
+import re
 import statistics
 
+import pytest
 import simulator_doubles as doubles
 from matplotlib import figure
 
+from libra_jax import protocols
 from libra_jax.planning import costs
 from libra_jax.simulator import comparison, report, settings, workloads
 
@@ -96,3 +99,25 @@ def test_each_coefficient_is_moved_down_and_up_by_three_tenths_and_reported():
     slower, faster = (move.step_seconds["oracle"] for move in moves if move.coefficient == "memory_share")
     assert faster < report.mean_step_seconds(base.entries)["oracle"] < slower
     assert sum(line.startswith("memory_share") for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("stiky", "scheduler.policy: 'stiky' is not one of"),
+        ("sticky:admision=cache", "'admision=cache' changes no field; write FIELD=VALUE"),
+        ("sticky:admission", "'admission' changes no field"),
+        ("sticky:policy=cmlfq", "'policy=cmlfq' changes no field"),
+        ("sticky:admission=cach", "scheduler.admission: 'cach' is not one of"),
+        ("sticky:rollout.nothing.more=3", "changes no field"),
+    ],
+)
+def test_a_policy_with_a_wrong_change_is_refused_by_name(policy, said):
+    with pytest.raises(protocols.ConfigError, match=re.escape(said)):
+        comparison.with_policy(small_run(), policy)
+
+
+def test_a_policy_may_change_fields_of_its_own_and_of_other_groups():
+    made = comparison.with_policy(small_run(), "sticky:admission=cache+coordinator.max_concurrent=7+ageing_seconds=5.5")
+    assert (made.scheduler.policy, made.scheduler.admission, made.scheduler.ageing_seconds) == ("sticky", "cache", 5.5)
+    assert made.coordinator.max_concurrent == 7
