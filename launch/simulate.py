@@ -40,7 +40,7 @@ COMPARED = (
     "cmlfq:evidence=mean",
     "sticky_cache",
     "heddle",
-    "cmlfq_authors:max_residents=24",
+    "cmlfq_authors:max_residents=64",
     "sticky",
     "least_loaded",
     "oracle",
