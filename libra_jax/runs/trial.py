@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import search
+from libra_jax.planning import confusion, search
 from libra_jax.runs import planned
 from libra_jax.scheduling import registry
 from libra_jax.simulator import scripts, settings, world
@@ -17,9 +17,6 @@ from libra_jax.simulator import scripts, settings, world
 WINDOWS = 2
 """Multiples of max staleness + 1 in steps whose mean counts. The steps before them fill the slots, and those after them
 empty the slots."""
-
-GOLDEN = 0.6180339887498949
-"""Its multiples, modulo 1, visit all parts of a sample evenly."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Sampled(scripts.Workload):
     def script(self, task_index: int, sample: int) -> scripts.Script:
         """Returns the script of one rollout; see `scripts.Workload`."""
         groups = max(1, len(self.drawn) // self.size)
-        group = int((task_index * GOLDEN) % 1.0 * groups)
+        group = int((task_index * confusion.GOLDEN) % 1.0 * groups)
         return self.drawn[(group * self.size + sample) % len(self.drawn)]
 
 

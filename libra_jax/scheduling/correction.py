@@ -44,6 +44,9 @@ POINTS = len(prefix_tree.LEVELS)
 NARROWEST = 0.3
 """Least spread of a path, in octaves."""
 
+SETTLING = 1.0
+"""Spread of a path, in octaves, below which the correction counts less; it counts nothing where all samples agree."""
+
 MOST_ROWS = 10
 """Predictions of a request that are kept and judged; of more, every second is dropped, again and again."""
 
@@ -160,13 +163,15 @@ class Correction:
         """
         log = math.log2
         by_path, plain = mixture.logs_of(path), log(1.0 + typical)
-        middle = by_path[2]
-        spread = log(max(NARROWEST, by_path[4] - by_path[0]))
+        middle, width = by_path[2], by_path[4] - by_path[0]
+        spread = log(max(NARROWEST, width))
         found = course.progress.features(generated_tokens, log(siblings), plain, middle, spread)
         trust = self._requests / (self._requests + TRUST)
         errors = self._errors.quantiles
         if not errors:
             trust = 0.0
+        elif width < SETTLING:  # samples that agree settle what is left, and a correction could only blur it
+            trust *= width / SETTLING
         shift = trust * self._shift.predict(found)
         shift = -MOST_SHIFT if shift < -MOST_SHIFT else MOST_SHIFT if shift > MOST_SHIFT else shift
         low, high = SCALE_RANGE

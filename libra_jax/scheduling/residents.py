@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, slots
+from libra_jax.scheduling import buckets, learning, slots
 
 GROWN = 0.5
 """Share of the context that a request has yet to grow with which it is counted."""
@@ -59,7 +59,7 @@ class ResidentScheduler(slots.SlotScheduler):
         *,
         order: str = "fcfs",
         degrees: Sequence[int] = (),
-        learner: slots.Learner | None = None,
+        learner: learning.Learner | None = None,
         busy: Callable[[buckets.Server], float] | None = None,
     ) -> None:
         config = config or configuration.SchedulerConfig()

@@ -6,7 +6,7 @@ A policy answers four questions, each with a default here:
 - `admits`: has an instance with a free slot room for it?
 - `serves`: may a bucket whose own queue is empty serve a request that waits for another?
 A policy that keeps accounts may extend the events and `seat`, calling the base class's own. What a policy knows of
-lengths is a part of its own, a `Learner`.
+lengths is a part of its own, a `learning.Learner`.
 
 The rest is here, the same for all policies. Slots are never exceeded. Inside a bucket the ordering of the config
 decides. A request that has waited for `scheduler.ageing_seconds` goes before all others, to any free slot, so none
@@ -22,11 +22,11 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, paths
+from libra_jax.scheduling import buckets, learning
 
 AGES_SLACK = 1024
 """Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
@@ -37,41 +37,6 @@ OVERFLOW, AGING = protocols.MoveReason.OVERFLOW, protocols.MoveReason.AGING
 
 UNPLANNED = (ENGINE_LOST, protocols.MoveReason.PREEMPTED, AGING)
 """Reasons of moves that are no choice of the policy between two instances, so that it expects no gain of them."""
-
-
-class Learner(Protocol):
-    """Learns from finished requests how long others will be. `evidence.Evidence` documents the methods."""
-
-    def start(
-        self,
-        prompt_id: str,
-        generated_tokens: int,
-        segment: int = 0,
-        earlier: paths.Track | None = None,
-        rollout_tokens: int = 0,
-    ) -> paths.Track:
-        """Returns the empty path of a request that has arrived."""
-        ...
-
-    def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """Adds a tool return to a path."""
-        ...
-
-    def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool) -> None:
-        """Ends a path; its length is evidence for others if `learn`."""
-        ...
-
-    def snapshot(self) -> Mapping[str, Any]:
-        """Returns JSON-able statistics."""
-        ...
-
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Replaces the statistics by those of a snapshot."""
-        ...
-
-    def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Adds the statistics of another coordinator's snapshot."""
-        ...
 
 
 class SlotScheduler:
@@ -104,7 +69,7 @@ class SlotScheduler:
         *,
         order: str = "fcfs",
         degrees: Sequence[int] = (),
-        learner: Learner | None = None,
+        learner: learning.Learner | None = None,
         busy: Callable[[buckets.Server], float] = buckets.share_in_use,
     ) -> None:
         self.config = config = config or configuration.SchedulerConfig()

@@ -58,7 +58,7 @@ def test_where_a_return_settles_what_is_left_siblings_do_not_blur_it(status, lef
     assert known.siblings_power == 1.0  # until it is found out
     learn(known, lambda status, _: SETTLED[status])
     assert known.siblings_power < 0.1
-    assert predicted(known, status, left) == pytest.approx(SETTLED[status], rel=0.3)
+    assert predicted(known, status, left) == pytest.approx(SETTLED[status], abs=1.0)
 
 
 def test_where_what_is_left_is_the_prompts_too_siblings_are_heard():
@@ -71,7 +71,7 @@ def test_where_what_is_left_is_the_prompts_too_siblings_are_heard():
                 known.predict(track, 100)
                 known.finish(track, 100 + left)
     assert known.siblings_power > 0.5
-    assert predicted(known, "success", 4_000) > 1.3 * predicted(known, "success", 400)
+    assert predicted(known, "success", 4_000) > 1.5 * predicted(known, "success", 400)
 
 
 def test_what_siblings_are_worth_outlives_a_restart_and_adds_up():
