@@ -116,7 +116,7 @@ class _Rollout:
             heard=watch.tokens_came,
             refuse_temperature=self.host.refuse_temperature,
         )
-        endpoint = await self.host.gateway.open(opened)
+        endpoint = await self.host.gateway.open(opened, reachable=opened.set_reachable)
         with turns.watched() as turn:
             work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
         try:
@@ -167,11 +167,11 @@ class _Rollout:
                         f"waited more than {limits.wait_seconds:g} s (config.task.wait_seconds) for what other "
                         "rollouts hold; raise that, or let more agents run at once (environment_arguments.most)",
                     )
-            silent = 0.0 if opened.active else clock() - opened.idle_since
+            silent = opened.silent_seconds
             if silent >= allowed:
                 raise self.crash("run", f"asked for nothing for {allowed:g} s (config.task.{setting})")
-            # Nothing wakes this wait when a queue ends.
-            pause = min(allowed, limits.wait_seconds) / 8 if turn.queued else allowed - silent
+            # Nothing wakes this wait when a queue ends, or when the first output is delivered.
+            pause = min(allowed, limits.wait_seconds) / 8 if turn.queued else min(allowed - silent, limits.tool_seconds)
             # The stopwatch starts at the first token, which wakes nobody here.
             if limits.rollout_seconds:
                 pause = min(

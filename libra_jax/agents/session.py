@@ -40,7 +40,8 @@ class Session:
       limit: limit of the run that a request met, one of `protocols.LIMITS`; None if none did.
       broken: resolves to an error that a request met and that is not the client's fault: it has to end the rollout.
       active: number of requests under way.
-      idle_since: event-loop time at which the last request ended, in seconds.
+      idle_since: event-loop time from which the agent could have asked for something, in seconds: the last request
+        ended then, or requests could arrive again.
       answered: number of delivered outputs.
       other_temperatures: number of requests for another temperature than the run's.
     """
@@ -71,6 +72,18 @@ class Session:
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.active = self.answered = self.other_temperatures = 0
         self.idle_since = self._clock()
+        self._reachable = True
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds for which the agent has asked for nothing though it could."""
+        return self._clock() - self.idle_since if self._reachable and not self.active else 0.0
+
+    def set_reachable(self, reachable: bool) -> None:
+        """Stops and starts the clock of the agent's silence (`protocols.Gateway.open`)."""
+        self._reachable = reachable
+        if reachable:
+            self.idle_since = self._clock()
 
     # Requests -------------------------------------------------------------------------------------------------------
 

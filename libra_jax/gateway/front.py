@@ -71,8 +71,12 @@ Item = protocols.MessageDelta | protocols.Reply | Refusal | Failure
 class Front(Protocol):
     """A front as the coordinator calls it."""
 
-    async def start(self) -> str:
+    async def start(self, sessions: Sequence[bytes]) -> str:
         """Starts to listen; returns the base URL of the OpenAI-compatible API, which ends in "/v1".
+
+        Args:
+          sessions: digests of the sessions that are served from the first request on. A request of any other is
+            refused for good, so a front that restarts must know its sessions before it listens.
 
         Raises:
           ConfigError: the address is not this host's, or the port is in use.
@@ -119,8 +123,9 @@ class HttpFront:
         self._inboxes: dict[int, asyncio.Queue[Item]] = {}
         self._numbers = itertools.count()
 
-    async def start(self) -> str:
+    async def start(self, sessions: Sequence[bytes]) -> str:
         """Starts to listen; returns the base URL of the OpenAI-compatible API (`Front.start`)."""
+        await self.admit(sessions)
         return await self._server.start()
 
     async def admit(self, sessions: Sequence[bytes]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,14 @@ class FrontClient(clients.ActorClient):
     def events(self) -> AsyncGenerator[front_lib.Event, None]:
         """Yields what clients ask and how their answers end."""
         return self._actor.stream(front_lib.Front.events)
+
+
+@dataclass(frozen=True)
+class _Session:
+    """A session, and whom to tell whether requests can arrive (see `Fronts.open`)."""
+
+    conversation: protocols.Conversation
+    reachable: Callable[[bool], None]
 
 
 @dataclass(eq=False)
@@ -63,7 +71,7 @@ class _Front:
     spec: protocols.ActorSpec
     client: FrontClient
     url: str = ""
-    sessions: dict[bytes, protocols.Conversation] = field(default_factory=dict)
+    sessions: dict[bytes, _Session] = field(default_factory=dict)
     served: dict[int, tuple[bytes, _Served]] = field(default_factory=dict)
     outbox: list[tuple[int, front_lib.Item]] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,7 +99,12 @@ class Fronts:
         self._fronts: list[_Front] = []
         self._starting = asyncio.Lock()
 
-    async def open(self, conversation: protocols.Conversation, secret: str = "") -> protocols.Endpoint:
+    async def open(
+        self,
+        conversation: protocols.Conversation,
+        secret: str = "",
+        reachable: Callable[[bool], None] = lambda _: None,
+    ) -> protocols.Endpoint:
         """Serves a session (`protocols.Gateway.open`)."""
         async with self._starting:
             if not self._fronts:
@@ -101,7 +114,7 @@ class Fronts:
         front = min(self._fronts, key=lambda each: len(each.sessions))
         secret = secret or secrets.token_urlsafe(24)
         session = front_lib.digest(secret)
-        front.sessions[session] = conversation
+        front.sessions[session] = _Session(conversation, reachable)
         try:
             # While the front restarts, the session is admitted with the others.
             with _restarting(front):
@@ -146,7 +159,7 @@ class Fronts:
         )
         front = _Front(spec, FrontClient(self._cluster, spec, self._config.deadlines))
         await front.client.make()
-        front.url = await front.client.start()
+        front.url = await front.client.start([])
         # A front that restarts has to be found where it was.
         arguments = {**spec.arguments["gateway"], "port": urlsplit(front.url).port}
         front.spec = dataclasses.replace(spec, arguments={**spec.arguments, "gateway": arguments})
@@ -157,6 +170,8 @@ class Fronts:
         """Answers a front's requests, and restarts it where it dies or does not answer."""
         while True:
             lost: protocols.LibraError | None = await self._one_life(front)
+            for session in front.sessions.values():
+                session.reachable(False)
             while lost is not None:
                 try:
                     await self._restart(front, lost)
@@ -208,8 +223,10 @@ class Fronts:
         await front.client.stop()
         front.client = FrontClient(self._cluster, front.spec, self._config.deadlines)
         await front.client.make()
-        await front.client.start()
-        await front.client.admit(list(front.sessions))
+        # A session that opens from here on is admitted by its own call.
+        await front.client.start(list(front.sessions))
+        for session in front.sessions.values():
+            session.reachable(True)
         self._recorder.note(f"{front.spec.name} died and was restarted ({lost}).")
 
     def _take(self, front: _Front, event: front_lib.Event) -> None:
@@ -230,8 +247,8 @@ class Fronts:
             front.outbox.append((asked.number, item))
             front.waiting.set()
 
-        conversation = front.sessions.get(asked.session)
-        if conversation is None:
+        session = front.sessions.get(asked.session)
+        if session is None:
             tell(front_lib.Refusal("closed", "the rollout of this session has ended", ""))
             return
         task, complete = asyncio.current_task(), False
@@ -239,10 +256,10 @@ class Fronts:
         # dialogue in use, and would count as a further output.
         left = {
             served.task
-            for number, (session, served) in front.served.items()
+            for number, (owner, served) in front.served.items()
             # Earlier ones alone: it may have left this request and later ones, too.
             if number < asked.number
-            and session == asked.session
+            and owner == asked.session
             and served.settled.done()
             and not served.settled.result()
         }
@@ -256,7 +273,7 @@ class Fronts:
 
         settled.add_done_callback(gone)
         try:
-            async with contextlib.aclosing(conversation.reply(asked.request)) as items:
+            async with contextlib.aclosing(session.conversation.reply(asked.request)) as items:
                 async for item in items:
                     complete = isinstance(item, protocols.Reply)
                     tell(item)

@@ -6,7 +6,7 @@ Anthropic. Each rollout is one session, and each request of the session becomes 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -291,12 +291,15 @@ class Harness(Protocol):
 class Gateway(Protocol):
     """Gives each rollout's session an address for as long as its harness runs."""
 
-    async def open(self, conversation: Conversation, secret: str = "") -> Endpoint:
+    async def open(
+        self, conversation: Conversation, secret: str = "", reachable: Callable[[bool], None] = lambda _: None
+    ) -> Endpoint:
         """Serves a session. Starts the server, if this is the first session.
 
         Args:
           conversation: the session.
           secret: key of its clients; empty: a random one.
+          reachable: called with False when no request can arrive any more, and with True when they can again.
 
         Raises:
           LibraError: the server cannot start.

@@ -26,8 +26,8 @@ class Gateway(protocols.Gateway, protocols.Conversations):
     def find(self, secret: str) -> protocols.Conversation | None:
         return self._sessions.get(secret)
 
-    async def open(self, conversation: protocols.Conversation) -> protocols.Endpoint:
-        secret = secrets.token_hex(8)
+    async def open(self, conversation: protocols.Conversation, secret: str = "", reachable=None) -> protocols.Endpoint:
+        secret = secret or secrets.token_hex(8)
         self._sessions[secret] = conversation
         return protocols.Endpoint(self._url, secret, self.model)
 

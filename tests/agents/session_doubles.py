@@ -116,10 +116,16 @@ class Directly:
 
     def __init__(self) -> None:
         self.open_now: dict[str, protocols.Conversation] = {}
+        self.reachable: dict[str, Callable[[bool], None]] = {}
 
-    async def open(self, conversation: protocols.Conversation, secret: str = "") -> protocols.Endpoint:
+    async def open(
+        self,
+        conversation: protocols.Conversation,
+        secret: str = "",
+        reachable: Callable[[bool], None] = lambda _: None,
+    ) -> protocols.Endpoint:
         secret = f"secret {len(self.open_now)}"
-        self.open_now[secret] = conversation
+        self.open_now[secret], self.reachable[secret] = conversation, reachable
         return protocols.Endpoint("http://nowhere/v1", secret, "policy")
 
     async def close(self, endpoint: protocols.Endpoint) -> None:

@@ -188,6 +188,31 @@ def test_a_wait_for_what_other_rollouts_hold_is_no_silence():
         run(queues, reset_seconds=120.0, wait_seconds=300.0)
 
 
+def test_a_harness_whose_requests_cannot_arrive_is_not_silent():
+    class Unreachable(Asking):
+        """A harness whose gateway is away from the first second to the 99th."""
+
+        async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
+            for second, reachable in ((1.0, False), (99.0, True)):
+                asyncio.get_running_loop().call_later(second, self._gateway.reachable[endpoint.secret], reachable)
+            return await super().run(task, endpoint)
+
+    async def waits(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        await asyncio.sleep(99.0 + LIMITS.tool_seconds - 20.0)
+        return protocols.Outcome(1.0)
+
+    async def waits_longer(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        await asyncio.sleep(99.0 + LIMITS.tool_seconds + 20.0)
+        return protocols.Outcome(1.0)
+
+    assert run(waits, make=Unreachable).reward == 1.0
+    for body, make in ((waits, Asking), (waits_longer, Unreachable)):
+        with pytest.raises(protocols.EnvironmentCrashed, match="tool_seconds"):
+            run(body, make=make)
+
+
 def test_a_harness_that_asks_for_nothing_has_crashed():
     async def silent(ask) -> protocols.Outcome:
         return protocols.Outcome(1.0)

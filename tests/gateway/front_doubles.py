@@ -18,19 +18,23 @@ class ScriptedFront:
     Attributes:
       port: port of its settings.
       admitted: sessions that it serves.
+      listened_with: those that it served when it began to listen.
       answers: what it was answered, by number of the request.
     """
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.admitted: set[bytes] = set()
+        self.listened_with: frozenset[bytes] = frozenset()
         self.answers: dict[int, list[front.Item]] = {}
         self._events: asyncio.Queue[front.Event | None] = asyncio.Queue()
         self._dead = False
         self._runs = asyncio.Event()
         self._runs.set()
 
-    async def start(self) -> str:
+    async def start(self, sessions: Sequence[bytes]) -> str:
+        await self.admit(sessions)
+        self.listened_with = frozenset(self.admitted)
         return f"http://127.0.0.1:{self.port or 4321}/v1"
 
     async def admit(self, sessions: Sequence[bytes]) -> None:

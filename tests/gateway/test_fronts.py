@@ -113,7 +113,8 @@ def test_a_request_that_is_asked_again_waits_for_the_end_of_the_first():
 def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
     async def test(gateway: fronts.Fronts) -> None:
         session = front_doubles.Scripted()
-        endpoint = await gateway.open(session)
+        reachable: list[bool] = []
+        endpoint = await gateway.open(session, reachable=reachable.append)
         (first,) = front_doubles.made
         session.gate.clear()
         first.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
@@ -121,8 +122,10 @@ def test_a_front_that_dies_comes_back_at_its_port_with_its_sessions():
         first.die()
         await until(lambda: len(front_doubles.made) == 2 and bool(front_doubles.made[1].admitted))
         second = front_doubles.made[1]
-        assert (second.port, second.admitted) == (4321, {front.digest(endpoint.secret)})
+        # A client that asks before its session is known would be refused for good.
+        assert (second.port, second.listened_with) == (4321, {front.digest(endpoint.secret)})
         assert (session.closed, session.delivered) == (1, 0)
+        await until(lambda: reachable == [False, True])
         session.gate.set()
         # The same numbers come again, and the answers to them are the new front's own.
         second.tell(front.Asked(0, front.digest(endpoint.secret), REQUEST))
