@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Setting:
       group_size: trajectories of a group, which start together.
       policy: scheduling policy, by which requests find their instances.
       cache_share: share of a cache that the policy fills; 0: any number of contexts.
+      ageing: seconds after which a waiting request takes any free slot, whether or not the cache has room.
     """
 
     model: costs.CostModel
@@ -65,6 +67,7 @@ class Setting:
     group_size: int = 1
     policy: str = "cmlfq"
     cache_share: float = 0.9
+    ageing: float = math.inf
 
     @classmethod
     def of_run(
@@ -129,6 +132,7 @@ class Setting:
             run.coordinator.group_size,
             run.scheduler.policy,
             confusion.cache_share(run.scheduler),
+            run.scheduler.ageing_seconds,
         )
 
 
@@ -200,6 +204,10 @@ class Levels:
 class Work:
     """The work of training steps of such trajectories, and the plans for it.
 
+    Attributes:
+      prompts: tokens of each trajectory's prompt.
+      turns: turns of each trajectory.
+
     Args:
       setting: conditions of the plans.
       prompts: tokens of each trajectory's prompt.
@@ -220,6 +228,7 @@ class Work:
         trained: Sequence[bool] | None = None,
     ) -> None:
         self._setting = setting
+        self.prompts, self.turns = prompts, turns
         self._sample = serving.Demand.in_order(prompts, turns)
         if trained is None or not any(trained):
             trained = [True] * len(turns)
@@ -243,6 +252,7 @@ class Work:
         pauses = {degree: setting.model.load_seconds(degree) for degree in setting.degrees}
         self._pools = serving.Pools(self._engines, self._sample, slots, room=setting.cache_share, pauses=pauses)
         self._steps: dict[tuple[object, ...], float] = {}
+        self._sequences: dict[int, tuple[pipeline.Integers, list[int]]] = {}  # by groups of a step
         front = search.front_of(self.training, setting.devices, mesh=setting.mesh, reach=setting.reach)
         fastest = front[-1]
         rollout = serving.Serving(
@@ -272,12 +282,19 @@ class Work:
     def searched(self, levels: Levels) -> search.Search:
         """Returns the search at these levels; its seconds are those of rollout by the sheet."""
         return self.search.weighed(
-            levels.train / levels.rollout, lambda devices: self.besides(devices, levels) / levels.rollout
+            levels.train / levels.rollout,
+            lambda devices: self.besides(devices, levels) / levels.rollout,
+            functools.partial(self._step, level=levels.rollout),
         )
 
     def best(self, levels: Levels) -> protocols.Plan:
         """Returns the plan with the shortest step at these levels."""
         return self.searched(levels).best(self._setting.devices).plan
+
+    def ranked(self, levels: Levels, count: int) -> list[protocols.Plan]:
+        """Returns the plans with the shortest steps at these levels, at most `count`, the best first."""
+        found = self.searched(levels).ranked(self._setting.devices, max(count, search.SURE))
+        return [split.plan for split in found[:count]]
 
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
@@ -288,26 +305,33 @@ class Work:
             return Prediction(train, rollout, math.inf)
         # Only the ratio of the stages matters, so rollout keeps the sheet's scale.
         cycle = train + self.besides(plan.train_devices, levels)
-        step = levels.rollout * self._step(plan.rollout, cycle / levels.rollout)
+        step = levels.rollout * self._step(plan.rollout, cycle / levels.rollout, level=levels.rollout)
         # Stages that take turns add up.
         return Prediction(train, min(rollout, step) if self._setting.staleness else step - cycle, step)
 
-    def _step(self, buckets: Sequence[protocols.PlannedBucket], cycle: float, *, rough: bool = False) -> float:
-        """Returns the seconds of a step with these instances and `cycle` seconds of training and weight sync."""
+    def _step(
+        self, buckets: Sequence[protocols.PlannedBucket], cycle: float, *, rough: bool = False, level: float = 1.0
+    ) -> float:
+        """Returns the seconds of a step with these instances and `cycle` seconds of training and weight sync, both on
+        the sheet's scale of rollout, whose measured level is `level`."""
         setting = self._setting
-        key = (tuple(buckets), cycle, rough)
+        key = (tuple(buckets), cycle, rough, level)
         if key not in self._steps:
             # A large cluster is followed at a smaller scale.
             size = min(setting.group_size, setting.requests)
             whole = max(1, setting.requests // size)
             groups = min(whole, max(1, (ROUGHLY if rough else FOLLOWED) // size))
             pools = [self._pools.pool(one.tensor_parallel, one.count * groups / whole) for one in buckets]
-            rules = pipeline.Cycle(groups, size, setting.staleness, cycle)
-            sequence = self._sequence(rules, setting.requests)
-            bounds = [bucket.max_remaining_tokens for bucket in buckets[:-1]]
-            bands = np.searchsorted(bounds, self._sample.tokens[sequence])
-            wanted = self.confusion(len(buckets)).wanted(bands) if bounds else np.full(len(sequence), -1)
-            self._steps[key] = pipeline.step_seconds(pools, sequence.tolist(), wanted.tolist(), rules)
+            rules = pipeline.Cycle(groups, size, setting.staleness, cycle, setting.ageing / level)
+            if groups not in self._sequences:
+                sequence = self._sequence(rules, setting.requests)
+                self._sequences[groups] = sequence, sequence.tolist()
+            sequence, drawn = self._sequences[groups]
+            wanted = [-1] * len(drawn)
+            if bounds := [bucket.max_remaining_tokens for bucket in buckets[:-1]]:
+                bands = np.searchsorted(bounds, self._sample.tokens[sequence])
+                wanted = self.confusion(len(buckets)).wanted(bands).tolist()
+            self._steps[key] = pipeline.step_seconds(pools, drawn, wanted, rules)
         return self._steps[key]
 
     def _sequence(self, rules: pipeline.Cycle, requests: int) -> pipeline.Integers:

@@ -8,12 +8,14 @@ means misses this, so `step_seconds` follows some steps, request by request, on 
 
 Requests start in the order of their dispatch, on the pool with the most free slots that has room in its cache. A
 request that is predicted to belong to a pool starts there if it can, and otherwise moves there as soon as there is room
-(`confusion`). All requests of a pool get their tokens at one pace. The pool therefore counts *ticks*: a tick is the
-time in which each decoding request gets a token. A request is done after a fixed number of ticks, no matter how the
-pace changes, so an event costs a few operations of a heap.
+(`confusion`).
 
 If contexts outgrow the cache all the same, those of requests whose tools run are evicted and prefilled again at the
 next turn, and decoding requests wait.
+
+A request that has waited for `Cycle.ageing` seconds starts without room. If it finds no free slot or the cache is full,
+it pushes out the request that has been there longest, at the end of a turn. That request waits and ages in turn, and
+its context is prefilled again. So where many wait, all advance a few turns at a time, and short requests finish first.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+
+from libra_jax.planning import pools
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -36,53 +40,10 @@ WARM, TAKEN = 2, 2
 LEAST_STEPS = 4
 """Fewest steps whose mean counts."""
 
-SLACK = 1e-9
-"""Slots by which rounding may exceed a pool."""
+WAITED = 0.2
+"""Share of the time in which the trainer waits, from which on rollout alone sets the pace of steps."""
 
 _next = operator.attrgetter("next")
-
-
-class Request(NamedTuple):
-    """Costs of a sampled request on the instances of a pool.
-
-    Attributes:
-      ticks: ticks that it takes: its tokens, and its tools' time in ticks at the pace of full slots.
-      share: share of these ticks in which it decodes.
-      drag: seconds that it adds to each tick of its instance, by its context and its prefills.
-      footprint: tokens of cache that it occupies, mean over its life.
-      again: seconds of prefilling it again after a weight sync.
-      recall: seconds that it adds to each tick if its context is prefilled again at each turn.
-    """
-
-    ticks: float
-    share: float
-    drag: float
-    footprint: float
-    again: float
-    recall: float
-
-
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """The instances of one degree, with their costs of each sampled request.
-
-    Attributes:
-      instances: number of instances.
-      slots: requests that decode at once, on all instances.
-      room: tokens of cache that the policy fills, on all instances.
-      cache: tokens of cache, on all instances.
-      fixed: seconds of an engine step by the decoding requests of one instance, without their contexts.
-      pause: seconds in which a weight sync stops the instances.
-      requests: costs of each sampled request.
-    """
-
-    instances: float
-    slots: float
-    room: float
-    cache: float
-    fixed: Sequence[float]
-    pause: float
-    requests: Sequence[Request]
 
 
 @dataclass(frozen=True)
@@ -94,12 +55,14 @@ class Cycle:
       size: requests of a group.
       staleness: max staleness.
       train: seconds from a complete batch to the next version on the instances.
+      ageing: seconds of waiting after which a request starts without room.
     """
 
     groups: int
     size: int
     staleness: int
     train: float
+    ageing: float = math.inf
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -115,117 +78,32 @@ class Cycle:
         return (sum(self.steps) + self.staleness + 1) * self.groups * self.size
 
 
-class _Line:
-    """A pool at work: its running requests by the tick at which each is done."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._requests = pool.requests
-        self._due: list[tuple[float, int]] = []  # tick and number of each running request, and of those that left
-        self._left: set[int] = set()
-        self.at = self.tick = 0.0
-        self.load = 0.0  # decoding requests
-        self._drag = self._recall = self._again = 0.0
-        self._used = 0.0  # tokens of cache of all requests
-        self._held = 0.0  # tokens of those whose tools run
-        self.rate, self.next = pool.fixed[0], math.inf
-        self.changed = False
-
-    def admits(self, request: int) -> bool:
-        """Returns whether a sampled request may start here."""
-        if not self._due:
-            return True  # or a pool of less than one slot, or a context larger than the room, would never be used
-        pool, costs = self.pool, self._requests[request]
-        return self.load + costs.share <= pool.slots + SLACK and self._used + costs.footprint <= pool.room
-
-    def join(self, now: float, number: int, request: int, ticks: float) -> None:
-        """Starts a request that takes `ticks`."""
-        self._advance(now)
-        heapq.heappush(self._due, (self.tick + ticks, number))
-        self._count(request, 1.0)
-
-    def finish(self, request_of: Sequence[int]) -> int:
-        """Ends the next request at `next`; returns its number."""
-        self._advance(self.next)
-        number = heapq.heappop(self._due)[1]
-        self._count(request_of[number], -1.0)
-        return number
-
-    def leave(self, now: float, number: int, request: int, until: float) -> float:
-        """Takes a running request off, which would be done at tick `until`; returns the share of it that is left."""
-        self._advance(now)
-        self._left.add(number)
-        self._count(request, -1.0)
-        return max(0.0, until - self.tick) / self._requests[request].ticks
-
-    def stop(self, now: float, seconds: float) -> None:
-        """Stops the pool for some seconds."""
-        self._advance(now)
-        self.at = max(self.at, now) + seconds
-        self.changed = True
-
-    def sync(self, now: float) -> None:
-        """Takes new weights: the pool stops, and prefills all contexts again."""
-        if self._due:
-            # The pool has stopped while the weights came, before `now`: its requests are late by that time.
-            self.stop(now, self.pool.pause + self._again / self.pool.instances)
-
-    def _advance(self, now: float) -> None:
-        if now > self.at:  # the pool stands still until `at`
-            self.tick += (now - self.at) / self.rate
-            self.at = now
-
-    def _count(self, request: int, sign: float) -> None:
-        """Adds a request to the sums, or takes it off."""
-        _, share, drag, footprint, again, recall = self._requests[request]
-        self.load += sign * share
-        self._drag += sign * drag
-        self._recall += sign * recall
-        self._again += sign * again
-        self._used += sign * footprint
-        self._held += sign * (1.0 - share) * footprint
-        self.changed = True
-
-    def plan(self) -> None:
-        """Computes the pace, and when the next request is done. Call after changes, before time goes on."""
-        due, pool = self._due, self.pool
-        self.changed = False
-        while due and due[0][1] in self._left:
-            self._left.discard(heapq.heappop(due)[1])
-        if not due:
-            # Rounding errors of many additions must not add up.
-            self.load = self._drag = self._recall = self._again = self._used = self._held = 0.0
-            self.next = math.inf
-            return
-        decoding, drag, slower = self.load / pool.instances, self._drag, 1.0
-        if self._used > pool.cache:
-            running = self._used - self._held
-            drag += self._recall * min(1.0, (self._used - pool.cache) / max(self._held, 1.0))
-            slower = max(1.0, running / pool.cache)  # what does not fit waits
-        fixed = pool.fixed
-        whole = min(int(decoding), len(fixed) - 2)
-        self.rate = slower * (fixed[whole] + (decoding - whole) * (fixed[whole + 1] - fixed[whole]))
-        self.rate += drag / pool.instances
-        self.next = self.at + (due[0][0] - self.tick) * self.rate
-
-
 class _Run:
     """The requests of a run on their way through the pools."""
 
-    def __init__(self, pools: Sequence[Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle) -> None:
+    def __init__(
+        self, layout: Sequence[pools.Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle
+    ) -> None:
         self._sequence, self._wanted, self._cycle = sequence, wanted, cycle
-        self._lines = [_Line(pool) for pool in pools]
+        self._lines = [pools.Line(pool) for pool in layout]
         self._place: dict[int, tuple[int, float]] = {}  # line of each running request, and the tick of its end
-        self._strays: list[collections.deque[int]] = [collections.deque() for _ in pools]
+        self._strays: list[collections.deque[int]] = [collections.deque() for _ in layout]
         self._batch = cycle.groups * cycle.size
         self._open = [self._batch] * (len(sequence) // self._batch)  # unfinished requests of each batch
-        self._sent = self._begun = 0  # dispatched batches, and begun requests
+        self._done = [0.0] * len(self._open)  # finished work of each batch
+        self._sent: list[float] = []  # time at which each batch was dispatched
+        self._begun = 0  # begun requests
+        self._out: dict[int, tuple[float, float]] = {}  # of each request that was pushed out, since when, and its rest
+        self._by_age: collections.deque[tuple[float, int]] = collections.deque()
+        self._by_number: list[int] = []
+        self._joined: list[collections.deque[tuple[int, float]]] = [collections.deque() for _ in layout]
 
     def seconds(self) -> float:
         """Returns the mean seconds of a step."""
         warm, taken = self._cycle.steps
         now, trained, ends = 0.0, math.inf, [0.0]
-        self._sent = self._cycle.staleness + 1
+        before, single = 0.0, self._lines[0] if len(self._lines) == 1 else None
+        self._sent = [now] * (self._cycle.staleness + 1)
         self._start(now)
         for line in self._lines:
             line.plan()
@@ -233,54 +111,139 @@ class _Run:
             # A step trains on the oldest batch, and waits for all of it.
             if trained == math.inf and not self._open[len(ends) - 1]:
                 trained = now + self._cycle.train
-            line = min(self._lines, key=_next)
+            line = single or min(self._lines, key=_next)
             if trained == line.next == math.inf:
                 return math.inf  # some request fits no pool
             if trained <= line.next:
                 now, trained = trained, math.inf
                 ends.append(now)
-                self._sent += 1
+                if len(ends) == warm + 1:
+                    before = sum(self._done)
+                self._sent.append(now)
                 for line in self._lines:
                     line.sync(now)
             else:
                 now = line.next
                 number = line.finish(self._sequence)
-                own, _ = self._place.pop(number)
-                self._open[number // self._batch] -= 1
-                if self._strays[own]:
-                    self._gather(now, own)
+                self._finished(now, number)
             self._start(now)
             for line in self._lines:
                 if line.changed:
                     line.plan()
-        return (ends[-1] - ends[warm]) / taken
+        mean = (ends[-1] - ends[warm]) / taken
+        # Where steps wait for rollout, one of several waits for the slowest requests of them all. Requests finish more
+        # evenly than steps end, so few steps tell the rate of finished work better than the mean step.
+        ratio = sum(self._done[warm : warm + taken]) / (sum(self._done) - before)
+        waits = min(1.0, (1.0 - self._cycle.train / mean) / WAITED)
+        return mean * (1.0 + waits * (ratio - 1.0))
+
+    def _finished(self, now: float, number: int) -> None:
+        """Counts a finished request; its place may go to one that is predicted to belong there."""
+        own, _ = self._place.pop(number)
+        batch = number // self._batch
+        self._open[batch] -= 1
+        self._done[batch] += self._lines[0].pool.requests[self._sequence[number]].ticks  # on any pool, but one for all
+        if self._strays[own]:
+            self._gather(now, own)
 
     def _start(self, now: float) -> None:
-        """Starts dispatched requests in their order, until one finds no place."""
-        last = self._sent * self._batch
-        while self._begun < last:
-            number = self._begun
+        """Starts waiting requests in the order of their dispatch, until one finds no place."""
+        begun, last = self._begun, len(self._sent) * self._batch
+        if begun == last and not self._out:
+            return
+        if self._by_age or (begun < last and self._sent[begun // self._batch] <= now - self._cycle.ageing):
+            self._start_aged(now)
+        lines = self._lines
+        while True:
+            number = self._first() if self._out else self._begun
+            if number == last:
+                return
             request, own = self._sequence[number], self._wanted[number]
             chosen = own
-            if own < 0 or not self._lines[own].admits(request):
+            if own < 0 or not lines[own].admits(request):
                 chosen, least = -1, math.inf
-                for index, line in enumerate(self._lines):
-                    if line.changed:
-                        line.plan()
-                    if line.rate < least and line.admits(request):
-                        chosen, least = index, line.rate
+                for index, line in enumerate(lines):
+                    if line.admits(request):
+                        if line.changed and len(lines) > 1:  # a pool alone is chosen at any pace
+                            line.plan()
+                        if line.rate < least:
+                            chosen, least = index, line.rate
                 if chosen < 0:
                     return
                 if own >= 0:
                     self._strays[own].append(number)
-            self._join(now, number, chosen, 1.0)
-            self._begun += 1
+            if number == self._begun:
+                self._begun += 1
+                self._join(now, number, chosen, 1.0)
+            else:
+                self._resume(now, number, chosen)
+
+    def _first(self) -> int:
+        """Returns the waiting request that was dispatched first; the next one to be dispatched if none waits."""
+        waiting = self._by_number
+        while waiting and waiting[0] not in self._out:
+            heapq.heappop(waiting)
+        return waiting[0] if waiting else self._begun  # it had begun before all that did not
+
+    def _resume(self, now: float, number: int, chosen: int) -> None:
+        """Starts a request again that was pushed out, and prefills its context."""
+        _, left = self._out.pop(number)
+        line = self._lines[chosen]
+        self._join(now, number, chosen, left)
+        line.stop(now, line.pool.requests[self._sequence[number]].again / line.pool.instances)
+
+    def _start_aged(self, now: float) -> None:
+        """Starts requests that have waited for `ageing` seconds, the oldest first, in the places of others."""
+        limit, ages = now - self._cycle.ageing, self._by_age
+        while True:
+            while ages and self._out.get(ages[0][1], (-1.0,))[0] != ages[0][0]:
+                ages.popleft()
+            since, number = ages[0] if ages else (math.inf, -1)
+            if self._begun < len(self._sent) * self._batch and self._sent[self._begun // self._batch] <= since:
+                since, number = self._sent[self._begun // self._batch], self._begun
+            if since > limit:
+                return
+            chosen = min(
+                range(len(self._lines)), key=lambda index: self._lines[index].used / self._lines[index].pool.cache
+            )
+            line, request = self._lines[chosen], self._sequence[number]
+            while line.lacks(request):
+                if not self._push_out(now, chosen):
+                    return
+            if number == self._begun:
+                self._begun += 1
+                self._join(now, number, chosen, 1.0)
+            else:
+                self._resume(now, number, chosen)
+
+    def _push_out(self, now: float, chosen: int) -> bool:
+        """Pushes out the request that has been on a pool longest, if one of its turns has ended; returns whether."""
+        line, joined = self._lines[chosen], self._joined[chosen]
+        while joined:
+            number, tick = joined[0]
+            place = self._place.get(number)
+            request = self._sequence[number]
+            costs = line.pool.requests[request]
+            if place is None or place[0] != chosen or costs.turns <= 1.0:
+                joined.popleft()
+                continue
+            if line.tick < tick + costs.ticks / costs.turns:
+                return False
+            joined.popleft()
+            del self._place[number]
+            left = line.leave(now, number, request, place[1])
+            self._out[number] = now, left
+            self._by_age.append((now, number))
+            heapq.heappush(self._by_number, number)
+            return True
+        return False
 
     def _join(self, now: float, number: int, chosen: int, left: float) -> None:
         line, request = self._lines[chosen], self._sequence[number]
         ticks = left * line.pool.requests[request].ticks
         line.join(now, number, request, ticks)
         self._place[number] = chosen, line.tick + ticks
+        self._joined[chosen].append((number, line.tick))
 
     def _gather(self, now: float, own: int) -> None:
         """Moves strays to the pool that they are predicted to belong to, while there is room."""
@@ -298,13 +261,13 @@ class _Run:
             strays.popleft()
 
 
-def step_seconds(pools: Sequence[Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle) -> float:
+def step_seconds(layout: Sequence[pools.Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle) -> float:
     """Returns the mean seconds of a training step.
 
     Args:
-      pools: the instances.
+      layout: the instances of each degree.
       sequence: sampled request of each dispatched one, at least `cycle.requests`; members of a group follow each other.
       wanted: number of the pool that each dispatched request is predicted to belong to; -1 if nothing is predicted.
       cycle: the trainer's side.
     """
-    return _Run(pools, sequence, wanted, cycle).seconds()
+    return _Run(layout, sequence, wanted, cycle).seconds()

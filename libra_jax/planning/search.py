@@ -148,11 +148,12 @@ class Search:
                 f"of tensor-parallel degree {max(rollout.degrees)}; lower rollout.max_context or take wider instances"
             )
 
-    def weighed(self, ratio: float, besides: Callable[[int], float]) -> Search:
+    def weighed(self, ratio: float, besides: Callable[[int], float], step: Step) -> Search:
         """Returns the same search with training that takes `ratio` times as long, and `besides` of its devices on
-        top."""
+        top. `step` predicts its steps."""
         # Shares the partitions, whose times are the costly part and do not change.
         other = copy.copy(self)
+        other._step = step
         other._front = tuple(
             dataclasses.replace(mesh, seconds=ratio * mesh.seconds + besides(mesh.devices)) for mesh in self._front
         )

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.planning import costs, pipeline
+from libra_jax.planning import costs, pools
 
 SETTLED = 3
 """Rounds in which the pace of full slots is found."""
@@ -269,9 +269,9 @@ class Pools:
     ) -> None:
         self._model, self._sample, self._slots = model, sample, slots
         self._room, self._pauses = room, pauses
-        self._made: dict[int, pipeline.Pool] = {}
+        self._made: dict[int, pools.Pool] = {}
 
-    def pool(self, degree: int, instances: float) -> pipeline.Pool:
+    def pool(self, degree: int, instances: float) -> pools.Pool:
         """Returns the pool of these instances; a fraction of an instance serves a smaller cluster."""
         made = self._made.get(degree)
         if made is None:
@@ -279,7 +279,7 @@ class Pools:
         sizes = {name: getattr(made, name) * instances for name in ("slots", "room", "cache")}
         return dataclasses.replace(made, instances=instances, **sizes)
 
-    def _of_one(self, degree: int) -> pipeline.Pool:
+    def _of_one(self, degree: int) -> pools.Pool:
         model, sample, slots = self._model, self._sample, self._slots[degree]
         terms, tokens = model.prefill_terms(degree), np.maximum(sample.tokens, 1.0)
         mean = sample.context / tokens
@@ -298,9 +298,11 @@ class Pools:
             decoding = min(slots, room / np.average(footprint, weights=ticks) * tokens.sum() / ticks.sum())
         again = (terms.new + GROWING * terms.pair * mean) * mean + terms.prefill
         recall = share * (terms.new + terms.pair * mean / 2) * sample.cached / tokens
-        columns = (tokens / share, share, share * drag, footprint, again, recall)
-        requests = [pipeline.Request(*row) for row in np.stack(columns, axis=1).tolist()]
-        return pipeline.Pool(1.0, slots, room, cache, fixed.tolist(), self._pauses[degree], requests)
+        columns = (tokens / share, share, share * drag, footprint, again, recall, sample.prefills)
+        # As `Request._make` does, and without a call in Python: samples are large, and searches short.
+        made = functools.partial(tuple.__new__, pools.Request)
+        requests = list(map(made, zip(*(column.tolist() for column in columns), strict=True)))
+        return pools.Pool(1.0, slots, room, cache, fixed.tolist(), self._pauses[degree], requests)
 
 
 class Maxima:

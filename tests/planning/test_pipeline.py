@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, pipeline
+from libra_jax.planning import costs, forecast, hardware, meshes, pipeline, pools
 
 
-def pool(ticks: list[float], *, slots: int = 100, pace: float = 1.0, **changes) -> pipeline.Pool:
+def pool(ticks: list[float], *, slots: int = 100, pace: float = 1.0, **changes) -> pools.Pool:
     """One instance whose ticks take `pace` seconds, however many requests decode; changes are of it or its requests."""
-    fields = {"share": 1.0, "drag": 0.0, "footprint": 1.0, "again": 0.0, "recall": 0.0}
+    fields = {"share": 1.0, "drag": 0.0, "footprint": 1.0, "again": 0.0, "recall": 0.0, "turns": 1.0}
     fields |= {name: changes.pop(name) for name in list(changes) if name in fields}
-    requests = [pipeline.Request(ticks=one, **fields) for one in ticks]
+    requests = [pools.Request(ticks=one, **fields) for one in ticks]
     sizes = {"instances": 1, "slots": slots, "room": 1e9, "cache": 1e9, "pause": 0.0, **changes}
-    return pipeline.Pool(**sizes, fixed=[pace] * (slots + 1), requests=requests)
+    return pools.Pool(**sizes, fixed=[pace] * (slots + 1), requests=requests)
 
 
 def seconds(pools, rules: pipeline.Cycle, *, sampled: int = 1, wanted: int = -1) -> float:
@@ -73,6 +73,26 @@ def test_contexts_that_outgrow_the_cache_are_prefilled_again():
     rules = pipeline.Cycle(groups=8, size=1, staleness=1, train=1.0)
     fits = pool([10.0], share=0.5, recall=0.1)
     assert seconds([dataclasses.replace(fits, cache=4.0)], rules) > 1.2 * seconds([fits], rules)
+
+
+def test_requests_that_wait_too_long_take_turns_and_prefill_again():
+    """Of forty requests of ten turns, the cache holds four."""
+    patient = pipeline.Cycle(groups=40, size=1, staleness=0, train=1.0)
+    full = pool([60.0 + 2.0 * index for index in range(40)], cache=4.0, room=4.0, again=5.0, turns=10.0)
+    line = seconds([full], patient, sampled=40)
+    assert seconds([full], dataclasses.replace(patient, ageing=50.0), sampled=40) > 1.1 * line
+
+
+def test_waits_shorter_than_the_limit_change_nothing():
+    rules = pipeline.Cycle(groups=4, size=1, staleness=4, train=1.0)
+    full = pool([10.0], room=2.0, cache=2.0, again=5.0, turns=10.0)
+    assert seconds([full], dataclasses.replace(rules, ageing=1e4)) == pytest.approx(seconds([full], rules))
+
+
+def test_requests_of_one_turn_are_never_pushed_out():
+    rules = pipeline.Cycle(groups=10, size=1, staleness=0, train=1.0)
+    full = pool([100.0], cache=2.0, room=2.0, again=5.0)
+    assert seconds([full], dataclasses.replace(rules, ageing=20.0)) == pytest.approx(seconds([full], rules))
 
 
 def test_a_weight_sync_prefills_live_contexts_again():
@@ -149,8 +169,8 @@ def test_a_large_cluster_is_followed_at_a_smaller_scale():
 
 
 def test_a_pool_of_less_than_one_slot_is_used_one_request_at_a_time():
-    alone = pipeline.Request(ticks=10.0, share=1.0, drag=0.0, footprint=100.0, again=0.0, recall=0.0)
-    small = pipeline.Pool(0.02, 0.5, 10.0, 10.0, [1.0] * 40, 0.0, [alone])
+    alone = pools.Request(ticks=10.0, share=1.0, drag=0.0, footprint=100.0, again=0.0, recall=0.0)
+    small = pools.Pool(0.02, 0.5, 10.0, 10.0, [1.0] * 40, 0.0, [alone])
     cycle = pipeline.Cycle(groups=1, size=2, staleness=0, train=1.0)
     seconds = pipeline.step_seconds([small], [0] * cycle.requests, [-1] * cycle.requests, cycle)
     assert math.isfinite(seconds)
