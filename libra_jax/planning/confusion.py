@@ -26,12 +26,12 @@ BY_RETURNS = ("cmlfq", "cmlfq_paper", "cmlfq_authors")
 FILLS_CACHES = ("cmlfq", "sticky_cache", *CLAIRVOYANT)
 """Policies whose admission `auto` fills `scheduler.cache_share` of a cache and no more."""
 
-RECOGNISED = 0.25
+RECOGNISED = 0.22
 """Share of the longest band's requests that a policy of `BY_RETURNS` brings to their instances. Measured under `cmlfq`,
 seed 0, 48 simulated A800s, max staleness 4, instances of degrees 2 and 4 (`tests/benchmarks/watched.py`). Instances of
 degree 4 decode a share b of the band's tokens and a share o of all others', and the measure is (b - o) / (1 - o). With
 24, 32 and 40 accelerators that train it is 0.18, 0.32 and 0.22 (software engineering), 0.21, 0.39 and 0.03 (search).
-With 24 it is 0.01 for math, without tools. Shorter bands got their share of slots."""
+The mean of these six is taken. Without tools (math) it is 0.01. Shorter bands got their share of slots."""
 
 GOLDEN = 0.6180339887498949
 """Its multiples, modulo 1, fill the unit interval evenly."""
