@@ -14,6 +14,7 @@ change of costs, of the simulator or of a scheduler, and not after one of the pl
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import math
 import statistics
@@ -28,9 +29,10 @@ from absl import flags
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import forecast, plans, search
-from libra_jax.scheduling import registry
+from libra_jax.planning import costs, forecast, plans, search
+from libra_jax.scheduling import known_lengths, registry
 from libra_jax.simulator import scripts, settings, workloads, world
+from tests.benchmarks import watched as watch
 
 DEVICES, STALENESS, STEPS = 48, 4, 19
 WORKLOADS, KINDS = ("swe", "search", "math"), ("one", "two")
@@ -44,6 +46,9 @@ MESHES = {
 
 TASKS = 10**9
 """Tasks over which lengths would drift: so many that a run in their middle sees no drift."""
+
+WAITED = 0.1
+"""Share of the time in which the trainer waits, from which on the rate of generation gives the mean step."""
 
 FITTED = 0
 """The seed that the planner's constants were fitted on."""
@@ -78,6 +83,44 @@ class Row:
         return self.predicted / self.simulated - 1.0
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation measured.
+
+    Attributes:
+      step_seconds: seconds of each step.
+      step_tokens: tokens that were generated during each step, whatever step trains on them.
+      batch_tokens: tokens of a batch, mean over the counted steps' rollouts.
+      late: share of turns that waited longer than `scheduler.ageing_seconds`.
+      recomputed: share of the prefilled tokens whose keys and values had been computed before.
+      wide: shares of tokens that the widest instances decoded: of the longest band, and of all others. None if all
+        instances have one degree.
+    """
+
+    step_seconds: tuple[float, ...]
+    step_tokens: tuple[float, ...]
+    batch_tokens: float
+    late: float
+    recomputed: float
+    wide: tuple[float, float] | None
+
+    def seconds(self, cycle: float) -> float:
+        """Returns the seconds of a step in the long run.
+
+        Where the trainer waits, one step of five takes about as long as the others together, and ten steps may have one
+        such step or three. Generation goes on evenly. So the seconds in which a batch is generated tell the mean step
+        better. Where the trainer never waits, all steps take about equally long.
+
+        Args:
+          cycle: the trainer's seconds of a step, the weight sync included.
+        """
+        counted = slice(STALENESS + 1, STEPS - STALENESS)
+        mean = statistics.fmean(self.step_seconds[counted])
+        if mean * (1.0 - WAITED) < cycle:
+            return mean
+        return sum(self.step_seconds[counted]) * self.batch_tokens / sum(self.step_tokens[counted])
+
+
 def main() -> None:
     if not all(seed.isdecimal() for seed in _SEEDS.value):
         raise protocols.ConfigError(f"--seeds: {','.join(_SEEDS.value)!r} are no seeds")
@@ -106,13 +149,24 @@ def run_of(workload: str, seed: int, plan: protocols.Plan | None = None) -> sett
 
 def work_of(run: settings.SimulatedRun) -> forecast.Work:
     """Returns the planner's view of the counted steps of a run."""
-    groups, size = run.coordinator.groups_per_step, run.coordinator.group_size
-    workload = steady(run)
-    counted = range(groups * (STALENESS + 1), groups * (STEPS - STALENESS))
-    drawn = [workload.script(task, sample) for task in counted for sample in range(size)]
+    drawn = counted_rollouts(run)
     model, slots = run.simulation.cost_model(run.model.lora), run.simulation.instance_slots(run.rollout)
     setting = forecast.Setting.of_run(run, model, DEVICES, slots=slots)
     return forecast.Work(setting, [one.prompt_tokens for one in drawn], [one.turns for one in drawn])
+
+
+def counted_rollouts(run: settings.SimulatedRun) -> list[scripts.Script]:
+    """Returns the rollouts of the counted steps of a run."""
+    groups, workload = run.coordinator.groups_per_step, steady(run)
+    counted = range(groups * (STALENESS + 1), groups * (STEPS - STALENESS))
+    return [workload.script(task, sample) for task in counted for sample in range(run.coordinator.group_size)]
+
+
+def batch_tokens(run: settings.SimulatedRun) -> float:
+    """Returns the tokens of a batch, mean over the counted steps' rollouts."""
+    drawn = counted_rollouts(run)
+    size = run.coordinator.groups_per_step * run.coordinator.group_size
+    return size * statistics.fmean(one.generated_tokens for one in drawn)
 
 
 def steady(run: settings.SimulatedRun) -> Steady:
@@ -144,23 +198,35 @@ def layouts(workload: str, work: forecast.Work, lengths: list[int]) -> Iterator[
             yield f"{train} train, {kind}", protocols.Plan(*mesh, buckets)
 
 
-def simulated(folder: Path, workload: str, seed: int, plan: protocols.Plan) -> float:
-    """Returns the mean seconds of the counted steps under a plan."""
+def simulated(folder: Path, workload: str, seed: int, plan: protocols.Plan) -> Simulated:
+    """Returns what was simulated under a plan: from the folder, or now."""
     instances = "_".join(f"{one.count}x{one.tensor_parallel}" for one in plan.rollout)
     file = folder / f"{workload}-{plan.data}-{plan.fsdp}-{plan.tensor}-{instances}-{seed}.json"
     if not file.exists():
         run = run_of(workload, seed, plan)
-        result = world.run(
-            run,
-            run.simulation,
-            steady(run),
-            lambda costs, remaining: registry.create(
-                run.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=run.rollout.tensor_parallel
-            ),
+        watched: list[watch.Watched] = []
+
+        def scheduler(priced: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> protocols.Scheduler:
+            made = registry.create(
+                run.scheduler, costs=priced, remaining=remaining, seed=seed, degrees=run.rollout.tensor_parallel
+            )
+            watched.append(watch.Watched(made, range(1, STEPS - 2 * STALENESS)))
+            return watched[0]
+
+        result = world.run(run, run.simulation, steady(run), scheduler)
+        bounds = [one.max_remaining_tokens for one in plan.rollout[:-1]]
+        shares = watched[0].shares(bounds[-1]) if bounds else None
+        record = Simulated(
+            result.step_seconds,
+            tuple(step["tokens/generated"] for step in result.steps),
+            batch_tokens(run),
+            statistics.fmean(wait > run.scheduler.ageing_seconds for wait in watched[0].waits),
+            result.kv_recompute_token_fraction,
+            None if shares is None else (shares.longest, shares.others),
         )
-        file.write_text(json.dumps(result.step_seconds) + "\n")
+        file.write_text(json.dumps(dataclasses.asdict(record)) + "\n")
         print(f"simulated {file.stem} in {result.wall_seconds:.0f} s", file=sys.stderr, flush=True)
-    return statistics.fmean(json.loads(file.read_text())[STALENESS + 1 : STEPS - STALENESS])
+    return Simulated(**json.loads(file.read_text()))
 
 
 def _rows(folder: Path, seed: int) -> Iterator[Row]:
@@ -170,16 +236,21 @@ def _rows(folder: Path, seed: int) -> Iterator[Row]:
         fitted = work if seed == FITTED else work_of(run_of(workload, FITTED))
         lengths = sorted(of_seed.script(task, 0).generated_tokens for task in range(2_048))
         for name, plan in layouts(workload, fitted, lengths):
-            predicted = work.predict(plan, forecast.Levels()).step
-            yield Row(workload, name, seed, predicted, simulated(folder, workload, seed, plan))
+            yield _row(folder, work, workload, name, seed, plan)
 
 
 def _choices(folder: Path, seed: int) -> Iterator[Row]:
     """Yields the planner's best splits of each workload, the best first."""
     for workload in WORKLOADS:
-        splits = work_of(run_of(workload, seed)).searched(forecast.Levels()).ranked(DEVICES)
-        for split in splits:
-            yield Row(workload, _named(split), seed, split.step_seconds, simulated(folder, workload, seed, split.plan))
+        work = work_of(run_of(workload, seed))
+        for split in work.searched(forecast.Levels()).ranked(DEVICES):
+            yield _row(folder, work, workload, _named(split), seed, split.plan)
+
+
+def _row(folder: Path, work: forecast.Work, workload: str, name: str, seed: int, plan: protocols.Plan) -> Row:
+    predicted = work.predict(plan, forecast.Levels())
+    cycle = predicted.train + work.besides(plan.train_devices, forecast.Levels())
+    return Row(workload, name, seed, predicted.step, simulated(folder, workload, seed, plan).seconds(cycle))
 
 
 def _named(split: search.Split) -> str:
