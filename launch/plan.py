@@ -91,6 +91,10 @@ def main() -> None:
         )
     if _SWEEP.value and _OUTPUT.value is not None:
         raise protocols.ConfigError("--output: a sweep writes no file; leave --output or --sweep out")
+    if _SWEEP.value and case.run.planner.simulate_top:
+        raise protocols.ConfigError(
+            "--sweep: simulates no plan; set --config.planner.simulate_top=0, or leave --sweep out"
+        )
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)

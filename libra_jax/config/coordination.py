@@ -103,7 +103,9 @@ class PlannerConfig:
     window: int = 2  # training steps whose trajectories predict the demand of the next
     horizon: int = 20  # training steps within which a move must pay off
     cooldown: int = 5  # training steps between a move and the next
-    simulate_top: int = 0  # best plans of launch/plan.py that short simulations rank again; 0: none
+    # Best plans that short simulations rank again, in launch/plan.py and (in the background) in a run; 0: none.
+    simulate_top: int = 0
+    simulate_seconds: float = 600.0  # seconds after which a run takes the best predicted plan instead
     least_gain: float = 0.05  # minimum relative gain in step time of a move
     queue_pressure: float = 1.0  # requests waiting for a slot, relative to all slots, above which a search starts early
     imbalance: float = 2.0  # ratio of the two stages' seconds above which a search starts early
@@ -119,6 +121,8 @@ class PlannerConfig:
             value = getattr(self, name)
             check_finite(value, f"planner.{name}")
             check(value >= 0, f"planner.{name}", f"must not be negative, not {value}")
+        check_finite(self.simulate_seconds, "planner.simulate_seconds")
+        check(self.simulate_seconds > 0, "planner.simulate_seconds", f"must be positive, not {self.simulate_seconds}")
         check(self.imbalance >= 1, "planner.imbalance", f"must be at least 1, not {self.imbalance}")
         check(bool(self.degrees), "planner.degrees", "needs at least one degree")
         for degree in self.degrees:

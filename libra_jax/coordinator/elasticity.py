@@ -16,6 +16,7 @@ from libra_jax import protocols
 from libra_jax.coordinator import dispatch, instances, reports
 from libra_jax.elastic import hybrid, training_sides
 from libra_jax.planning import planner as planner_lib
+from libra_jax.planning import replanning
 from libra_jax.trainer_control import resize
 from libra_jax.weights import sync
 
@@ -40,7 +41,7 @@ class Planner(Protocol):
         trained: Sequence[protocols.Trajectory],
         *,
         may_move: bool = True,
-    ) -> tuple[planner_lib.Decision[protocols.Plan] | None, dict[str, float]]:
+    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
         """Returns the decision after a training step (None without a look) and its metrics. Updates `plan`."""
         ...
 
@@ -53,6 +54,9 @@ class Planner(Protocol):
         ...
 
     def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+    def close(self) -> None:
+        """Ends the planner's work in the background, at the end of the run."""
+        ...
 
 
 class Workers(Protocol):
@@ -177,6 +181,10 @@ class PlanFollower:
                 self.disturbed = True
                 self._move = self._scope.start(self._carry_out(before, plan), "moving to a new plan")
         return metrics
+
+    def close(self) -> None:
+        """Ends the planner's work in the background."""
+        self._planner.close()
 
     async def _carry_out(self, before: protocols.Plan, plan: protocols.Plan) -> None:
         """Moves from one plan to another. Devices are freed before they are taken.
@@ -336,6 +344,8 @@ class Elasticity:
 
     async def close(self) -> None:
         """Stops all changes at the end of the run."""
+        if self.follower is not None:
+            self.follower.close()
         if self.hybrid is not None:
             # First, because it does not wait, and a resize's processes may not end in time.
             self.hybrid.close()

@@ -1,18 +1,21 @@
-"""Simulates a plan for some steps: the check of what `launch/plan.py` chooses."""
+"""Simulates a plan for some steps: the check of what `launch/plan.py` and a run's planner choose."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import confusion, search
-from libra_jax.runs import planned
+from libra_jax.planning import confusion, costs, forecast, search
 from libra_jax.scheduling import registry
 from libra_jax.simulator import scripts, settings, world
+
+if TYPE_CHECKING:
+    from libra_jax.runs import planned  # it imports what a run is made of, which no simulation needs
 
 WINDOWS = 2
 """Multiples of max staleness + 1 in steps whose mean counts. The steps before them fill the slots, and those after them
@@ -60,25 +63,62 @@ class Trial:
         )
 
 
+@dataclass(frozen=True)
+class Subject:
+    """The run whose steps are simulated, apart from its plan.
+
+    Attributes:
+      run: its configuration.
+      model: costs of the hardware sheet.
+      slots: slots of an instance, by degree.
+      requests: rollouts of a training step.
+      drawn: a sample of rollouts, in which members of a group follow each other.
+      kv_cache: where contexts go that leave a cache (`simulation.kv_cache`).
+    """
+
+    run: libra_config.RunConfig
+    model: costs.CostModel
+    slots: Mapping[int, int]
+    requests: int
+    drawn: Sequence[scripts.Script] = ()
+    kv_cache: str = "recompute"
+
+    @classmethod
+    def of_run(cls, run: libra_config.RunConfig, setting: forecast.Setting) -> Subject:
+        """Returns the subject of a run, without rollouts.
+
+        Raises:
+          ConfigError: the run has measured costs or a context axis, which no simulation has.
+        """
+        libra_config.check(
+            setting.profile is None,
+            "planner.simulate_top",
+            "simulations take the costs of the sheet, and this plan has those of planner.profile; set it to 0",
+        )
+        libra_config.check(
+            run.trainer.context == 1,
+            "planner.simulate_top",
+            f"simulations have no context axis, and trainer.context is {run.trainer.context}; set it to 0",
+        )
+        kept = run.simulation.kv_cache if isinstance(run, settings.SimulatedRun) else "recompute"
+        slots = dict(zip(setting.degrees, setting.slots, strict=True))
+        return cls(run, setting.model, slots, setting.requests, kv_cache=kept)
+
+
 def of_splits(case: planned.Case, splits: Sequence[search.Split]) -> list[Trial]:
     """Simulates splits of a case; returns them with the shortest simulated step first.
 
     Raises:
       ConfigError: the case has measured costs or a context axis, which no simulation has.
     """
-    libra_config.check(
-        case.setting.profile is None,
-        "planner.simulate_top",
-        "simulations take the costs of the sheet, and this plan has those of planner.profile; set it to 0",
-    )
-    trials = [Trial(split, step_seconds(case, split.plan)) for split in splits]
+    subject = dataclasses.replace(Subject.of_run(case.run, case.setting), drawn=case.work.scripts)
+    trials = [Trial(split, step_seconds(subject, split.plan)) for split in splits]
     return sorted(trials, key=lambda trial: trial.simulated_seconds)
 
 
-def step_seconds(case: planned.Case, plan: protocols.Plan) -> float:
+def step_seconds(subject: Subject, plan: protocols.Plan) -> float:
     """Returns the mean seconds of a simulated step under a plan, with all slots in use."""
-    libra_config.check(plan.context == 1, "trainer.context", f"simulations have none, and the plan's is {plan.context}")
-    given, slots = case.run, dict(zip(case.setting.degrees, case.setting.slots, strict=True))
+    given = subject.run
     degrees = tuple(one.tensor_parallel for one in plan.rollout for _ in range(one.count))
     window = given.coordinator.max_staleness + 1
     size = given.coordinator.group_size
@@ -89,7 +129,7 @@ def step_seconds(case: planned.Case, plan: protocols.Plan) -> float:
         seed=given.seed,
         algorithm=libra_config.AlgorithmConfig(objective=given.algorithm.objective),
         coordinator=libra_config.CoordinatorConfig(
-            groups_per_step=max(1, case.work.count // size), group_size=size, max_staleness=window - 1
+            groups_per_step=max(1, subject.requests // size), group_size=size, max_staleness=window - 1
         ),
         model=dataclasses.replace(given.model, path="", preset=libra_config.ModelConfig().preset),
         rollout=libra_config.RolloutConfig(
@@ -112,17 +152,17 @@ def step_seconds(case: planned.Case, plan: protocols.Plan) -> float:
     simulation = world.SimulationConfig(
         train_devices=plan.train_devices,
         train_mesh=mesh,
-        slots=tuple(slots[degree] for degree in degrees),
-        kv_cache=given.simulation.kv_cache if isinstance(given, settings.SimulatedRun) else "recompute",
-        hardware=case.setting.model.sheet.name,
+        slots=tuple(subject.slots[degree] for degree in degrees),
+        kv_cache=subject.kv_cache,
+        hardware=subject.model.sheet.name,
     )
     result = world.run(
         run,
         simulation,
-        Sampled(case.work.scripts, size),
+        Sampled(subject.drawn, size),
         lambda costs, remaining: registry.create(
             run.scheduler, costs=costs, remaining=remaining, seed=run.seed, degrees=degrees
         ),
-        model=case.setting.model,
+        model=subject.model,
     )
     return statistics.fmean(result.step_seconds[window : window * (1 + WINDOWS)])

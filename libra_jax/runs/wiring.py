@@ -27,7 +27,7 @@ from libra_jax.gateway import fronts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, planner, plans, profiles
-from libra_jax.runs import chat_formats, observing
+from libra_jax.runs import background_trials, chat_formats, observing, trial
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, status
@@ -210,7 +210,8 @@ def global_planner(
     while it trains (`reach`).
 
     Raises:
-      ConfigError: the hardware is unknown, or an instance has a degree that plans may not use.
+      ConfigError: the hardware is unknown, an instance has a degree that plans may not use, or the run's plans cannot
+        be simulated although `planner.simulate_top` asks for it.
     """
     if not config.planner.period:
         return None
@@ -226,7 +227,12 @@ def global_planner(
         together=None if layout is None else max(host.accelerators for host in layout.hosts),
     )
     forecast.check_layout(config, setting)
-    return planner.GlobalPlanner(config.planner, setting, plans.of_run(config, mesh), masks=config.task.masks)
+    trials = None
+    if config.planner.simulate_top:
+        subject = trial.Subject.of_run(config, setting)
+        trials = background_trials.BackgroundTrials(subject, config.planner.simulate_seconds)
+    begin = plans.of_run(config, mesh)
+    return planner.GlobalPlanner(config.planner, setting, begin, masks=config.task.masks, trials=trials)
 
 
 async def train(

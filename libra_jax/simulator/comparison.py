@@ -135,8 +135,15 @@ def simulate(run: settings.SimulatedRun, recorder: results.StepRecorder | None =
       recorder: records the run; None makes one.
 
     Raises:
+      ConfigError: the run asks for something that a simulation cannot do.
       LibraError: what ended the run, in one sentence.
     """
+    # They would run beside it in real time, and a simulated run repeats exactly.
+    configuration.check(
+        not (run.planner.period and run.planner.simulate_top),
+        "planner.simulate_top",
+        "a simulated run ranks its plans by predictions alone; set it to 0",
+    )
     return world.run(
         run,
         run.simulation,

@@ -13,7 +13,7 @@ import mortal_trainers
 import pytest
 
 from libra_jax import protocols
-from libra_jax.planning import planner
+from libra_jax.planning import planner, replanning
 
 BEGIN = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 2, 100),))
 WIDE = protocols.Plan(1, 1, 1, (protocols.PlannedBucket(1, 1, 6), protocols.PlannedBucket(2, 1, 100)))
@@ -30,6 +30,7 @@ class Scripted:
         self.plans = plans
         self.measured: list[planner.Measured] = []
         self.fails: tuple[int, ...] = ()
+        self.closed = False
 
     def after(
         self,
@@ -46,10 +47,13 @@ class Scripted:
         if step not in self.plans or not may_move:
             return None, {"plan/step_seconds": 1.0}
         self.plan = self.plans[step]
-        return planner.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
+        return replanning.Decision(step, "told to", self.plan, 2.0, 1.0, 0.1, True, "it pays"), {}
 
     def refuse(self, plan: protocols.Plan) -> None:
         self.plan = plan
+
+    def close(self) -> None:
+        self.closed = True
 
     def snapshot(self) -> dict[str, Any]:
         return {"plan": dataclasses.asdict(self.plan)}
@@ -243,6 +247,7 @@ def test_the_last_step_decides_nothing(tmp_path):
     bench.run()
     check_whole(bench)
     assert len(planner.measured) == 5
+    assert planner.closed
     assert not makes.made
 
 

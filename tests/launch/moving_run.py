@@ -29,7 +29,7 @@ from libra_jax import protocols
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import placement
 from libra_jax.elastic import switching
-from libra_jax.planning import planner
+from libra_jax.planning import planner, replanning
 from libra_jax.runs import preflight, wiring, workdirs
 
 QUIET_STEPS = 3
@@ -51,7 +51,7 @@ class Mover:
 
     def after(
         self, step: int, measured: planner.Measured, trained: Sequence[Any], *, may_move: bool = True
-    ) -> tuple[planner.Decision[protocols.Plan] | None, dict[str, float]]:
+    ) -> tuple[replanning.Decision[protocols.Plan] | None, dict[str, float]]:
         self._quiet = self._quiet + 1 if may_move else 0
         if self._quiet < QUIET_STEPS:
             return None, {}
@@ -60,7 +60,7 @@ class Mover:
             os.kill(os.getpid(), signal.SIGTERM)
             return None, {}
         self.plan = self._coming.pop(0)
-        return planner.Decision(step, "it is time", self.plan, 2.0, 1.0, 0.1, True, "it was told to"), {}
+        return replanning.Decision(step, "it is time", self.plan, 2.0, 1.0, 0.1, True, "it was told to"), {}
 
     def refuse(self, plan: protocols.Plan) -> None:
         self.plan = plan
@@ -70,6 +70,9 @@ class Mover:
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         raise AssertionError("this run is not resumed")
+
+    def close(self) -> None:
+        pass
 
 
 def config(steps: int) -> libra_config.RunConfig:

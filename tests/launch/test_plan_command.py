@@ -107,6 +107,10 @@ def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each()
     ("arguments", "fragments"),
     [
         (["--sweep=lengths", "--output=plan.json"], ["--output: a sweep writes no file"]),
+        (
+            ["--sweep=lengths", "--config.planner.simulate_top=2"],
+            ["--sweep: simulates no plan", "set --config.planner.simulate_top=0"],
+        ),
         (["--sweep=lengths", "--objective=cheapest"], ["--within: give the seconds of a step"]),
         (["--objective=cheapest", "--within=nan"], ["--within: nan is no time that a step may take"]),
         (["--accelerators=1"], ["--accelerators: 1 cannot both train and roll out"]),

@@ -6,10 +6,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax.planning import planner
+from libra_jax.planning import replanning
 
-RULES = planner.Rules(period=5, horizon=20, cooldown=5, least_gain=0.05)
-EVEN = planner.Signs(train_seconds=10.0, rollout_seconds=10.0)
+RULES = replanning.Rules(period=5, horizon=20, cooldown=5, least_gain=0.05)
+EVEN = replanning.Signs(train_seconds=10.0, rollout_seconds=10.0)
 PLANS = range(1, 48)
 """Devices that train, of 48."""
 
@@ -30,14 +30,14 @@ class World:
     def best(self) -> int:
         return min(PLANS, key=self.seconds)
 
-    def replanner(self, present: int, rules: planner.Rules = RULES) -> planner.Replanner[int]:
-        return planner.Replanner(
+    def replanner(self, present: int, rules: replanning.Rules = RULES) -> replanning.Replanner[int]:
+        return replanning.Replanner(
             rules, present, best=self.best, seconds=self.seconds, move=lambda first, second: self.move
         )
 
 
-def signs(world: World, plan: int, **more) -> planner.Signs:
-    return planner.Signs(world.train / plan, world.rollout / (48 - plan), **more)
+def signs(world: World, plan: int, **more) -> replanning.Signs:
+    return replanning.Signs(world.train / plan, world.rollout / (48 - plan), **more)
 
 
 @hypothesis.settings(max_examples=60)
@@ -88,14 +88,14 @@ def test_a_move_that_would_not_pay_within_the_horizon_is_not_made():
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (planner.Signs(10.0, 10.0, waiting=50.0, slots=20), "50 requests wait for 20 slots"),
-        (planner.Signs(10.0, 31.0), "rollout takes 3.1 times as long"),
-        (planner.Signs(10.0, 4.0), "training takes 2.5 times as long"),
-        (planner.Signs(10.0, 10.0, lost=2), "2 instances lost"),
+        (replanning.Signs(10.0, 10.0, waiting=50.0, slots=20), "50 requests wait for 20 slots"),
+        (replanning.Signs(10.0, 31.0), "rollout takes 3.1 times as long"),
+        (replanning.Signs(10.0, 4.0), "training takes 2.5 times as long"),
+        (replanning.Signs(10.0, 10.0, lost=2), "2 instances lost"),
     ],
 )
 def test_it_looks_early_when_something_says_that_the_plan_no_longer_fits(seen, why):
-    made = World().replanner(24, planner.Rules(period=0))
+    made = World().replanner(24, replanning.Rules(period=0))
     assert made.after(7, EVEN) is None
     decision = made.after(8, seen)
     assert decision is not None
@@ -116,7 +116,7 @@ def test_it_waits_between_moves_unless_an_instance_is_lost():
 
 
 def test_a_cooldown_longer_than_the_period_is_kept_across_a_restart():
-    rules, world = planner.Rules(period=2, cooldown=10), World()
+    rules, world = replanning.Rules(period=2, cooldown=10), World()
     made, moved = world.replanner(40, rules), []
     for step in range(1, 31):
         if step == 7:
@@ -132,17 +132,17 @@ def test_a_cooldown_longer_than_the_period_is_kept_across_a_restart():
 
 
 def test_an_imbalance_that_the_last_look_could_not_mend_makes_it_look_no_more():
-    made = World().replanner(24, planner.Rules(period=50))
-    slow = planner.Signs(10.0, 30.0)
+    made = World().replanner(24, replanning.Rules(period=50))
+    slow = replanning.Signs(10.0, 30.0)
     assert [step for step in range(1, 101) if made.after(step, slow)] == [5, 55]
-    made = World().replanner(24, planner.Rules(period=50))
-    turned = [made.after(step, slow if step < 20 else planner.Signs(30.0, 10.0)) for step in range(1, 40)]
+    made = World().replanner(24, replanning.Rules(period=50))
+    turned = [made.after(step, slow if step < 20 else replanning.Signs(30.0, 10.0)) for step in range(1, 40)]
     assert [decision.step for decision in turned if decision is not None] == [5, 20]
 
 
 def test_a_shadow_says_what_it_would_do_and_does_nothing():
     world = World()
-    made = world.replanner(40, planner.Rules(period=5, shadow=True))
+    made = world.replanner(40, replanning.Rules(period=5, shadow=True))
     decision = made.after(5, signs(world, 40))
     assert decision is not None
     assert not decision.moved
