@@ -129,7 +129,13 @@ class Engines:
         # The last instances of the config are hybrid; an instance that a plan adds is not.
         count = len(self._partition.instances)
         on_gpu = config.trainer.platform == "cuda"
-        rollout = {**libra_config.to_dict(config.rollout), "slots_by_instance": (), "slots": slots}
+        rollout = {
+            **libra_config.to_dict(config.rollout),
+            "slots_by_instance": (),
+            "slots": slots,
+            "accelerators": (),
+        }
+        accelerators = config.rollout.accelerators
         return protocols.ActorSpec(
             name=name,
             factory=ENGINES[config.rollout.engine],
@@ -144,6 +150,7 @@ class Engines:
                 "cpu_cores": "|".join(map(str, cores)) or "auto",
                 "hybrid": count - config.elastic.hybrid <= number < count,
                 **({"return_routing": True} if config.algorithm.routing_replay == "rollout" else {}),
+                **({"accelerator": accelerators[number]} if accelerators else {}),
                 **self._lora,
             },
             gpus=len(devices) if on_gpu else 0,

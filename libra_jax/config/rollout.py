@@ -18,6 +18,8 @@ class RolloutConfig:
 
     engine: str = "vllm"  # inference engine: vllm; fake is the test double
     tensor_parallel: tuple[int, ...] = (1,)  # tensor-parallel degree of each instance
+    # Accelerator of each instance, by the name of its sheet (docs/guides/mixed_hardware.md); empty: all have the same.
+    accelerators: tuple[str, ...] = ()
     slots: int = 64  # requests an instance decodes at once (vLLM's max_num_seqs)
     slots_by_instance: tuple[int, ...] = ()  # slots of each instance; empty: slots for all
     max_context: int = 512  # longest context, in tokens (prompt, tools and generated)
@@ -65,6 +67,12 @@ class RolloutConfig:
         check(len(self.tensor_parallel) > 0, "rollout.tensor_parallel", "needs at least one instance")
         for degree in self.tensor_parallel:
             check(degree in (1, 2, 4, 8), "rollout.tensor_parallel", f"{degree} is not one of 1, 2, 4, 8")
+        check(
+            len(self.accelerators) in (0, len(self.tensor_parallel)),
+            "rollout.accelerators",
+            f"has {len(self.accelerators)} entries for the {len(self.tensor_parallel)} instances of tensor_parallel; "
+            "give one each, or none",
+        )
         for name in ("slots", "max_context", "max_tokens", "stream_interval", "chunk_mib"):
             check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
         for name in ("generation_retries", "restarts", "top_k"):
@@ -91,6 +99,11 @@ class RolloutConfig:
         check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
         check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
         check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
+
+    @property
+    def kinds(self) -> tuple[tuple[int, str], ...]:
+        """Degree and accelerator of each instance (`protocols.Kind`)."""
+        return tuple(zip(self.tensor_parallel, self.accelerators or ("",) * len(self.tensor_parallel), strict=True))
 
     @property
     def instance_slots(self) -> tuple[int, ...]:

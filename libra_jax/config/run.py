@@ -119,6 +119,12 @@ class RunConfig:
                 "files; lower it, or raise that",
             )
         self._check_elastic()
+        check(
+            not self.rollout.accelerators or not (self.planner.period or self.elastic.hybrid),
+            "rollout.accelerators",
+            "is for fixed layouts: plans and hybrid workers know one accelerator; set planner.period and "
+            "elastic.hybrid to 0, or leave it empty",
+        )
         self._check_lora()
         self._check_critic()
         self._check_teacher()

@@ -137,9 +137,9 @@ class Instances:
     def serving(self) -> list[protocols.Instance]:
         """Returns the instances on which requests may be placed."""
         return [
-            protocols.Instance(engine.name, engine.info.tensor_parallel, engine.info.slots, engine.info.cache_tokens)
+            protocols.Instance(info.name, info.tensor_parallel, info.slots, info.cache_tokens, info.accelerator)
             for engine in self.engines.values()
-            if engine.state == "serving" and engine.info is not None
+            if engine.state == "serving" and (info := engine.info) is not None
         ]
 
     @property

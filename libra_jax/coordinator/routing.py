@@ -92,20 +92,20 @@ class Routing:
     """Counts the scheduler's decisions and their streams.
 
     Args:
-      config: the run's configuration (`scheduler.max_remaining_tokens`, `rollout.tensor_parallel`).
+      config: the run's configuration (`scheduler.max_remaining_tokens`, `rollout.kinds`).
     """
 
     def __init__(self, config: configuration.RunConfig) -> None:
-        # All degrees of the layout: if an instance is lost or late, the number of possible buckets stays the same.
-        self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.tensor_parallel)
-        self._degrees: dict[str, int] = {}
+        # All kinds of the layout: if an instance is lost or late, the number of possible buckets stays the same.
+        self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.kinds)
+        self._kinds: dict[str, protocols.Kind] = {}
         self._plans = 0
         self.counts = RoutingCounts()
 
     def instances(self, serving: Sequence[protocols.Instance]) -> None:
         """Takes the instances on which requests may be placed now."""
         self._levels.learn(serving)
-        self._degrees.update((instance.name, instance.tensor_parallel) for instance in serving)
+        self._kinds.update((instance.name, instance.kind) for instance in serving)
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Judges later decisions by a plan's buckets. Earlier decisions are not judged."""
@@ -120,7 +120,7 @@ class Routing:
     def decided(self, route: Route, placement: protocols.Placement) -> None:
         """Takes in that the scheduler has placed the request."""
         if route.asked_at is not None and route.level is None:
-            route.level, route.plan = self._levels.of_degree(self._degrees[placement.instance]), self._plans
+            route.level, route.plan = self._levels.of_kind(self._kinds[placement.instance]), self._plans
         move = placement.move
         if move is not None:
             # Of several moves before a stream begins, only the way from the first source to the last target is gone.

@@ -54,8 +54,10 @@ class FakeEngine(protocols.RolloutEngine):
         stream_interval: int,
         tokens_per_second: float,
         fail_after_tokens: int | None,
+        accelerator: str = "",
     ) -> None:
         self.name = name
+        self._accelerator = accelerator
         self._script = script
         self._slots = slots
         self._max_context = max_context
@@ -80,7 +82,14 @@ class FakeEngine(protocols.RolloutEngine):
         self._go = asyncio.Event()
         self._go.set()
         self._alive = True
-        return protocols.EngineInfo(self.name, self._tensor_parallel, self._slots, self._max_context, (os.getpid(),))
+        return protocols.EngineInfo(
+            self.name,
+            self._tensor_parallel,
+            self._slots,
+            self._max_context,
+            (os.getpid(),),
+            accelerator=self._accelerator,
+        )
 
     def kill(self) -> None:
         """Dies like a process: every running and later call raises `WorkerLost`."""
@@ -216,6 +225,7 @@ def create(
     script: str = "",
     tokens_per_second: float = 20_000.0,
     fail_after_tokens: int | None = None,
+    accelerator: str = "",
     kind: type[FakeEngine] = FakeEngine,
 ) -> FakeEngine:
     """Makes the double from the arguments of the real engine (`vllm_engine.create`), most of which it ignores.
@@ -233,6 +243,7 @@ def create(
       script: `"module:function"` of a `Script`. Empty stands for `scramble`.
       tokens_per_second: rate of one request, in event-loop seconds.
       fail_after_tokens: number of tokens over all requests after which the engine dies. None disables this.
+      accelerator: name of the accelerator to report.
       kind: class of the double.
     """
     del model_config, seed, cpu_cores, log_path, hybrid, lora
@@ -251,4 +262,5 @@ def create(
         stream_interval=rollout.get("stream_interval", 16),
         tokens_per_second=tokens_per_second,
         fail_after_tokens=fail_after_tokens,
+        accelerator=accelerator,
     )

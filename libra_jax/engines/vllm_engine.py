@@ -45,6 +45,7 @@ def create(
     hybrid: bool = False,
     lora: Mapping[str, Any] | None = None,
     return_routing: bool = False,
+    accelerator: str = "",
 ) -> VllmEngine:
     """Makes an instance. `start` starts its processes.
 
@@ -59,6 +60,7 @@ def create(
       hybrid: True if the engine will be put to sleep. It then uses memory that vLLM can free.
       lora: fields of `config.LoraConfig`, if weight syncs bring an adapter for vLLM's LoRA runtime; else None.
       return_routing: return the experts of every token (`protocols.TokenDelta.routing`).
+      accelerator: name of the accelerator to report, if instances have unlike ones (`rollout.accelerators`).
 
     Raises:
       ConfigError: a rollout field cannot be used; or this machine lacks the cores, the CUDA device or the package that
@@ -84,7 +86,8 @@ def create(
     launch = vllm_launch.Launch(
         name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
     )
-    return VllmEngine(name, settings, tensor_parallel, launch, vllm_weights.Checker(name, model_config, adapter))
+    update = vllm_weights.Checker(name, model_config, adapter)
+    return VllmEngine(name, settings, tensor_parallel, launch, update, accelerator)
 
 
 class VllmEngine(protocols.RolloutEngine):
@@ -97,7 +100,9 @@ class VllmEngine(protocols.RolloutEngine):
         tensor_parallel: int,
         launch: vllm_launch.Launch,
         update: vllm_weights.Checker,
+        accelerator: str = "",
     ) -> None:
+        self._accelerator = accelerator
         self.name = name
         self._rollout = rollout
         self._tensor_parallel = tensor_parallel
@@ -143,6 +148,7 @@ class VllmEngine(protocols.RolloutEngine):
             max_context=self._rollout.max_context,
             process_ids=tuple(process.pid for process in self._launch.processes),
             cache_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
+            accelerator=self._accelerator,
         )
 
     def _die(self, reason: str, in_log: bool = False) -> None:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import timeit
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,6 +151,28 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
     near = difflib.get_close_matches(name.lower(), NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise protocols.ConfigError(f"config.{field}: {name!r} is not one of {', '.join(NAMES)}{hint}")
+
+
+def speeds(names: Sequence[str], field: str) -> dict[str, tuple[float, float]]:
+    """Returns accelerators' speeds relative to the first: of decoding, by bandwidth, and of prefilling, by FLOP/s.
+
+    Args:
+      names: names of sheets.
+      field: config field that names them.
+
+    Raises:
+      ConfigError: there is no such sheet.
+    """
+    sheets = [sheet(name, field) for name in dict.fromkeys(names)]
+    return {
+        each.name: (
+            each.memory_bytes_per_second
+            * each.memory_factor
+            / (sheets[0].memory_bytes_per_second * sheets[0].memory_factor),
+            each.flops / sheets[0].flops,
+        )
+        for each in sheets
+    }
 
 
 @functools.cache

@@ -81,6 +81,7 @@ from libra_jax.protocols.run import (
 from libra_jax.protocols.scheduling import (
     EVALUATION_GROUP,
     Instance,
+    Kind,
     Placement,
     Plan,
     PlannedBucket,
@@ -179,6 +180,7 @@ __all__ = [
     "Harness",
     "HybridClient",
     "Instance",
+    "Kind",
     "LibraError",
     "Listener",
     "MeshSizes",

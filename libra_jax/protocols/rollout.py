@@ -81,6 +81,7 @@ class EngineInfo:
       max_context: longest context in tokens.
       process_ids: ids of the engine's processes.
       cache_tokens: capacity of the key-value cache in tokens of context; 0 if the engine does not report it.
+      accelerator: name of its accelerator's hardware sheet; empty if all instances have the same.
     """
 
     name: str
@@ -89,6 +90,7 @@ class EngineInfo:
     max_context: int
     process_ids: tuple[int, ...]
     cache_tokens: int = 0
+    accelerator: str = ""
 
 
 class RolloutEngine(WeightReceiver, Protocol):

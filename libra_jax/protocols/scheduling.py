@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from libra_jax.protocols.rollout import FinishReason, SamplingParams
 from libra_jax.protocols.trajectories import CausalState, Move, Segment
+
+Kind: TypeAlias = tuple[int, str]
+"""What tells instances apart: their tensor-parallel degree, and their accelerator (empty if all have the same)."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,19 @@ class Instance:
       tensor_parallel: number of devices that share one copy of the weights.
       slots: maximum number of requests that decode at once (vLLM's max_num_seqs).
       cache_tokens: capacity of the key-value cache in tokens of context; 0 if unknown.
+      accelerator: name of its accelerator's hardware sheet; empty if all instances have the same.
     """
 
     name: str
     tensor_parallel: int
     slots: int
     cache_tokens: int = 0
+    accelerator: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """Degree and accelerator."""
+        return self.tensor_parallel, self.accelerator
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def step_seconds(subject: Subject, plan: protocols.Plan) -> float:
         simulation,
         Sampled(subject.drawn, size),
         lambda costs, remaining: registry.create(
-            run.scheduler, costs=costs, remaining=remaining, seed=run.seed, degrees=degrees
+            run.scheduler, costs=costs, remaining=remaining, seed=run.seed, kinds=run.rollout.kinds
         ),
         model=subject.model,
     )

@@ -26,7 +26,7 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.gateway import fronts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, planner, plans, profiles
+from libra_jax.planning import costs, forecast, hardware, planner, plans, profiles
 from libra_jax.runs import background_trials, chat_formats, observing, trial
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
@@ -176,17 +176,24 @@ def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec
 
 
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
-    """Makes the run's scheduler, with the costs of its engines and the degrees of its layout.
+    """Makes the run's scheduler, with the costs of its engines and the kinds of its layout.
+
+    Where `rollout.accelerators` names unlike ones, `scheduler.costs` are those of the first; sheets give the others.
 
     Raises:
       ConfigError: the policy is for simulations only, its buckets do not match the layout, or `scheduler.learnt_from`
         holds nothing to learn from.
     """
+    speeds = hardware.speeds(config.rollout.accelerators, "rollout.accelerators")
     made = schedulers.create(
         config.scheduler,
-        costs=scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none"),
+        costs=scheduling_costs.LinearCosts(
+            config.scheduler.costs,
+            transfers=config.rollout.kv_transfer != "none",
+            speeds={name: scheduling_costs.Speed(*speed) for name, speed in speeds.items()},
+        ),
         seed=config.seed,
-        degrees=config.rollout.tensor_parallel,
+        kinds=config.rollout.kinds,
     )
     checkpoints.teach(made, config.scheduler.learnt_from)
     return made

@@ -182,15 +182,15 @@ class CmlfqAuthors(residents.ResidentScheduler):
 
     Args:
       config: `max_residents` and `max_remaining_tokens` apply here.
-      degrees: tensor-parallel degrees of the layout, if they are known.
+      kinds: kinds of the layout's instances, if they are known.
     """
 
     by_length = True
     counts_residents = True
 
-    def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
+    def __init__(self, config: configuration.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
         self.statistics = Statistics()
-        super().__init__(config, degrees=degrees, learner=self.statistics)
+        super().__init__(config, kinds=kinds, learner=self.statistics)
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         track = request.track

@@ -1,6 +1,7 @@
 """Buckets and queues: which level serves a length, which instance of it is free, and which request goes next.
 
-A bucket is one level of the feedback queue: the rollout instances of one tensor-parallel degree. Narrow instances
+A bucket is one level of the feedback queue: the rollout instances of one tensor-parallel degree (and, in a cluster of
+unlike accelerators, of one accelerator). Narrow instances
 (small degree) are many and serve short work; wide instances are few and serve long work. Bucket i serves requests with
 up to `scheduler.max_remaining_tokens[i]` tokens to generate; the widest bucket serves all others.
 
@@ -64,7 +65,8 @@ class Server:
     Attributes:
       name: name of the instance.
       slots: slots of the instance.
-      degree: tensor-parallel degree of the instance.
+      rates: seconds a token that its kind was asked for (`costs.Rates`), if its policy goes by them.
+      read: seconds that a prefilled token adds to its steps, if its policy goes by them.
       level: level of its bucket.
       load: requests that decode there.
       decoding: those requests, in the order in which they were placed.
@@ -81,7 +83,6 @@ class Server:
         "context",
         "crowd",
         "decoding",
-        "degree",
         "footprint",
         "instance",
         "level",
@@ -90,6 +91,8 @@ class Server:
         "noted",
         "place",
         "queue",
+        "rates",
+        "read",
         "residents",
         "slots",
         "urgency",
@@ -108,13 +111,15 @@ class Server:
         self.footprint = 0.0
         self.noted = math.inf
         self.crowd = 0
+        self.rates: dict[int, float] = {}
+        self.read = 0.0
         self.announce(instance, place)
 
     def announce(self, instance: protocols.Instance, place: int) -> None:
         """Takes the instance's present description and its place among the live instances."""
         self.instance, self.place = instance, place
         # Copies: the hot paths read these attributes for every decision.
-        self.name, self.slots, self.degree = instance.name, instance.slots, instance.tensor_parallel
+        self.name, self.slots = instance.name, instance.slots
 
     @property
     def full(self) -> bool:
@@ -135,6 +140,8 @@ class Request:
       context_tokens: tokens of its context at its arrival or last tool return.
       generated_tokens: tokens generated over all turns, as last reported.
       turn_start: generated tokens at its arrival or last tool return.
+      given: tokens of its context at its arrival that it had not generated.
+      unread: tokens of its context that no instance has seen: its prompt, or what its tool has just returned.
       level: bucket that the request is meant for.
       remaining: tokens that the policy expects it to generate still; the ordering reads this.
       queue: queue in which it waits; None while it decodes or is away.
@@ -166,6 +173,8 @@ class Request:
     context_tokens: int
     generated_tokens: int
     turn_start: int = 0
+    given: int = 0
+    unread: int = 0
     level: int = 0
     remaining: float = 0.0
     queue: Queue | None = None
@@ -193,6 +202,11 @@ class Request:
         return self.context_tokens + self.generated_tokens - self.turn_start
 
     @property
+    def read_tokens(self) -> int:
+        """Tokens that tools have returned since its arrival."""
+        return self.context_tokens - self.turn_start - self.given
+
+    @property
     def away(self) -> bool:
         """Whether it neither waits nor decodes."""
         return self.queue is None and self.server is None
@@ -202,64 +216,72 @@ HEAP_SLACK = 64
 """Stale entries that a heap may hold beyond a multiple of its live ones before it is built again."""
 
 
-def check(bounds: Sequence[int], degrees: Iterable[int]) -> None:
+def check(bounds: Sequence[int], kinds: Iterable[protocols.Kind]) -> None:
     """Refuses bounds that do not fit the instances; no bounds make one bucket of any instances.
 
     Raises:
-      ConfigError: there is not one bound for each tensor-parallel degree but the largest.
+      ConfigError: there is not one bound for each kind of instance but the last.
     """
-    levels = sorted(set(degrees))
-    if bounds and len(bounds) != len(levels) - 1:
-        raise protocols.ConfigError(
-            f"config.scheduler.max_remaining_tokens: {len(bounds)} bounds do not separate the "
-            f"{len(levels)} tensor-parallel degrees {', '.join(map(str, levels))} of rollout.tensor_parallel; "
-            f"give {len(levels) - 1}, one for each degree but the largest, or none for a single bucket"
-        )
+    levels = sorted(set(kinds))
+    if not bounds or len(bounds) == len(levels) - 1:
+        return
+    mixed = any(accelerator for _, accelerator in levels)
+    named = ", ".join(f"{degree} on {accelerator}" if mixed else str(degree) for degree, accelerator in levels)
+    what, fields = "tensor-parallel degrees", "rollout.tensor_parallel"
+    if mixed:
+        what, fields = "degrees and accelerators", "rollout.tensor_parallel and rollout.accelerators"
+    raise protocols.ConfigError(
+        f"config.scheduler.max_remaining_tokens: {len(bounds)} bounds do not separate the {len(levels)} {what} {named} "
+        f"of {fields}; give {len(levels) - 1}, one for each but the last, or none for a single bucket"
+    )
 
 
 class Levels:
-    """Maps an instance's degree, and a length, to the level of a bucket.
+    """Maps an instance's kind, and a length, to the level of a bucket.
+
+    Kinds are ordered by their degree, and those of one degree by the name of their accelerator.
 
     Args:
       bounds: `scheduler.max_remaining_tokens`.
-      degrees: tensor-parallel degrees of the layout, if they are known. Otherwise a degree is known once an instance
-        of it has been seen; until all are known, the lowest bounds apply.
+      kinds: kinds of the layout's instances, if they are known. Otherwise a kind is known once an instance of it has
+        been seen; until all are known, the lowest bounds apply.
     """
 
-    def __init__(self, bounds: Sequence[int], degrees: Iterable[int] = ()) -> None:
+    def __init__(self, bounds: Sequence[int], kinds: Iterable[protocols.Kind] = ()) -> None:
         self.bounds = tuple(bounds)
-        self.degrees = sorted(set(degrees))
-        if self.degrees:
-            check(self.bounds, self.degrees)
+        self.kinds = sorted(set(kinds))
+        if self.kinds:
+            check(self.bounds, self.kinds)
 
     @classmethod
     def planned(cls, buckets: Sequence[protocols.PlannedBucket]) -> Levels:
         """Returns the levels of a plan, the narrowest bucket first."""
         return cls(
-            [bucket.max_remaining_tokens for bucket in buckets[:-1]], [bucket.tensor_parallel for bucket in buckets]
+            [bucket.max_remaining_tokens for bucket in buckets[:-1]],
+            [(bucket.tensor_parallel, "") for bucket in buckets],
         )
 
     @property
     def count(self) -> int:
         """Number of buckets, at least one."""
-        return max(1, len(self.degrees)) if self.bounds else 1
+        return max(1, len(self.kinds)) if self.bounds else 1
 
     def learn(self, instances: Sequence[protocols.Instance]) -> None:
-        """Adds the degrees of the instances.
+        """Adds the kinds of the instances.
 
-        A degree stays known when its last instance is lost, so that the other degrees keep their bounds.
+        A kind stays known when its last instance is lost, so that the other kinds keep their bounds.
 
         Raises:
-          ConfigError: there are more degrees than the bounds can separate.
+          ConfigError: there are more kinds than the bounds can separate.
         """
-        self.degrees = sorted({*self.degrees, *(instance.tensor_parallel for instance in instances)})
-        if len(self.degrees) > len(self.bounds) + 1:
-            check(self.bounds, self.degrees)
+        self.kinds = sorted({*self.kinds, *(instance.kind for instance in instances)})
+        if len(self.kinds) > len(self.bounds) + 1:
+            check(self.bounds, self.kinds)
 
-    def of_degree(self, degree: int) -> int:
-        """Returns the level of an instance of this degree."""
-        # Without bounds there is a single bucket, for instances of any degree.
-        return self.degrees.index(degree) if self.bounds else 0
+    def of_kind(self, kind: protocols.Kind) -> int:
+        """Returns the level of an instance of this kind."""
+        # Without bounds there is a single bucket, for instances of any kind.
+        return self.kinds.index(kind) if self.bounds else 0
 
     def of_length(self, tokens: float) -> int:
         """Returns the level that serves a request with `tokens` to generate."""

@@ -42,6 +42,12 @@ from libra_jax.scheduling import costs as cost_model
 TURN_SHARE = 0.02
 """Weight of the latest turn in the mean length of a turn."""
 
+READ_TOKENS = 500.0
+"""Generated tokens as much as which the run's mean counts, in what a request reads for each token that it generates."""
+
+READ_SHARE = 0.01
+"""Weight of the latest finished request in that mean."""
+
 
 class Cmlfq(residents.ResidentScheduler):
     """The cost rule of the module.
@@ -49,7 +55,7 @@ class Cmlfq(residents.ResidentScheduler):
     Args:
       config: its settings.
       costs: costs of decoding and moving.
-      degrees: tensor-parallel degrees of the layout, if they are known.
+      kinds: kinds of the layout's instances, if they are known.
     """
 
     by_length = True
@@ -62,20 +68,20 @@ class Cmlfq(residents.ResidentScheduler):
     """Probability mass of each point of what `expect` returns."""
 
     def __init__(
-        self, config: configuration.SchedulerConfig, costs: cost_model.Costs, *, degrees: Sequence[int] = ()
+        self, config: configuration.SchedulerConfig, costs: cost_model.Costs, *, kinds: Sequence[protocols.Kind] = ()
     ) -> None:
         self.evidence = evidence.Evidence(config)
+        self.rates = cost_model.Rates(costs)
         super().__init__(
             config,
             order="group_completion",
-            degrees=degrees,
+            kinds=kinds,
             learner=self.evidence,
             # Context makes an instance's tokens slow, more than the number of its requests does.
             busy=operator.attrgetter("context"),
         )
-        self.rates = cost_model.Rates(costs)
-        self._paces = self.rates.known
         self._turn_tokens = 256.0  # mean tokens of a turn
+        self._reading = 0.0  # tokens read for each generated one, mean of finished requests
         self._urgency = 0.0  # of the request that `_cost` priced last
         self._power = config.tail_power
 
@@ -89,10 +95,27 @@ class Cmlfq(residents.ResidentScheduler):
         self.rates.clear()  # costs may have been calibrated since
         return super().on_instance_change(instances, now)
 
+    def _rebuild(self, instances: Sequence[protocols.Instance]) -> None:
+        super()._rebuild(instances)
+        # Among like accelerators it was measured to gain nothing, so there it is left out of the price.
+        unlike = len({server.instance.accelerator for server in self.servers.values()}) > 1
+        for server in self.servers.values():
+            server.rates = self.rates.known(server.instance.kind)
+            server.read = self.rates.read(server.instance) if unlike else 0.0
+
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         turn_tokens = generated_tokens - self.requests[request_id].turn_start
         self._turn_tokens += TURN_SHARE * (turn_tokens - self._turn_tokens)
         return super().on_tool_call(request_id, generated_tokens, now)
+
+    def on_finish(
+        self, request_id: str, generated_tokens: int, now: float, *, completed: bool = True
+    ) -> list[protocols.Placement]:
+        request = self.requests[request_id]
+        # Held-out tasks must not teach, as in `slots`.
+        if completed and generated_tokens and request.group_id != protocols.EVALUATION_GROUP:
+            self._reading += READ_SHARE * (request.read_tokens / generated_tokens - self._reading)
+        return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
     def on_progress(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
         """Judges a request again that has outrun its bucket's budget, and moves it if that pays."""
@@ -227,15 +250,25 @@ class Cmlfq(residents.ResidentScheduler):
         return (ahead + 1.0) * self._turn_tokens * self._pace(server, server.residents, 0) / count
 
     def _pace(self, server: buckets.Server, decoding: int, joining: int) -> float:
-        """Returns seconds a token with `decoding` requests on the server and `joining` more tokens of context there."""
+        """Returns seconds a token with `decoding` requests on the server and `joining` more tokens of context there.
+
+        What the requests read between their turns holds all of them up: of each, the run's mean is expected.
+        """
         # Requests beyond the slots wait, and slow nobody.
         decoding = 1 if decoding < 1 else server.slots if decoding > server.slots else decoding
         context = (server.context + joining) // decoding
         shift = context.bit_length() - 3  # `costs.rounded`, without the call: this is the innermost function
         if shift > 0:
             context = context >> shift << shift
-        pace = self._paces.get((server.degree, decoding, context))
-        return self.rates.decode(server.instance, decoding, context) if pace is None else pace
+        pace = server.rates.get(decoding << cost_model.CONTEXT_BITS | context)  # `costs.packed`
+        if pace is None:
+            pace = self.rates.decode(server.instance, decoding, context)
+        return pace + decoding * self._reading * server.read
+
+    def _more_read(self, request: buckets.Request) -> float:
+        """Returns how many tokens more than the mean the request reads for each token that it generates."""
+        generated = request.turn_start
+        return (request.read_tokens - self._reading * generated) / (READ_TOKENS + generated)
 
     def _cost(
         self,
@@ -254,11 +287,12 @@ class Cmlfq(residents.ResidentScheduler):
         others = server.residents - here
         # At home its context is in the sum already, as of its last account: only the growth since then joins.
         pace = self._pace(server, others + 1, context - request.held[0] if here else context)
+        pace += self._more_read(request) * server.read
         # A segment that was not served yet moves what it shares with its parent; the rest is computed anywhere.
         moved = cost_model.rounded(request.inherited or context)
         seconds_to_move = self.rates.move(request.context_at, server.instance, moved)
         # A move costs several times its seconds: loads even out by themselves before it has paid off.
-        move = self.config.move_margin * seconds_to_move
+        move = self.config.move_margin * seconds_to_move + request.unread * server.read
         start = elapsed + wait + move
         own = urgency = shared = 0.0
         theirs = server.urgent_tokens / server.urgency if server.urgency > 0 else 0.0
@@ -289,9 +323,9 @@ class CmlfqPaper(residents.ResidentScheduler):
 
     by_length = True
 
-    def __init__(self, config: configuration.SchedulerConfig, *, degrees: Sequence[int] = ()) -> None:
+    def __init__(self, config: configuration.SchedulerConfig, *, kinds: Sequence[protocols.Kind] = ()) -> None:
         self.paths = paths.PathStatistics(config)
-        super().__init__(config, degrees=degrees, learner=self.paths)
+        super().__init__(config, kinds=kinds, learner=self.paths)
 
     def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from libra_jax import config as configuration
 from libra_jax import protocols
 
 RATE_TOKENS = 256
 """Tokens over which a decode rate is taken."""
+
+CONTEXT_BITS = 40
+"""Bits of a context in the key of a rate: more than any context has."""
 
 
 class Costs(Protocol):
@@ -26,6 +30,10 @@ class Costs(Protocol):
         """
         ...
 
+    def read_seconds(self, instance: protocols.Instance, tokens: int) -> float:
+        """Returns the time that prefilling `tokens` adds to the steps of an instance on which others decode."""
+        ...
+
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
         """Returns the time to have the context's keys and values on `target`, by prefill or transfer.
 
@@ -37,6 +45,21 @@ class Costs(Protocol):
         ...
 
 
+class Speed(NamedTuple):
+    """How fast an accelerator is, where that of the coefficients is 1.
+
+    Attributes:
+      decode: speed of decoding, which memory limits.
+      read: speed of prefilling, which arithmetic limits.
+    """
+
+    decode: float
+    read: float
+
+
+ALIKE = Speed(1.0, 1.0)
+
+
 @dataclass(frozen=True)
 class LinearCosts:
     """Costs from a few coefficients: a step is a fixed part (weights) and a part for each request and its context.
@@ -44,10 +67,12 @@ class LinearCosts:
     Attributes:
       coefficients: `scheduler.costs`, with their units.
       transfers: whether engines hand keys and values over (`rollout.kv_transfer`), if that takes less than a prefill.
+      speeds: speeds of unlike accelerators, by the names in `rollout.accelerators`.
     """
 
     coefficients: configuration.CostConfig = field(default_factory=configuration.CostConfig)
     transfers: bool = False
+    speeds: Mapping[str, Speed] = field(default_factory=dict)
 
     def speed(self, degree: int) -> float:
         """Returns the speed of an instance of this degree relative to one device."""
@@ -62,56 +87,79 @@ class LinearCosts:
             + (decoding - 1) * known.request_seconds
             + decoding * mean_context * known.context_seconds
         )
-        return tokens * step / self.speed(instance.tensor_parallel)
+        return tokens * step / (self.speed(instance.tensor_parallel) * self._of(instance).decode)
+
+    def read_seconds(self, instance: protocols.Instance, tokens: int) -> float:
+        speed = self.speed(instance.tensor_parallel) * self._of(instance).read
+        return tokens / (self.coefficients.prefill_tokens_per_second * speed)
 
     def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
         if source is None or source == target.name:
             return 0.0
-        known = self.coefficients
         # An engine that cannot be given keys and values computes them again.
-        prefill = context_tokens / (known.prefill_tokens_per_second * self.speed(target.tensor_parallel))
+        prefill, known = self.read_seconds(target, context_tokens), self.coefficients
         return min(prefill, context_tokens / known.transfer_tokens_per_second) if self.transfers else prefill
+
+    def _of(self, instance: protocols.Instance) -> Speed:
+        return self.speeds.get(instance.accelerator, ALIKE)
 
 
 @dataclass(eq=False)
 class Rates:
-    """Seconds a token and seconds a move, asked of the costs once for each degree, number decoding and context.
+    """Seconds a token and seconds a move, asked of the costs once for each kind, number decoding and context.
 
     Contexts are rounded (`rounded`), so that the tables stay small.
 
     Attributes:
       costs: costs that are asked.
-      known: (degree, number decoding, rounded context) to seconds a token.
     """
 
     costs: Costs
-    known: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    _move: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
+    _decode: dict[protocols.Kind, dict[int, float]] = field(default_factory=dict, init=False)
+    _read: dict[protocols.Kind, float] = field(default_factory=dict, init=False)
+    _move: dict[tuple[protocols.Kind, int], float] = field(default_factory=dict, init=False)
 
     def clear(self) -> None:
         """Forgets the tables, so that recalibrated costs are asked again."""
-        self.known.clear()
+        self._decode.clear()
+        self._read.clear()
         self._move.clear()
+
+    def known(self, kind: protocols.Kind) -> dict[int, float]:
+        """Returns the seconds a token that instances of this kind were asked for, by `packed` keys."""
+        return self._decode.setdefault(kind, {})
 
     def decode(self, instance: protocols.Instance, decoding: int, context: int) -> float:
         """Returns seconds a token for one of `decoding` requests that have this rounded context each."""
-        key = instance.tensor_parallel, decoding, context
-        rate = self.known.get(key)
+        known, key = self.known(instance.kind), packed(decoding, context)
+        rate = known.get(key)
         if rate is None:
             # Over many tokens, since the context grows meanwhile and one token's time would leave that out.
             seconds = self.costs.decode_seconds(instance, decoding, context, RATE_TOKENS)
-            rate = self.known[key] = seconds / RATE_TOKENS
+            rate = known[key] = seconds / RATE_TOKENS
+        return rate
+
+    def read(self, instance: protocols.Instance) -> float:
+        """Returns the seconds that a prefilled token adds to the steps of others."""
+        rate = self._read.get(instance.kind)
+        if rate is None:
+            rate = self._read[instance.kind] = self.costs.read_seconds(instance, RATE_TOKENS) / RATE_TOKENS
         return rate
 
     def move(self, source: str, target: protocols.Instance, context: int) -> float:
         """Returns seconds to bring a rounded context there; 0 if the instance holds it already, or no instance does."""
         if not source or source == target.name:
             return 0.0
-        key = target.tensor_parallel, context  # where it comes from does not change the price
+        key = target.kind, context  # where it comes from does not change the price
         seconds = self._move.get(key)
         if seconds is None:
             seconds = self._move[key] = self.costs.move_seconds(source, target, context)
         return seconds
+
+
+def packed(decoding: int, context: int) -> int:
+    """Returns the key of a number decoding and a rounded context: one number is found faster than a pair."""
+    return decoding << CONTEXT_BITS | context
 
 
 def rounded(context_tokens: int) -> int:

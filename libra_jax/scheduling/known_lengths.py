@@ -28,7 +28,7 @@ class LengthPredictor(residents.ResidentScheduler):
       config: `predictor_sigma` is the standard deviation of the logarithm of the error.
       remaining: true remaining tokens.
       seed: seed of the errors; a request's error depends on its id and the seed alone.
-      degrees: tensor-parallel degrees of the layout, if they are known.
+      kinds: kinds of the layout's instances, if they are known.
     """
 
     by_length = True
@@ -40,9 +40,9 @@ class LengthPredictor(residents.ResidentScheduler):
         remaining: Remaining,
         *,
         seed: int = 0,
-        degrees: Sequence[int] = (),
+        kinds: Sequence[protocols.Kind] = (),
     ) -> None:
-        super().__init__(config, degrees=degrees)
+        super().__init__(config, kinds=kinds)
         self._truth = remaining
         self._seed = seed
 
@@ -82,7 +82,7 @@ class Clairvoyant(residents.ResidentScheduler):
       config: its settings.
       costs: costs of decoding.
       remaining: true remaining tokens.
-      degrees: tensor-parallel degrees of the layout, if they are known.
+      kinds: kinds of the layout's instances, if they are known.
     """
 
     by_length = True
@@ -96,9 +96,9 @@ class Clairvoyant(residents.ResidentScheduler):
         costs: cost_model.Costs,
         remaining: Remaining,
         *,
-        degrees: Sequence[int] = (),
+        kinds: Sequence[protocols.Kind] = (),
     ) -> None:
-        super().__init__(config, order="oldest_longest_first", degrees=degrees)
+        super().__init__(config, order="oldest_longest_first", kinds=kinds)
         self._truth = remaining
         self._rates = cost_model.Rates(costs)
         self._bounds: list[float] | None = None  # longest request of each level but the widest; None: not drawn
@@ -194,7 +194,7 @@ class Oracle(cmlfq.Cmlfq):
       config: its settings.
       costs: costs of decoding and moving.
       remaining: true remaining tokens.
-      degrees: tensor-parallel degrees of the layout, if they are known.
+      kinds: kinds of the layout's instances, if they are known.
     """
 
     masses: tuple[float, ...] = (1.0,)
@@ -205,9 +205,9 @@ class Oracle(cmlfq.Cmlfq):
         costs: cost_model.Costs,
         remaining: Remaining,
         *,
-        degrees: Sequence[int] = (),
+        kinds: Sequence[protocols.Kind] = (),
     ) -> None:
-        super().__init__(config, costs, degrees=degrees)
+        super().__init__(config, costs, kinds=kinds)
         self._truth = remaining
 
     def expect(self, request: buckets.Request) -> prefix_tree.Sketch:

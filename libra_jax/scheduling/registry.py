@@ -16,7 +16,7 @@ def create(
     costs: cost_model.Costs | None = None,
     remaining: known_lengths.Remaining | None = None,
     seed: int = 0,
-    degrees: Sequence[int] = (),
+    kinds: Sequence[protocols.Kind] = (),
 ) -> protocols.Scheduler:
     """Creates a scheduler that has learnt nothing yet.
 
@@ -25,24 +25,24 @@ def create(
       costs: costs of decoding and moving; None takes `costs.LinearCosts` of `scheduler.costs`.
       remaining: true remaining lengths, for the policies that need them.
       seed: seed of what a policy draws.
-      degrees: tensor-parallel degrees of the layout, so that bounds that do not fit them are refused here.
+      kinds: kinds of the layout's instances, so that bounds that do not fit them are refused here.
 
     Raises:
-      ConfigError: the policy needs true lengths and has none, or the bounds do not fit the degrees.
+      ConfigError: the policy needs true lengths and has none, or the bounds do not fit the kinds.
     """
-    if degrees:
-        buckets.check(config.max_remaining_tokens, degrees)
+    if kinds:
+        buckets.check(config.max_remaining_tokens, kinds)
     if costs is None:
         costs = cost_model.LinearCosts(config.costs)
     # No default but the last case: config has checked that the policy is one of `POLICIES`. Policies with a single
-    # bucket need no degrees.
+    # bucket need no kinds.
     match config.policy:
         case "cmlfq":
-            return cmlfq.Cmlfq(config, costs, degrees=degrees)
+            return cmlfq.Cmlfq(config, costs, kinds=kinds)
         case "cmlfq_paper":
-            return cmlfq.CmlfqPaper(config, degrees=degrees)
+            return cmlfq.CmlfqPaper(config, kinds=kinds)
         case "cmlfq_authors":
-            return authors.CmlfqAuthors(config, degrees=degrees)
+            return authors.CmlfqAuthors(config, kinds=kinds)
         case "round_robin":
             return baselines.RoundRobin(config)
         case "sticky":
@@ -50,15 +50,15 @@ def create(
         case "sticky_cache":
             return baselines.StickyCache(config)
         case "mlfq":
-            return baselines.Mlfq(config, degrees=degrees)
+            return baselines.Mlfq(config, kinds=kinds)
         case "heddle":
             return heddle.Heddle(config, costs)
         case "length_predictor" if remaining is not None:
-            return known_lengths.LengthPredictor(config, remaining, seed=seed, degrees=degrees)
+            return known_lengths.LengthPredictor(config, remaining, seed=seed, kinds=kinds)
         case "oracle" if remaining is not None:
-            return known_lengths.Oracle(config, costs, remaining, degrees=degrees)
+            return known_lengths.Oracle(config, costs, remaining, kinds=kinds)
         case "clairvoyant" if remaining is not None:
-            return known_lengths.Clairvoyant(config, costs, remaining, degrees=degrees)
+            return known_lengths.Clairvoyant(config, costs, remaining, kinds=kinds)
         case "length_predictor" | "oracle" | "clairvoyant":
             raise protocols.ConfigError(
                 f"config.scheduler.policy: {config.policy!r} needs the true lengths, which only launch/simulate.py "

@@ -58,7 +58,7 @@ class ResidentScheduler(slots.SlotScheduler):
         config: configuration.SchedulerConfig | None = None,
         *,
         order: str = "fcfs",
-        degrees: Sequence[int] = (),
+        kinds: Sequence[protocols.Kind] = (),
         learner: learning.Learner | None = None,
         busy: Callable[[buckets.Server], float] | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class ResidentScheduler(slots.SlotScheduler):
             busy = filled if by_cache else buckets.share_in_use
         if config.max_residents:
             busy = _limited(busy, config.max_residents)
-        super().__init__(config, order=order, degrees=degrees, learner=learner, busy=busy)
+        super().__init__(config, order=order, kinds=kinds, learner=learner, busy=busy)
 
     def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
         # A resident is counted already. An empty instance takes any request, or one larger than its cache never ran.

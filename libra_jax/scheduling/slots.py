@@ -48,7 +48,7 @@ class SlotScheduler:
     Args:
       config: the policy's settings.
       order: the ordering that "auto" stands for.
-      degrees: tensor-parallel degrees of the layout, if they are known.
+      kinds: kinds of the layout's instances, if they are known.
       learner: what the policy learns from finished requests; None learns nothing.
       busy: maps an instance to how busy it is, to find the least busy of a bucket.
 
@@ -68,12 +68,12 @@ class SlotScheduler:
         config: configuration.SchedulerConfig | None = None,
         *,
         order: str = "fcfs",
-        degrees: Sequence[int] = (),
+        kinds: Sequence[protocols.Kind] = (),
         learner: learning.Learner | None = None,
         busy: Callable[[buckets.Server], float] = buckets.share_in_use,
     ) -> None:
         self.config = config = config or configuration.SchedulerConfig()
-        self.levels = buckets.Levels(config.max_remaining_tokens if self.by_length else (), degrees)
+        self.levels = buckets.Levels(config.max_remaining_tokens if self.by_length else (), kinds)
         self.learner = learner
         self._order = buckets.ORDERS[order if config.ordering == "auto" else config.ordering]
         self._busy = busy
@@ -162,8 +162,8 @@ class SlotScheduler:
         # gets the next wider, or else the widest.
         for request in self.requests.values():
             level = request.level
-            if before.bounds and before.degrees:
-                level = bisect.bisect_left(self.levels.degrees, before.degrees[level])
+            if before.bounds and before.kinds:
+                level = bisect.bisect_left(self.levels.kinds, before.kinds[level])
             request.level = min(level, self.levels.count - 1)
         return self.on_instance_change([server.instance for server in self.servers.values()], now)
 
@@ -186,6 +186,8 @@ class SlotScheduler:
             request.context_tokens,
             generated,
             turn_start=generated,
+            given=request.context_tokens - generated,
+            unread=request.context_tokens - request.shared_tokens,
             remaining=float(generated),
             mark=generated,
         )
@@ -223,6 +225,7 @@ class SlotScheduler:
         self, request_id: str, causal_state: protocols.CausalState, context_tokens: int, now: float
     ) -> list[protocols.Placement]:
         request = self.requests[request_id]
+        request.unread = max(0, context_tokens - request.context_now)
         request.context_tokens = context_tokens
         request.turn_start = request.generated_tokens  # `context_now` counts from here
         request.reason = TOOL_RETURN
@@ -294,7 +297,7 @@ class SlotScheduler:
         request.seated = self._seats
         request.server = server
         request.served_by = request.context_at = server.name
-        request.inherited = 0
+        request.inherited = request.unread = 0
         request.wanted = None
         server.decoding[request] = None
         self.buckets[server.level].occupy(server)
@@ -373,7 +376,7 @@ class SlotScheduler:
             server = old.get(instance.name) or buckets.Server(instance, place, buckets.Queue(self._order))
             server.announce(instance, place)
             self.servers[instance.name] = server
-            self.buckets[self.levels.of_degree(instance.tensor_parallel)].add(server)
+            self.buckets[self.levels.of_kind(instance.kind)].add(server)
         self._crowds = buckets.Crowds(list(self.servers.values()))
 
     # Filling free slots.

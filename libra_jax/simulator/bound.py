@@ -26,7 +26,9 @@ and the key-value cache bounds C by K. So for all theta and phi in [0, 1] the st
   x = z + s + phi F / S,    y = c + (1 - phi) F / K,    F = (1 - theta) R + overhead,
 
 which gives every token a share of its own. Each token takes the degree with its smallest share. The best of a few
-(theta, phi) is kept, since each pair gives a valid bound. Weight updates, moves, pre-emption and faults only add
+(theta, phi) is kept, since each pair gives a valid bound. Where accelerators are unlike, a device-second of each has a
+price, and the work is the least price of all tokens over the price of all devices: a bound for any prices (duality of
+linear programs), of which the best of a few is kept. Weight updates, moves, pre-emption and faults only add
 work.
 """
 
@@ -47,6 +49,12 @@ Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Values tried for theta and phi."""
+
+PRICES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+"""Prices tried for a device-second of an accelerator, where that of the first one is 1."""
+
+Kinds: TypeAlias = dict[tuple[costs.CostModel, int], int]
+"""Costs of the accelerator and degree of each kind of instance, and the most slots that one has."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +99,19 @@ def lower_bound(
         "the bound knows no sizes of groups that a function of yours gives; simulate with uniform",
     )
     limits, model, devices = config.coordinator, simulation.cost_model(config.model.lora), simulation.train_devices
-    slots: dict[int, int] = {}  # the most of any instance of each degree
-    given = zip(config.rollout.tensor_parallel, simulation.instance_slots(config.rollout), strict=True)
-    for degree, most in given:
-        slots[degree] = max(most, slots.get(degree, 0))
+    models, degrees = simulation.instance_models(config), config.rollout.tensor_parallel
+    kinds: Kinds = {}
+    for kind, most in zip(zip(models, degrees, strict=True), simulation.instance_slots(config.rollout), strict=True):
+        kinds[kind] = max(most, kinds.get(kind, 0))
+    having: dict[costs.CostModel, int] = {}  # rollout devices by accelerator
+    for each, degree in zip(models, degrees, strict=True):
+        having[each] = having.get(each, 0) + degree
     count = config.steps * limits.groups_per_step
     drawn = [[workload.script(task, sample) for sample in range(limits.group_size)] for task in range(count)]
     groups = Groups(
-        work=_work(drawn, slots, config, model),
+        work=_work(drawn, kinds, having),
         train=np.array([model.train_seconds([script.own_tokens for script in group], devices) for group in drawn]),
-        path=np.array([max(_path_seconds(script, config, model) for script in group) for group in drawn]),
+        path=np.array([max(_path_seconds(script, kinds) for script in group) for group in drawn]),
     )
     end = run_seconds(groups, limits.groups_per_step, limits.max_staleness)
     paths = groups.path.reshape(config.steps, -1).max(axis=1)
@@ -140,15 +151,14 @@ def run_seconds(groups: Groups, size: int, eta: int) -> float:
     return ends[-1]
 
 
-def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model: costs.CostModel) -> float:
+def _path_seconds(script: scripts.Script, kinds: Kinds) -> float:
     """Returns the seconds of the rollout alone: each part on the instance that is fastest at it, every prefix
     cached."""
-    degrees = set(config.rollout.tensor_parallel)
-    step = min(model.fixed_seconds(degree, 1) for degree in degrees)
-    each = min(model.context_seconds(degree) for degree in degrees)
+    step = min(model.fixed_seconds(degree, 1) for model, degree in kinds)
+    each = min(model.context_seconds(degree) for model, degree in kinds)
     seconds, outputs = 0.0, list(script.outputs())
     for (turn, place, cached, new, goes_on), after in itertools.zip_longest(outputs, outputs[1:]):
-        seconds += min(model.prefill_seconds(degree, max(1, new), cached) for degree in degrees)
+        seconds += min(model.prefill_seconds(degree, max(1, new), cached) for model, degree in kinds)
         steps = turn.generated_tokens - 1  # prefill samples the first token
         context = cached + max(1, new)
         seconds += steps * (step + each * (context + 1 + (steps - 1) / 2))
@@ -158,12 +168,7 @@ def _path_seconds(script: scripts.Script, config: configuration.RunConfig, model
     return seconds
 
 
-def _work(
-    drawn: Sequence[Sequence[scripts.Script]],
-    slots: Mapping[int, int],
-    config: configuration.RunConfig,
-    model: costs.CostModel,
-) -> Values:
+def _work(drawn: Sequence[Sequence[scripts.Script]], kinds: Kinds, having: Mapping[costs.CostModel, int]) -> Values:
     """Returns a lower bound on the seconds that each group's tokens take of all rollout devices together."""
     # For every turn: its group, tokens decoded, context when decoding begins, and tokens prefilled before it.
     rows = []
@@ -175,20 +180,27 @@ def _work(
                 rows.append((index, turn.generated_tokens - 1, known + fresh, fresh))
     group, *measured = np.array(rows).T
     tokens, starts, new = (values.astype(float) for values in measured)
+    causal = np.bincount(group, weights=new * (starts - new / 2), minlength=len(drawn))
     best: Values = np.zeros(len(drawn))
-    for theta, phi in itertools.product(SHARES, SHARES):
-        shares = [token_shares(model, degree, most, theta, phi) for degree, most in sorted(slots.items())]
+    first, *others = having
+    for theta, phi, *tried in itertools.product(SHARES, SHARES, *([PRICES] * len(others))):
+        prices = {first: 1.0, **dict(zip(others, tried, strict=True))}
+        shares = [
+            tuple(prices[model] * share for share in token_shares(model, degree, most, theta, phi))
+            for (model, degree), most in kinds.items()
+        ]
 
-        def least(context: Values, shares: Sequence[tuple[float, float, float]] = shares) -> Values:
+        def least(context: Values, shares: Sequence[tuple[float, ...]] = shares) -> Values:
             return np.min([fixed + each * context for fixed, _, each in shares], axis=0)
 
         # A minimum of lines is concave, so the mean of its ends is at most its mean over the turn.
         seconds = tokens * (least(starts) + least(starts + tokens)) / 2 + new * min(prefill for _, prefill, _ in shares)
         total: Values = np.bincount(group, weights=seconds, minlength=len(drawn)).astype(np.float64)
+        total += causal * min(prices[model] * model.attention_seconds(1, 1, 0) * 2 for model in having)
+        total /= sum(prices[model] * count for model, count in having.items())
         if total.sum() > best.sum():
             best = total
-    causal = np.bincount(group, weights=new * (starts - new / 2), minlength=len(drawn))
-    return (best + causal * model.attention_seconds(1, 1, 0) * 2) / sum(config.rollout.tensor_parallel)
+    return best
 
 
 def token_shares(

@@ -270,10 +270,15 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
     return [(first, second) for first, second in pairs if place[first] > place[second]]
 
 
-def _scheduler(run: settings.SimulatedRun, costs: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> Any:
-    degrees = run.rollout.tensor_parallel
-    believed = costs if run.simulation.scheduler_costs == "exact" else None  # None takes the costs of the config
-    made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, degrees=degrees)
+def _scheduler(run: settings.SimulatedRun, given: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> Any:
+    kinds = run.rollout.kinds
+    believed: costs.SchedulingCosts | None = None  # takes the costs of the config
+    match run.simulation.scheduler_costs:
+        case "exact":
+            believed = given
+        case "alike":
+            believed = dataclasses.replace(given, others={})
+    made = registry.create(run.scheduler, costs=believed, remaining=remaining, seed=run.seed, kinds=kinds)
     checkpoints.teach(made, run.scheduler.learnt_from)
     return made
 
@@ -344,9 +349,9 @@ class Subject:
 
     Attributes:
       model: name of the model preset.
-      hardware: name of the hardware sheet.
+      hardware: name of the sheet of the accelerators that train.
       train_devices: accelerators that train.
-      instances: number of rollout instances by tensor-parallel degree.
+      instances: number of rollout instances by tensor-parallel degree; where accelerators are unlike, as "2 on h20".
       workload: name of the workload, or of the trace's file.
       lengths: lengths of a sample of the workload.
     """
@@ -354,7 +359,7 @@ class Subject:
     model: str
     hardware: str
     train_devices: int
-    instances: dict[int, int]
+    instances: dict[str, int]
     workload: str
     lengths: workloads.Summary
 
@@ -365,14 +370,18 @@ class Subject:
         sampled, samples = range(0, tasks, max(1, tasks // TASKS)), range(min(SAMPLES, run.coordinator.group_size))
         work = workload(run)
         lengths = workloads.summary_of([work.script(task, sample) for task in sampled for sample in samples])
-        instances = dict(sorted(collections.Counter(run.rollout.tensor_parallel).items()))
+        counted = sorted(collections.Counter(run.rollout.kinds).items())
+        instances = {f"{degree} on {name}" if name else str(degree): count for (degree, name), count in counted}
         trace, simulation = run.workload.trace, run.simulation
         name = Path(trace).name if trace else run.workload.shape
         return cls(simulation.model, simulation.hardware, simulation.train_devices, instances, name, lengths)
 
     def clauses(self) -> tuple[str, str]:
         """Returns a clause with model, hardware and layout, and one with the workload and its lengths."""
-        count = self.train_devices + sum(degree * number for degree, number in self.instances.items())
-        layout = ", ".join(f"{number} of degree {degree}" for degree, number in self.instances.items())
-        machine = f"{self.model} on {count:,} {self.hardware}: {self.train_devices:,} train, instances {layout}"
+        rolling = sum(int(kind.split()[0]) * number for kind, number in self.instances.items())
+        layout = ", ".join(f"{number} of degree {kind}" for kind, number in self.instances.items())
+        count, train = f"{self.train_devices + rolling:,} {self.hardware}", f"{self.train_devices:,}"
+        if any(" on " in kind for kind in self.instances):
+            count, train = f"{self.train_devices + rolling:,} accelerators", f"{train} {self.hardware}"
+        machine = f"{self.model} on {count}: {train} train, instances {layout}"
         return machine, f"{self.workload}: {self.lengths}"

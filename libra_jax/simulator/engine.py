@@ -34,6 +34,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
       counters: counters to continue, so that counts outlive a restart; None makes fresh ones.
       kv_tokens: tokens that its key-value cache holds; None asks the cost model.
       store: keeps contexts in host memory for the fleet; None prefills again what left the cache.
+      accelerator: name of its accelerator, if instances have unlike ones.
       start_seconds: seconds until it serves.
       wake_seconds: seconds until a sleeping engine can take weights.
 
@@ -53,6 +54,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         counters: batch.Counters | None = None,
         kv_tokens: int | None = None,
         store: offload.Store | None = None,
+        accelerator: str = "",
         start_seconds: float = 0.0,
         wake_seconds: float = 0.0,
     ) -> None:
@@ -73,6 +75,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             counters=batch.Counters() if counters is None else counters,
             store=store,
         )
+        self._accelerator = accelerator
         self._max_context = max_context
         self._start_seconds = start_seconds
         self._wake_seconds = wake_seconds
@@ -91,8 +94,11 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             await asyncio.sleep(self._start_seconds)
         self._alive, self._started = True, self._loop.time()
         if self._store is not None:
-            self._store.join(self.name, self._degree)
-        return protocols.EngineInfo(self.name, self._degree, self._slots, self._max_context, (), self._capacity)
+            assert isinstance(self._model, costs.CostModel)  # `world` makes a store for no other
+            self._store.join(self.name, self._degree, self._model)
+        return protocols.EngineInfo(
+            self.name, self._degree, self._slots, self._max_context, (), self._capacity, self._accelerator
+        )
 
     def kill(self) -> None:
         """Dies as a process would: every running and later call raises `WorkerLost`."""
@@ -314,7 +320,9 @@ class Fleet:
         model: costs.Costs,
         warm_seconds: float = 0.0,
         store: offload.Store | None = None,
+        others: Mapping[str, costs.CostModel] | None = None,
     ) -> None:
+        self._others = others or {}
         self._warm_seconds = warm_seconds
         self._config = config
         self._model = model
@@ -337,6 +345,7 @@ class Fleet:
         """
         rollout, at_first = self._config.rollout, number < len(self._slots)
         # Kept here by number: restarts make the engine again from this spec, and go on counting.
+        accelerator = rollout.accelerators[number] if rollout.accelerators else ""
         self.counters.append(batch.Counters())
         self.degrees.append(degree)
         arguments = {
@@ -345,7 +354,8 @@ class Fleet:
             "slots": self._slots[number] if at_first else self._by_degree.get(degree, rollout.slots),
             "max_context": rollout.max_context,
             "stream_interval": rollout.stream_interval,
-            "model": self._model,
+            "model": self._others.get(accelerator, self._model),
+            "accelerator": accelerator,
             "counters": self.counters[-1],
             "store": self._store,
             "start_seconds": 0.0 if others is None else self._config.planner.start_seconds,

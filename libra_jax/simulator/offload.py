@@ -37,27 +37,23 @@ class HostMemory:
     """The host memory of one instance; `contexts` holds tokens by segment, the least recently kept first."""
 
     degree: int
+    model: costs.CostModel
     capacity: int
     tokens: int = 0
     contexts: collections.OrderedDict[Key, int] = field(default_factory=collections.OrderedDict)
 
 
 class Store:
-    """The kept contexts of a fleet.
+    """The kept contexts of a fleet."""
 
-    Args:
-      model: costs; gives the tokens that host memory holds, and the seconds of a fetch.
-    """
-
-    def __init__(self, model: costs.CostModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._hosts: dict[str, HostMemory] = {}
         self._kept: dict[Key, Kept] = {}
 
-    def join(self, instance: str, degree: int) -> None:
-        """Gives an instance that begins its life an empty memory."""
+    def join(self, instance: str, degree: int, model: costs.CostModel) -> None:
+        """Gives an instance that begins its life an empty memory; its costs give the memory's size and speed."""
         self.drop(instance)
-        self._hosts[instance] = HostMemory(degree, self._model.host_tokens(degree))
+        self._hosts[instance] = HostMemory(degree, model, model.host_tokens(degree))
 
     def keep(self, instance: str, key: Key, tokens: int, policy_version: int) -> None:
         """Keeps a context, in place of an earlier one of its segment; drops the least recently kept for room."""
@@ -86,11 +82,11 @@ class Store:
 
     def fetch_seconds(self, source: str, target: str, tokens: int) -> float:
         """Returns the seconds in which `target` fetches tokens of a context that lies with `source`."""
-        degree = self._hosts[target].degree
+        there = self._hosts[target]
         if source == target:
-            return self._model.host_seconds(degree, tokens)
-        # Each device sends and receives its part, so the side with fewer devices sets the pace.
-        return self._model.transfer_seconds(min(degree, self._hosts[source].degree), tokens)
+            return there.model.host_seconds(there.degree, tokens)
+        # Each device sends and receives its part, so the slower side sets the pace.
+        return max(host.model.transfer_seconds(host.degree, tokens) for host in (there, self._hosts[source]))
 
     def _forget(self, instance: str, key: Key) -> None:
         host = self._hosts[instance]

@@ -404,12 +404,13 @@ def check_fits(workload: scripts.Workload, config: configuration.RunConfig, simu
     )
     given = (("simulation.slots", simulation.slots), ("rollout.slots_by_instance", config.rollout.slots_by_instance))
     name = next((field for field, slots in given if slots), "rollout.slots")
-    model, degrees = simulation.cost_model(config.model.lora), config.rollout.tensor_parallel
-    for degree, slots in zip(degrees, simulation.instance_slots(config.rollout), strict=True):
+    models, degrees = simulation.instance_models(config), config.rollout.tensor_parallel
+    for model, degree, slots in zip(models, degrees, simulation.instance_slots(config.rollout), strict=True):
         room = max(0, model.kv_tokens(degree))
         if slots * first > room:
             raise protocols.ConfigError(
-                f"config.{name}: {slots} slots exceed the memory of an instance of tensor-parallel degree {degree}, "
+                f"config.{name}: {slots} slots exceed the memory of an instance of tensor-parallel degree {degree} "
+                f"on {model.sheet.name}, "
                 f"whose cache of {room} tokens holds {room // first} requests at their first tool return ({first} "
                 f"tokens) and {room // config.rollout.max_context} at full context; give fewer"
             )

@@ -37,7 +37,8 @@ class SimulationConfig:
     """The simulated cluster; the rest of a run (batches, layout, limits) is a `config.RunConfig`.
 
     Attributes:
-      hardware: name of an accelerator's sheet.
+      hardware: name of the sheet of the accelerators that train, and that roll out, unless `rollout.accelerators` names
+        others.
       model: preset whose shape the costs are computed from.
       train_devices: accelerators that train.
       train_mesh: (data, fsdp, tensor) of the accelerators that train, by which a step's time is computed; empty splits
@@ -47,8 +48,8 @@ class SimulationConfig:
       coefficients: shares of the sheet's peaks, and fixed times.
       kv_cache: what happens to contexts that leave an instance's cache, moved ones included: "recompute" prefills them
         again; "offload" keeps them in host memory, from where any instance fetches them (`offload.py`).
-      scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "config" are those of
-        `scheduler.costs`, as in a real run.
+      scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "alike" takes all accelerators for
+        those of `hardware`; "config" are those of `scheduler.costs`, as in a real run.
       warm_seconds: seconds of the first compilation on a hybrid worker's training side.
       longest_seconds: virtual seconds after which the run counts as deadlocked.
     """
@@ -74,7 +75,7 @@ class SimulationConfig:
             all(slots > 0 for slots in self.slots), "simulation.slots", f"must be positive, not {self.slots}"
         )
         configuration.check_choice(self.kv_cache, ("recompute", "offload"), "simulation.kv_cache")
-        configuration.check_choice(self.scheduler_costs, ("exact", "config"), "simulation.scheduler_costs")
+        configuration.check_choice(self.scheduler_costs, ("exact", "alike", "config"), "simulation.scheduler_costs")
 
     def instance_slots(self, rollout: configuration.RolloutConfig) -> tuple[int, ...]:
         """Returns the slots of each instance.
@@ -102,8 +103,23 @@ class SimulationConfig:
         Raises:
           ConfigError: there is no such sheet or preset, or the model cannot have the adapter.
         """
+        return self._cost_model(self.hardware, "simulation.hardware", lora)
+
+    def instance_models(self, config: configuration.RunConfig) -> tuple[costs.CostModel, ...]:
+        """Returns the costs of each instance, by its accelerator.
+
+        Raises:
+          ConfigError: there is no such sheet or preset, or the model cannot have the adapter.
+        """
+        lora, names = config.model.lora, config.rollout.accelerators
+        if not names:
+            return (self.cost_model(lora),) * len(config.rollout.tensor_parallel)
+        made = {name: self._cost_model(name, "rollout.accelerators", lora) for name in dict.fromkeys(names)}
+        return tuple(made[name] for name in names)
+
+    def _cost_model(self, name: str, field_name: str, lora: configuration.LoraConfig) -> costs.CostModel:
         shape = adapters.adapted(model_config.load_preset(self.model, "simulation.model"), lora)
-        return costs.CostModel(hardware.sheet(self.hardware), shape, self.coefficients, merged=lora.sync == "merge")
+        return costs.CostModel(hardware.sheet(name, field_name), shape, self.coefficients, merged=lora.sync == "merge")
 
 
 @dataclass(frozen=True)
@@ -201,8 +217,10 @@ def run(
         recorder or results.StepRecorder(),
     )
     book, log, environment = trajectory.Book(workload), trainer.TrainingLog(), parts.environment
-    slots, store = simulation.instance_slots(config.rollout), _store(simulation, model)
-    fleet = engine.Fleet(config, slots, model, simulation.warm_seconds, store)
+    unlike = config.rollout.accelerators
+    others = dict(zip(unlike, simulation.instance_models(config), strict=True)) if unlike else {}
+    slots, store = simulation.instance_slots(config.rollout), _store(simulation, (model, *others.values()))
+    fleet = engine.Fleet(config, slots, model, simulation.warm_seconds, store, others)
     specs = [fleet.spec(index, degree) for index, degree in enumerate(config.rollout.tensor_parallel)]
     mesh, planned = _mesh_and_planner(config, simulation, model)
     channels, elastic = training_side.Channels(), config.elastic
@@ -244,7 +262,7 @@ def run(
             make_trajectory=book.make,
             run_rollout=branching.run_rollout,
         ),
-        make_scheduler(costs.SchedulingCosts(model, transfer=store is not None), book.remaining),
+        make_scheduler(costs.SchedulingCosts(model, transfer=store is not None, others=others), book.remaining),
         planned,
     )
     # Wall time of the run alone, without the making of its parts.
@@ -281,7 +299,7 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
     )
 
 
-def _store(simulation: SimulationConfig, model: costs.Costs) -> offload.Store | None:
+def _store(simulation: SimulationConfig, models: Sequence[costs.Costs]) -> offload.Store | None:
     """Returns what keeps contexts in host memory; None if the run prefills them again.
 
     Raises:
@@ -289,12 +307,14 @@ def _store(simulation: SimulationConfig, model: costs.Costs) -> offload.Store | 
     """
     if simulation.kv_cache == "recompute":
         return None
-    known = isinstance(model, costs.CostModel) and model.host_tokens(1) > 0 and model.sheet.host_link_bytes_per_second
-    configuration.check(
-        bool(known), "simulation.kv_cache", f"{simulation.hardware} has no host memory in its sheet; use 'recompute'"
-    )
-    assert isinstance(model, costs.CostModel)
-    return offload.Store(model)
+    for model in models:
+        sheet = model.sheet if isinstance(model, costs.CostModel) else None
+        configuration.check(
+            sheet is not None and sheet.host_memory_bytes > 0 and sheet.host_link_bytes_per_second > 0,
+            "simulation.kv_cache",
+            f"{sheet.name if sheet else simulation.hardware} has no host memory in its sheet; use 'recompute'",
+        )
+    return offload.Store()
 
 
 def _mesh_and_planner(

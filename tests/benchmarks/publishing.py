@@ -180,7 +180,7 @@ async def _health() -> float:
 async def _serving(count: int) -> float:
     run, engines = _made(1, count)
     await engines.start()
-    scheduler = registry.create(run.config.scheduler, degrees=(1, 2, 4))
+    scheduler = registry.create(run.config.scheduler, kinds=((1, ""), (2, ""), (4, "")))
     dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
     begin = time.process_time()
     engines.serve(engines.engines.values())

@@ -75,7 +75,7 @@ def test_a_scheduler_that_hears_of_all_instances_at_once_places_as_one_that_hear
 
     def placed(heard: Sequence[Sequence[protocols.Instance]]) -> list[protocols.Placement]:
         settings = configuration.SchedulerConfig(policy=policy, max_remaining_tokens=(100, 1_000))
-        scheduler = registry.create(settings, remaining=lambda request: 500, degrees=(1, 2, 4))
+        scheduler = registry.create(settings, remaining=lambda request: 500, kinds=((1, ""), (2, ""), (4, "")))
         for instances in heard:
             assert scheduler.on_instance_change(instances, 0.0) == []
         infos = [protocols.RequestInfo(f"p{n // 2}/{n % 2}", f"p{n // 2}", n // 2, 10 * n, 0) for n in range(20)]

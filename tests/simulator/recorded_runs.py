@@ -61,7 +61,7 @@ def record(workdir: pathlib.Path, workload: Any = None, **changes: Any) -> confi
         config,
         world.SimulationConfig(train_devices=config.trainer.devices),
         workload or doubles.SeededWorkload(),
-        lambda *_: registry.create(config.scheduler, costs=costs, degrees=config.rollout.tensor_parallel),
+        lambda *_: registry.create(config.scheduler, costs=costs, kinds=config.rollout.kinds),
         recorder=recorder,
         model=MODEL,
     )

@@ -142,9 +142,13 @@ def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> res
 
 
 def simulate_workload(
-    config: configuration.RunConfig, workload: scripts.Workload, seed: int = 0, **more: Any
+    config: configuration.RunConfig,
+    workload: scripts.Workload,
+    seed: int = 0,
+    simulation: world.SimulationConfig | None = None,
+    **more: Any,
 ) -> results.Result:
     def make(scheduling: costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
         return registry.create(config.scheduler, costs=scheduling, remaining=remaining, seed=seed)
 
-    return world.run(config, SIMULATION, workload, make, **more)
+    return world.run(config, simulation or SIMULATION, workload, make, **more)

@@ -18,7 +18,7 @@ LONG = 8_000
 
 def fleet(count: int, **changes):
     """Returns instances that share a store, and the store."""
-    store = offload.Store(doubles.model())
+    store = offload.Store()
     made = [doubles.make_engine(f"engine-{index}", doubles.Watched, store=store, **changes) for index in range(count)]
     return made, store
 
@@ -76,7 +76,7 @@ def test_an_evicted_context_comes_back_over_the_link_of_its_own_host():
 
 def test_a_fetch_that_takes_longer_than_the_prefill_is_not_begun():
     model = doubles.model(network_share=1e-4)
-    slow = offload.Store(model)
+    slow = offload.Store()
     engines = [doubles.make_engine(f"engine-{index}", doubles.Watched, store=slow, model=model) for index in range(2)]
 
     async def main() -> float:
@@ -128,11 +128,11 @@ def test_two_fetches_of_one_instance_share_its_link():
 def test_host_memory_keeps_the_latest_contexts_that_fit(events):
     model = doubles.model()
     small = dataclasses.replace(model, sheet=dataclasses.replace(model.sheet, host_memory_bytes=200 * 114_688))
-    store, order = offload.Store(small), []
+    store, order = offload.Store(), []
     capacity = small.host_tokens(1)
     assert capacity == 100
     for instance in range(2):
-        store.join(str(instance), 1)
+        store.join(str(instance), 1, small)
     for instance, name, tokens in events:
         key = (str(name), 0)
         store.keep(str(instance), key, tokens, 3)
@@ -160,11 +160,13 @@ TURNS = st.lists(
 )
 def test_moves_updates_and_departures_lose_no_token_and_overflow_no_cache(attempts, capacity, updates):
     # A fast network, so that short contexts are fetched as well.
-    model = doubles.model(step_overhead=0.02)
+    model = doubles.model()
     fast = dataclasses.replace(model, sheet=dataclasses.replace(model.sheet, network_bytes_per_second=1e12))
-    store = offload.Store(fast)
+    store = offload.Store()
     engines = [
-        doubles.make_engine(f"engine-{index}", doubles.Watched, store=store, kv_tokens=capacity, max_context=1500)
+        doubles.make_engine(
+            f"engine-{index}", doubles.Watched, store=store, model=fast, kv_tokens=capacity, max_context=1500
+        )
         for index in range(2)
     ]
     whose = [

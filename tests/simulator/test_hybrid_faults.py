@@ -100,7 +100,7 @@ def simulate(
     seed: int, made: Case, make_handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
 ) -> tuple[results.Result, results.StepRecorder]:
     def scheduler(costs, remaining):
-        return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=(1,))
+        return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, kinds=((1, ""),))
 
     simulation = replace(doubles.SIMULATION, warm_seconds=2.0)
     recorder = results.StepRecorder()

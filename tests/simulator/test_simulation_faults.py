@@ -149,8 +149,8 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, Watched]:
     watched = []
 
     def make(costs, remaining):
-        degrees = made.config.rollout.tensor_parallel
-        inner = registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, degrees=degrees)
+        kinds = made.config.rollout.kinds
+        inner = registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, kinds=kinds)
         watched.append(Watched(inner, made.config.scheduler.ageing_seconds))
         return watched[0]
 
