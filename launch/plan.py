@@ -18,6 +18,10 @@ the config (configs/simulate.py without --config). --config.coordinator.groups_p
 settings; a field that no plan reads is refused. --config.planner.simulate_top=3 simulates the three best plans for some
 steps, and takes the one with the shortest step. launch/train.py and launch/simulate.py take the written plan by
 --plan.
+
+Unlike accelerators are assigned by what each is good at:
+
+  python launch/plan.py --config=configs/mixed_hardware.py --inventory=h800:32,h20:32
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search
-from libra_jax.runs import planned, trial
+from libra_jax.runs import inventory, planned, trial
 from libra_jax.simulator import scripts, settings, workloads
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
@@ -76,10 +80,19 @@ _OBJECTIVE = flags.DEFINE_enum(
     "there may be fewer; cheapest: the fewest accelerators whose step takes at most --within seconds.",
 )
 _WITHIN = flags.DEFINE_float("within", None, "Seconds that a step may take, for --objective=cheapest.")
+_INVENTORY = flags.DEFINE_list(
+    "inventory",
+    None,
+    "Unlike accelerators and their numbers, like h800:32,h20:32: which kind trains, and what do the others roll out "
+    "as? Ranked by lower bounds; the best three are simulated. Takes a simulated run's --config.",
+)
 _SWEEP = flags.DEFINE_enum("sweep", None, SWEEPS, "Plan again and again: for other numbers, hardware or lengths.")
 
 
 def main() -> None:
+    if _INVENTORY.value is not None:
+        _print_assignments()
+        return
     case = planned.case(libra_config.to_dict(_CONFIG.value), _asked())
     if (_OBJECTIVE.value == "cheapest") != (_WITHIN.value is not None):
         raise protocols.ConfigError(
@@ -134,6 +147,19 @@ def main() -> None:
         except OSError as error:
             raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error
         print(f"wrote {output} and {picture}")
+
+
+def _print_assignments() -> None:
+    for name in ("hardware", "model", "accelerators", "workload", "generated_tokens", "trace", "output", "sweep"):
+        if flags.FLAGS[name].present:
+            raise protocols.ConfigError(f"--{name}: is not for --inventory, which takes what it needs from --config")
+    run = _CONFIG.value
+    if not isinstance(run, settings.SimulatedRun):
+        raise protocols.ConfigError("--inventory: needs a simulated run's --config, such as configs/mixed_hardware.py")
+    best, *others = inventory.assign(run, inventory.parse(_INVENTORY.value), run.planner.simulate_top or 3, print)
+    print(f"Best: {best.line()}.")
+    for one in others:
+        print(f"Then: {one.line()}.")
 
 
 def _asked() -> planned.Asked:

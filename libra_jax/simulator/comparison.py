@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -71,7 +72,7 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
         with_policy(run, policy)
     work = workload(run)
     if run.workload.fit_buckets and isinstance(work, traces.Replay):
-        bounds = workloads.fitted_bounds(work, run.rollout.tensor_parallel)
+        bounds = workloads.fitted_bounds(itertools.chain.from_iterable(work.prompts), run.rollout.kinds)
         run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=bounds))
     # Making each scheduler checks its settings.
     for policy in policies:

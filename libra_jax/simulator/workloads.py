@@ -21,7 +21,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -347,26 +347,24 @@ def summary_of(drawn: Sequence[scripts.Script]) -> Summary:
     )
 
 
-def fitted_bounds(workload: traces.Replay, degrees: Sequence[int]) -> tuple[int, ...]:
-    """Returns bucket bounds by which each degree gets tokens in proportion to its devices.
+def fitted_bounds(drawn: Iterable[scripts.Script], kinds: Sequence[protocols.Kind]) -> tuple[int, ...]:
+    """Returns bucket bounds by which each kind of instance gets tokens in proportion to its devices.
 
     Args:
-      workload: the trace; the whole lengths of its segments count, which is what they have left when they begin.
-      degrees: tensor-parallel degree of each instance.
+      drawn: rollouts; the whole lengths of their segments count, which is what they have left when they begin.
+      kinds: degree and accelerator of each instance.
 
     Returns:
-      Ascending bounds, one for each degree but the largest.
+      Ascending bounds, one for each kind but the last.
     """
     # By tokens, not by requests: a bucket's load is what it has to decode.
-    lengths = sorted(
-        itertools.chain.from_iterable(script.lengths().values() for prompt in workload.prompts for script in prompt)
-    )
+    lengths = sorted(itertools.chain.from_iterable(script.lengths().values() for script in drawn))
     tokens, taken, bounds = sum(lengths), 0, [0]
     longer = iter(lengths)
-    for level in sorted(set(degrees))[:-1]:
-        share = sum(degree for degree in degrees if degree <= level) / sum(degrees)
+    for level in sorted(set(kinds))[:-1]:
+        share = sum(kind[0] for kind in kinds if kind <= level) / sum(degree for degree, _ in kinds)
         length = bounds[-1]
-        # The shortest requests go to the narrowest degree, until it has its share of the tokens.
+        # The shortest requests go to the first kind, until it has its share of the tokens.
         while taken < share * tokens:
             length = next(longer)
             taken += length

@@ -48,8 +48,8 @@ class SimulationConfig:
       coefficients: shares of the sheet's peaks, and fixed times.
       kv_cache: what happens to contexts that leave an instance's cache, moved ones included: "recompute" prefills them
         again; "offload" keeps them in host memory, from where any instance fetches them (`offload.py`).
-      scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "alike" takes all accelerators for
-        those of `hardware`; "config" are those of `scheduler.costs`, as in a real run.
+      scheduler_costs: costs that schedulers expect: "exact" are those of this cluster; "alike" takes every accelerator
+        for `hardware`; "config" are those of `scheduler.costs`, as in a real run.
       warm_seconds: seconds of the first compilation on a hybrid worker's training side.
       longest_seconds: virtual seconds after which the run counts as deadlocked.
     """

@@ -315,5 +315,5 @@ def test_the_trace_of_a_simulated_run_can_be_replayed(tmp_path):
 def test_buckets_are_fitted_to_the_lengths_of_segments():
     replay = traces.Replay(((DEEP,),), 0, 0.0, 1_000)
     assert DEEP.lengths() == {0: 33, 1: 49, 2: 11}
-    (bound,) = workloads.fitted_bounds(replay, (1, 2))
+    (bound,) = workloads.fitted_bounds(replay.prompts[0], ((1, ""), (2, "")))
     assert bound in {11, 33, 49}

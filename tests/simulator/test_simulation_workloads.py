@@ -260,14 +260,18 @@ def test_an_unknown_shape_is_answered_with_the_nearest():
 def test_fitted_buckets_give_each_degree_tokens_in_proportion_to_its_devices(write):
     lengths = [10 * index for index in range(1, 101)]
     workload = replay(write(*(record(f"{length}/0", str(length), (length,)) for length in lengths)))
-    degrees = (1, 1, 1, 1, 2, 2, 4)
-    bounds = workloads.fitted_bounds(workload, degrees)
+    drawn = [script for prompt in workload.prompts for script in prompt]
+    kinds = [(degree, "") for degree in (1, 1, 1, 1, 2, 2, 4)]
+    bounds = workloads.fitted_bounds(drawn, kinds)
     assert list(bounds) == sorted(set(bounds))
     below = [sum(length for length in lengths if length <= bound) / sum(lengths) for bound in bounds]
     assert below == pytest.approx([4 / 12, 8 / 12], abs=0.02)
-    assert workloads.fitted_bounds(workload, (2, 2)) == ()
+    assert workloads.fitted_bounds(drawn, [(2, ""), (2, "")]) == ()
+    unlike = [(degree, name) for degree, name in zip((1, 1, 1, 1, 2, 2, 4), "aaaabba", strict=True)]
+    assert workloads.fitted_bounds(drawn, unlike) == bounds
 
 
 def test_fitted_buckets_ascend_where_all_lengths_are_the_same(write):
     workload = replay(write(record("a/0", "a", (7,)), record("b/0", "b", (7,))))
-    assert workloads.fitted_bounds(workload, (1, 2, 4, 8)) == (7, 8, 9)
+    kinds = [(degree, "") for degree in (1, 2, 4, 8)]
+    assert workloads.fitted_bounds([script for prompt in workload.prompts for script in prompt], kinds) == (7, 8, 9)
