@@ -1,7 +1,8 @@
 """Simulates a cluster of 32 H800s and 32 H20s that post-trains Qwen3-14B; compares what each is used for.
 
   python launch/simulate.py --config=configs/mixed_hardware.py --policies=cmlfq --output=runs/mixed.json
-  python launch/simulate.py --config=configs/mixed_hardware.py:h800,8 --policies=cmlfq --output=runs/h800.json
+  python launch/simulate.py --config=configs/mixed_hardware.py:h800,12 --policies=cmlfq --output=runs/h800.json
+  python launch/plan.py --config=configs/mixed_hardware.py --inventory=h800:32,h20:32
 
 An H800 has 6.7 times the arithmetic of an H20, which training and prefill take; an H20 has 1.2 times the bandwidth and
 memory, which decoding takes (planning/hardware.py). Variants, each with the accelerators that train behind a comma:
@@ -9,8 +10,7 @@ memory, which decoding takes (planning/hardware.py). Variants, each with the acc
 * mixed: H800s train; all other accelerators roll out. C-MLFQ prices each instance by its own accelerator.
 * alike: as many accelerators of each kind train, at the pace of the slower one; the others roll out.
 * h800, h20: the accelerators of that kind alone, and the others idle.
-* bought: 43 H800s, the price of the whole cluster if an H20 costs a third of an H800 (RollArt, arXiv 2512.22560).
-  The 43rd has no partner and stays out.
+* bought: 42 H800s, the price of the whole cluster if an H20 costs a third of an H800 (RollArt, arXiv 2512.22560).
 
 Expected: docs/results/mixed_hardware.md; one to two minutes a policy and seed on one core.
 """
@@ -20,24 +20,24 @@ from libra_jax.simulator import settings
 H800, H20 = 32, 32
 """Accelerators of each kind."""
 
-DEGREE = 2
-"""Tensor-parallel degree of every instance."""
+DEGREE = 4
+"""Tensor-parallel degree of every instance: the best of 1, 2 and 4, by the plan below."""
 
-SLOTS = {"h800": 96, "h20": 112}
-"""Slots of an instance: its cache holds about as many contexts of 7k tokens."""
+SLOTS = {"h800": 132, "h20": 164}
+"""Slots of an instance: so many contexts of 10k tokens fill nine tenths of its cache."""
 
 VARIANTS = ("mixed", "alike", "h800", "h20", "bought")
 
 
-def get_config(variant: str = "mixed,8") -> settings.SimulatedRun:
-    """Returns the run of a variant and its number of training accelerators, such as "mixed,8"."""
+def get_config(variant: str = "mixed,24") -> settings.SimulatedRun:
+    """Returns the run of a variant and its number of training accelerators, such as "mixed,24"."""
     name, _, given = variant.partition(",")
     if name not in VARIANTS or not given.isdigit():
-        raise ValueError(f"configs/mixed_hardware.py has {', '.join(VARIANTS)}, each as in 'mixed,8', not {variant!r}")
+        raise ValueError(f"configs/mixed_hardware.py has {', '.join(VARIANTS)}, each as in 'mixed,24', not {variant!r}")
     train = int(given)
     config = settings.SimulatedRun()
     config.name = f"mixed-hardware-{name}-{train}"
-    config.steps = 12  # 6,144 trajectories
+    config.steps = 8  # 8,192 trajectories
 
     config.simulation.model = "Qwen3-14B"
     config.simulation.kv_cache = "offload"

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     "evaluation",
     "checkpoint",
     "rollout.slots",
+    "rollout.accelerators",
     "rollout.slots_by_instance",
     "rollout.restarts",
     "rollout.health_seconds",

@@ -22,6 +22,7 @@ from libra_jax.engines import vllm_launch
 # isort: split
 import torch
 import vllm
+import vllm.platforms
 from vllm import exceptions as vllm_exceptions
 from vllm.distributed.weight_transfer import base as weight_transfer
 from vllm.inputs import engine as engine_inputs
@@ -30,6 +31,7 @@ from vllm.v1.engine import async_llm, exceptions
 
 from libra_jax import config, protocols, turns
 from libra_jax.engines import vllm_lora, vllm_requests, vllm_weights
+from libra_jax.planning import hardware
 
 T = TypeVar("T")
 
@@ -63,8 +65,8 @@ def create(
       accelerator: name of the accelerator to report, if instances have unlike ones (`rollout.accelerators`).
 
     Raises:
-      ConfigError: a rollout field cannot be used; or this machine lacks the cores, the CUDA device or the package that
-        the settings need.
+      ConfigError: a rollout field cannot be used; the device is another accelerator; or this machine lacks the cores,
+        the CUDA device or the package that the settings need.
     """
     settings = config.parse(config.RolloutConfig, rollout, "rollout.")
     if settings.transport != "memfd" and not torch.cuda.is_available():
@@ -86,8 +88,22 @@ def create(
     launch = vllm_launch.Launch(
         name, model_config, settings, tensor_parallel, seed, cpu_cores, log_path, hybrid, adapter, return_routing
     )
+    _check_accelerator(name, accelerator)
     update = vllm_weights.Checker(name, model_config, adapter)
     return VllmEngine(name, settings, tensor_parallel, launch, update, accelerator)
+
+
+def _check_accelerator(name: str, accelerator: str) -> None:
+    """Refuses an instance whose device is another accelerator than the config says, if its device has a sheet."""
+    if not accelerator or vllm.platforms.current_platform.is_cpu():
+        return
+    device = vllm.platforms.current_platform.get_device_name()
+    there = hardware.DEVICE_KINDS.get(device, accelerator)
+    if there != accelerator:
+        raise protocols.ConfigError(
+            f"config.rollout.accelerators: {accelerator!r} is named for {name}, which has a {device}; name {there!r} "
+            "there, or name the hosts so that instances come to the accelerators that are meant for them"
+        )
 
 
 class VllmEngine(protocols.RolloutEngine):

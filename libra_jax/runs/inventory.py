@@ -93,7 +93,7 @@ def assign(
       progress: receives a line about each simulation.
 
     Raises:
-      ConfigError: no assignment holds the run's contexts.
+      ConfigError: no assignment holds the run's contexts, or the run would cut its rollouts short.
     """
     run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=()))
     work, size = comparison.workload(run), run.coordinator.group_size
@@ -108,6 +108,7 @@ def assign(
             f"{FIELD}: no division of these accelerators holds a context of rollout.max_context = "
             f"{run.rollout.max_context} beside the weights; give more of them"
         )
+    workloads.check_fits(work, ranked[0].run, ranked[0].run.simulation)
     tried: list[Assignment] = []
     for one in ranked[:top]:
         seconds = statistics.fmean(comparison.simulate(one.run).step_seconds)

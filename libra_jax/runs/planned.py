@@ -311,6 +311,11 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
         for flag, field in named.items():
             sentence = re.sub(rf"^config\.{re.escape(field)}: ", f"--{flag}: ", sentence)
         raise protocols.ConfigError(sentence) from error
+    libra_config.check(
+        not made.run.rollout.accelerators,
+        "rollout.accelerators",
+        "this plan is for one kind of accelerator; assign several with --inventory, or leave it empty",
+    )
     if asked.accelerators is not None:
         made = dataclasses.replace(made, devices=asked.accelerators)
     if not 2 <= made.devices <= MOST_ACCELERATORS:

@@ -9,6 +9,8 @@ import types
 
 import pytest
 import torch
+import vllm
+import vllm.platforms
 import vllm_host
 
 from libra_jax import config, protocols
@@ -33,6 +35,17 @@ def test_a_transfer_without_its_package_is_refused_by_field(monkeypatch):
     rollout = config.to_dict(dataclasses.replace(vllm_host.ROLLOUT, kv_transfer="nixl"))
     with pytest.raises(protocols.ConfigError, match=r"rollout\.kv_transfer: the nixl package is not installed"):
         vllm_engine.create("remote", models_config.to_hf(vllm_host.QWEN3), rollout, 1, seed=0)
+
+
+def test_an_instance_on_another_accelerator_than_the_config_names_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False, raising=False)
+    monkeypatch.setattr(
+        vllm.platforms.current_platform, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3", raising=False
+    )
+    vllm_engine._check_accelerator("engine-3", "h100")
+    vllm_engine._check_accelerator("engine-3", "")
+    with pytest.raises(protocols.ConfigError, match=r"accelerators: 'h20' is named for engine-3, .* name 'h100' there"):
+        vllm_engine._check_accelerator("engine-3", "h20")
 
 
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
