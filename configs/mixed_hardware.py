@@ -24,7 +24,7 @@ DEGREE = 4
 """Tensor-parallel degree of every instance: the best of 1, 2 and 4, by the plan below."""
 
 SLOTS = {"h800": 132, "h20": 164}
-"""Slots of an instance: so many contexts of 10k tokens fill nine tenths of its cache."""
+"""Slots of an instance: contexts of 10k tokens that fill nine tenths of its cache."""
 
 VARIANTS = ("mixed", "alike", "h800", "h20", "bought")
 

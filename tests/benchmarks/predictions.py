@@ -207,9 +207,7 @@ def simulated(folder: Path, workload: str, seed: int, plan: protocols.Plan) -> S
         watched: list[watch.Watched] = []
 
         def scheduler(priced: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> protocols.Scheduler:
-            made = registry.create(
-                run.scheduler, costs=priced, remaining=remaining, seed=seed, kinds=run.rollout.kinds
-            )
+            made = registry.create(run.scheduler, costs=priced, remaining=remaining, seed=seed, kinds=run.rollout.kinds)
             watched.append(watch.Watched(made, range(1, STEPS - 2 * STALENESS)))
             return watched[0]
 

@@ -169,7 +169,7 @@ MISTAKES = {
     "kubernetes.py": [[QUICK], [QUICK, "--config.steps=0", "--dry_run"]],
     "local.py": [[]],
     "compile.py": [[QUICK, "--config.steps=0"], [QUICK, "--topology=many"]],
-    "plan.py": [["--hardware=a900"], ["--accelerators=few"], ["--config.steps=0"]],
+    "plan.py": [["--hardware=a900"], ["--accelerators=few"], ["--config.steps=0"], [SIMULATED, "--inventory=h800"]],
     "prepare_data.py": [["--dataset=search_r1", "--input=in.jsonl", "--output=out.txt"], []],
     "report.py": [[]],
     "scale.py": [["--accelerators=0"], ["--config=configs/nosuch.py"]],
