@@ -204,6 +204,11 @@ SHAPES: dict[str, Callable[[_Draw, float], scripts.Script]] = {
 }
 
 
+DRIFTS = ("grow", "reverse")
+"""Courses of the lengths of `swe` and `agents` over a run: they grow to its end, or to its middle and then shrink to
+their first values again."""
+
+
 @dataclass(frozen=True)
 class Synthetic:
     """A synthetic `scripts.Workload`.
@@ -213,19 +218,24 @@ class Synthetic:
       seed: seed of every draw.
       tasks: prompts that the whole run is planned to train; the drift of `swe` spreads over them.
       variation: width of the difference between siblings, relative to the shape's own.
+      drift: one of `DRIFTS`.
     """
 
     shape: str
     seed: int
     tasks: int
     variation: float = 1.0
+    drift: str = "grow"
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
         """Returns the script of one rollout; see `scripts.Workload`."""
         # Seeded by text: Python hashes it the same way on every machine, and siblings share the prompt's numbers.
         name = f"{self.shape}/{self.seed}/{task_index}"
         draw = _Draw(random.Random(name), random.Random(f"{name}/{sample}"), self.variation)
-        return SHAPES[self.shape](draw, min(1.0, task_index / max(1, self.tasks - 1)))
+        progress = min(1.0, task_index / max(1, self.tasks - 1))
+        if self.drift == "reverse":
+            progress = 1.0 - abs(2.0 * progress - 1.0)
+        return SHAPES[self.shape](draw, progress)
 
 
 def _log_normal(rng: random.Random, median: float, spread: float, most: int) -> int:
@@ -254,6 +264,7 @@ class WorkloadConfig:
     shape: str = "swe"  # swe, search, math, agents (synthetic), or trace
     trace: str = ""  # JSON-lines file to replay; required by, and implies, shape trace
     variation: float = 1.0  # width of the difference between siblings, relative to the shape's own
+    drift: str = "grow"  # swe, agents: lengths grow to the run's end, or reverse: grow to its middle and shrink again
     shuffle: bool = True  # trace: new order of prompts for each pass; False keeps the file's order
     passes: int = 1  # trace: times each prompt is replayed, which sets the run's steps; 0 keeps config.steps
     part: str = "all"  # trace: prompts that are replayed: all, even or odd ones in the order of the file
@@ -261,6 +272,7 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         configuration.check_choice(self.shape, (*SHAPES, "trace"), "workload.shape")
+        configuration.check_choice(self.drift, DRIFTS, "workload.drift")
         configuration.check(self.variation >= 0, "workload.variation", f"must not be negative, not {self.variation}")
         configuration.check_choice(self.part, tuple(traces.PARTS), "workload.part")
         configuration.check(self.passes >= 0, "workload.passes", f"must not be negative, not {self.passes}")
@@ -326,7 +338,7 @@ def create(config: WorkloadConfig, *, seed: int, tasks: int, max_context: int) -
         return traces.load(
             path, seed=seed, sigma=sigma, max_context=max_context, shuffle=config.shuffle, part=config.part
         )
-    return Synthetic(config.shape, seed, tasks, config.variation)
+    return Synthetic(config.shape, seed, tasks, config.variation, config.drift)
 
 
 def summary_of(drawn: Sequence[scripts.Script]) -> Summary:

@@ -65,6 +65,17 @@ def test_software_engineering_drifts_from_2500_to_11500_generated_tokens(late_sw
     assert mean_tokens(late_swe) == pytest.approx(11_500, rel=0.1)
 
 
+def test_a_drift_that_reverses_is_longest_in_the_middle_and_ends_as_it_begins(late_swe):
+    config = workloads.WorkloadConfig(drift="reverse")
+    workload = workloads.create(config, seed=0, tasks=100_001, max_context=131_072)
+    first, middle, last = (
+        mean_tokens([workload.script(task, sample) for task in range(start, start + 200) for sample in range(16)])
+        for start in (0, 49_900, 99_801)
+    )
+    assert middle == pytest.approx(mean_tokens(late_swe), rel=0.1)
+    assert last == pytest.approx(first, rel=0.15)
+
+
 def test_software_engineering_takes_at_most_twenty_turns_on_average(late_swe):
     assert statistics.fmean(len(script.turns) for script in late_swe) <= 20
 
