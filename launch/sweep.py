@@ -244,6 +244,8 @@ def result_of(run: settings.SimulatedRun) -> report.Entry:
     moved += [change for change in result.transitions if change["outcome"] == "done" and change["worker"] != "trainer"]
     errors = [step["plan/step_error"] for step in result.steps if "plan/step_error" in step]
     saved = [step["plan/saved_seconds"] for step in result.steps if "plan/saved_seconds" in step]
+    # A user's function that divides the rollouts has no bound.
+    bounded = ":" not in run.algorithm.budget
     return {
         **entry,
         "looks": len(result.decisions),
@@ -254,6 +256,7 @@ def result_of(run: settings.SimulatedRun) -> report.Entry:
         "pools": [(sizes.start, dict(sizes.devices)) for sizes in result.pool_sizes],
         "seconds": result.seconds,
         "step_times": list(result.step_seconds),
+        "bound_seconds": comparison.bound_seconds(run) if bounded else None,
         "end_seconds": statistics.fmean(result.step_seconds[-max(1, len(result.step_seconds) // LAST) :]),
     }
 
@@ -279,7 +282,7 @@ def _mean(entries: Sequence[report.Entry], *path: str) -> float:
 
 
 def _print(results: Mapping[str, Sequence[report.Entry]]) -> None:
-    heads = "config", "tokens/s", "+-", "x first", "step, s", "at the end", "train", "rollout"
+    heads = "config", "tokens/s", "+-", "x first", "step, s", "of bound", "at the end", "train", "rollout"
     rows = table.Table(*heads, "moves", "saved, s", "lost")
     rows.columns[0].overflow = "fold"  # names that differ only at their end must stay whole
     first = _mean(next(iter(results.values())), "tokens_per_second")
@@ -291,6 +294,7 @@ def _print(results: Mapping[str, Sequence[report.Entry]]) -> None:
             f"{statistics.stdev(rates):.0f}" if len(rates) > 1 else "",
             f"{statistics.fmean(rates) / first:.2f}",
             f"{_mean(entries, 'step_seconds', 'mean'):.0f}",
+            _of_bound(entries),
             f"{_mean(entries, 'end_seconds'):.0f}",
             f"{_mean(entries, 'utilisation', 'train'):.0%}",
             f"{_mean(entries, 'utilisation', 'rollout'):.0%}",
@@ -300,6 +304,14 @@ def _print(results: Mapping[str, Sequence[report.Entry]]) -> None:
         )
     console.Console(width=None if sys.stdout.isatty() else 120).print(rows)
     print(real_results.SPREAD)
+
+
+def _of_bound(entries: Sequence[report.Entry]) -> str:
+    """Returns the bound of the layouts that runs begin with (`simulator.bound`), as a share of their mean step."""
+    bounds = [bound for entry in entries if (bound := entry.get("bound_seconds")) is not None]
+    if len(bounds) < len(entries):
+        return ""
+    return f"{statistics.fmean(bounds) / _mean(entries, 'step_seconds', 'mean'):.0%}"
 
 
 def _draw(path: Path, results: Mapping[str, Sequence[report.Entry]], machines: Sequence[str]) -> None:

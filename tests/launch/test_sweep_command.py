@@ -22,6 +22,7 @@ def test_a_sweep_runs_each_config_and_seed_once_and_goes_on_where_it_was_stopped
     assert list(results) == ["static-search", "colocated-search"]
     for entry in (entries[0] for entries in results.values()):
         assert entry["tokens_per_second"] > 0
+        assert 0 < entry["bound_seconds"] < entry["step_seconds"]["mean"]
         assert entry["lost_trajectories"] == entry["duplicated_trajectories"] == 0
         assert entry["moves"] == entry["looks"] == 0
     assert results["colocated-search"][0]["staleness_max"] == 0
