@@ -25,10 +25,16 @@ instance that holds its context unless loads differ (sticky), as conversations d
   planner's layout for the same lengths as static_optimal, and may be as many versions ahead. It routes by tool returns,
   and the planner may move.
 
+These variants are libra with one mechanism off. Staleness is a setting: --sweep=coordinator.max_staleness=0,1,4.
+
+* libra_halves: no planner. The accelerators are split in halves, with one degree.
+* libra_sticky, libra_least: no C-MLFQ. Requests stay with their context, or go where fewest are.
+* planned, below: no elastic pool.
+
 These variants show what a pool of hybrid workers adds to fixed splits:
 
-* planned: the layout of libra, which never changes: 20 accelerators train.
-* train16, train20, train32: other splits that never change; 2 instances of degree 2, the others of degree 4.
+* planned: the layout of libra, which never changes.
+* train16, train20, train24, train32: splits that never change, with instances of degree 4.
 * pool: 16 of the 48 accelerators train, 16 roll out, and 16 form four hybrid workers of degree 4. The hybrid workers
   train as data-parallel replicas while rollout is ahead.
 
@@ -58,29 +64,40 @@ DEGREES = {"14b": (1, 2, 4, 8), "30b": (2, 4, 8)}
 """Degrees that the planner may choose, by model. A single A800 holds Qwen3-30B-A3B and 70k tokens of context, which is
 too little for the slots of an instance."""
 
-SLOTS = {"swe": 96, "search": 256, "math": 96}
-"""Slots of an instance with Qwen3-30B-A3B, by the rule of configs/simulate.py: as many requests of the run's middle as
-the narrowest instance has room for, at most vLLM's default of 256. A step reads nearly all experts from 32 requests on,
-so more requests cost little."""
+SLOTS = {
+    "14b": {"swe": 96, "search": 96, "math": 96},
+    "30b": {"swe": 96, "search": 256, "math": 96},
+}
+"""Slots of an instance, by model. Qwen3-14B has what an instance of degree 2 holds of math. With 96 in place of 32 a
+step of software engineering takes 3% less, and a step of math 7% less (seed 0). Qwen3-30B-A3B has as many as its
+narrowest instance holds requests of the run's middle, at most vLLM's default of 256. A step reads nearly all of its
+experts from 32 requests on, so more requests cost little."""
 
-LONGEST = {"swe": (131_072, 65_536), "search": (24_576, 12_288), "math": (40_960, 32_768)}
-"""Most tokens of a context (and of a row of the trainer), and most tokens of a turn, by workload."""
+LONGEST = {"swe": (131_072, 65_536), "search": (18_432, 12_288), "math": (33_792, 32_768)}
+"""Most tokens of a context (and of a row of the trainer), and most tokens of a turn, by workload. Contexts of search
+reach 16k, and those of math 33k. Shorter rows leave memory for activations."""
+
+REMAT = {"swe": "full", "search": "none", "math": "dots"}
+"""Activations that the trainer of Qwen3-14B computes again, by workload: the fewest that fit on 24 accelerators. By the
+cost model, training on search takes 25% less than with "full", and training on math 18% less. A row of software
+engineering fits with "full" only."""
 
 MODELS = {"14b": "Qwen3-14B", "30b": "Qwen3-30B-A3B"}
 """Presets by the names that variants have."""
 
 BEST = {
-    "14b": {"swe": ((1, 8, 2), 16), "search": ((3, 8, 1), 12), "math": ((1, 20, 1), 14)},
-    "30b": {"swe": ((1, 4, 4), 16), "search": ((1, 4, 4), 16), "math": ((1, 4, 4), 16)},
+    "14b": {"swe": ((1, 5, 4), 4), "search": ((3, 2, 4), 4), "math": ((1, 5, 4), 4)},
+    "30b": {"swe": ((1, 4, 4), 2), "search": ((1, 4, 4), 2), "math": ((1, 4, 4), 2)},
 }
-"""(data, fsdp, tensor) and number of instances: the best that launch/plan.py finds for homogeneous-<workload> under
-sticky at max staleness 4, by model."""
+"""(data, fsdp, tensor) and degree of the instances, by model. For Qwen3-14B: the best of the splits with one degree
+that were simulated under sticky at max staleness 4 (docs/results/ablation.md). For Qwen3-30B-A3B: the best that
+launch/plan.py finds for homogeneous-<workload>."""
 
 PLANNED = {
     "14b": {
         "swe": ((1, 5, 4), {4: (7, None)}),
-        "search": ((3, 8, 1), {4: (6, None)}),
-        "math": ((1, 20, 1), {2: (14, None)}),
+        "search": ((3, 2, 4), {4: (6, None)}),
+        "math": ((1, 4, 4), {4: (8, None)}),
     },
     "30b": {
         "swe": ((1, 4, 4), {2: (16, None)}),
@@ -96,8 +113,8 @@ AHEAD = 4
 """Max staleness, in versions, where asynchronous systems are compared. AReaL's value for code (arXiv 2505.24298),
 and max_head_offpolicyness in the production runs of Libra's authors."""
 
-SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train32": (2, 4, 4)}
-"""(data, fsdp, tensor) of the fixed splits beside `planned`."""
+SPLITS = {"train16": (2, 2, 4), "train20": (1, 5, 4), "train24": (3, 2, 4), "train32": (2, 4, 4)}
+"""(data, fsdp, tensor) of the fixed splits; `planned` is one of them."""
 
 HALVES = {"14b": (3, 2, 4), "30b": (1, 4, 4)}
 """(data, fsdp, tensor) of the accelerators that train in a split in halves, by model: 24, or one replica of 16."""
@@ -107,6 +124,9 @@ ALL = (3, 4, 4)
 
 NEVER = 1_000_000
 """Steps until the planner may move a second time, in variants without an elastic pool; longer than any run."""
+
+LIBRA = ("libra", "libra_sticky", "libra_least")
+"""Variants with the planner's layout, which may change."""
 
 WORKLOADS = ("swe", "search", "math")
 NAMES = (
@@ -119,7 +139,8 @@ NAMES = (
     "one_step_off",
     "static_optimal",
     "greedy",
-    "libra",
+    *LIBRA,
+    "libra_halves",
     "free",
     "planned",
     *SPLITS,
@@ -144,16 +165,17 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
     config.trainer.row_tokens = config.rollout.max_context
     # Every variant begins as the split in halves; the branches below change it.
     _halves(config, model)
-    if model == "30b":
-        config.rollout.slots = SLOTS[workload]
+    config.rollout.slots = SLOTS[model][workload]
+    if model == "14b":
+        config.model.remat = REMAT[workload]
     if name in ("static", "homogeneous", "heterogeneous"):
         config.scheduler.policy = "least_loaded"
-    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "libra", "free"):
+    if name in ("homogeneous", "heterogeneous", "cmlfq", "elastic", "greedy", "free", *LIBRA):
         config.planner.period = 5
         config.planner.degrees = (DEGREE,) if name == "homogeneous" else DEGREES[model]
     if name in ("homogeneous", "heterogeneous", "cmlfq"):
         config.planner.cooldown = NEVER
-    if name in ("cmlfq", "elastic", "libra", "free", "planned", "pool", *SPLITS):
+    if name in ("cmlfq", "elastic", "libra", "libra_halves", "free", "planned", "pool", *SPLITS):
         config.scheduler.policy = "cmlfq"
     if name == "free":
         config.planner.period, config.planner.cooldown, config.planner.least_gain = 1, 0, 0.0
@@ -165,8 +187,12 @@ def get_config(variant: str = "cmlfq") -> settings.SimulatedRun:
         _colocated(config)
     if name == "static_optimal":
         _static_optimal(config, *BEST[model][workload])
-    if name in ("libra", "planned"):
+    if name in (*LIBRA, "planned"):
         _libra(config, *PLANNED[model][workload])
+    if name == "libra_least":
+        config.scheduler.policy = "least_loaded"
+    if name == "libra_halves":
+        config.coordinator.max_staleness = AHEAD
     if name in SPLITS:
         _split(config, SPLITS[name])
     if name == "pool":
@@ -183,8 +209,7 @@ def _halves(config: settings.SimulatedRun, model: str) -> None:
 
 
 def _instances(config: settings.SimulatedRun, count: int) -> None:
-    config.rollout.slots = config.simulation.slots[0]  # every instance gets the slots of the first one
-    config.simulation.slots = ()
+    config.simulation.slots = ()  # all have those of `SLOTS`
     config.rollout.tensor_parallel = (DEGREE,) * count
     config.scheduler.max_remaining_tokens = ()
 
@@ -196,10 +221,10 @@ def _colocated(config: settings.SimulatedRun) -> None:
     config.coordinator.max_staleness = 0
 
 
-def _static_optimal(config: settings.SimulatedRun, mesh: tuple[int, int, int], instances: int) -> None:
-    """Uses the best split with one degree that `launch/plan.py` finds for the whole run's lengths."""
+def _static_optimal(config: settings.SimulatedRun, mesh: tuple[int, int, int], degree: int) -> None:
+    """Uses a split with instances of one degree."""
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
-    config.rollout.tensor_parallel = (DEGREE,) * instances
+    config.rollout.tensor_parallel = (degree,) * ((48 - math.prod(mesh)) // degree)
     config.coordinator.max_staleness = AHEAD
 
 
@@ -214,11 +239,9 @@ def _libra(
 
 
 def _split(config: settings.SimulatedRun, mesh: tuple[int, int, int]) -> None:
-    """Adds two instances of degree 2, and as many of degree 4 as the mesh leaves devices for."""
+    """Gives the accelerators beside the mesh to instances of degree 4."""
     config.simulation.train_devices, config.simulation.train_mesh = math.prod(mesh), mesh
-    # 44 = 48 devices less the 4 of the two instances of degree 2.
-    config.rollout.tensor_parallel = (2, 2) + (4,) * ((44 - math.prod(mesh)) // 4)
-    config.scheduler.max_remaining_tokens = (8_360,)
+    config.rollout.tensor_parallel = (4,) * ((48 - math.prod(mesh)) // 4)
     config.coordinator.max_staleness = AHEAD
 
 
@@ -226,7 +249,6 @@ def _pool(config: settings.SimulatedRun) -> None:
     """Gives a third of the accelerators each to training, to rollout, and to hybrid workers."""
     config.simulation.train_devices, config.simulation.train_mesh = 16, (2, 2, 4)
     # The last `elastic.hybrid` instances are the hybrid workers.
-    config.rollout.tensor_parallel = (2, 2) + (4,) * 3 + (4,) * 4
-    config.scheduler.max_remaining_tokens = (8_360,)
+    config.rollout.tensor_parallel = (4,) * 4 + (4,) * 4
     config.coordinator.max_staleness = AHEAD
     config.elastic.hybrid = 4
