@@ -37,6 +37,9 @@ from tests.benchmarks import watched as watch
 DEVICES, STALENESS, STEPS = 48, 4, 19
 WORKLOADS, KINDS = ("swe", "search", "math"), ("one", "two")
 
+SLOTS_AND_ROWS = {"swe": (32, 131_072), "search": (96, 24_576), "math": (32, 40_960)}
+"""Slots of an instance, and tokens of a row and of a context, by workload."""
+
 MESHES = {
     "swe": {16: (1, 8, 2), 20: (1, 5, 4), 24: (3, 2, 4), 32: (1, 8, 4), 40: (1, 10, 4)},
     "search": {16: (1, 4, 4), 20: (1, 5, 4), 24: (3, 8, 1), 32: (1, 16, 2), 40: (1, 10, 4)},
@@ -142,6 +145,10 @@ def run_of(workload: str, seed: int, plan: protocols.Plan | None = None) -> sett
 
     config = ablation.get_config(f"static_optimal-{workload}")
     config.scheduler.policy, config.coordinator.max_staleness = "cmlfq", STALENESS
+    # The meshes are those that fit with full rematerialisation, and the tables were measured with these slots and rows.
+    config.model.remat = "full"
+    config.rollout.slots, config.trainer.row_tokens = SLOTS_AND_ROWS[workload]
+    config.rollout.max_context = config.trainer.row_tokens
     config.steps, config.seed = STEPS, seed
     values = configuration.to_dict(configuration.checked(config))
     return configuration.parse(settings.SimulatedRun, values if plan is None else plans.applied(values, plan))
