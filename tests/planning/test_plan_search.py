@@ -137,9 +137,9 @@ def test_why_the_runner_up_lost_names_the_stage_that_is_slower():
 
 
 def test_of_many_splits_a_picture_has_some_and_the_runner_up_among_them():
-    made = searched([20_000] * 200 + [100] * 2_000, 1, 384)
-    best, every = made.best(384), list(made.splits(384))
-    some = list(made.splits(384, near=best))
+    made = searched([20_000] * 200 + [100] * 2_000, 1, 160)
+    best, every = made.best(160), list(made.splits(160))
+    some = list(made.splits(160, near=best))
     assert len(some) <= search.LOOKED_AT < len(every)
     assert set(some) <= set(every)
     assert some[0] == every[0]
