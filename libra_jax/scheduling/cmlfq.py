@@ -263,7 +263,8 @@ class Cmlfq(residents.ResidentScheduler):
         pace = server.rates.get(decoding << cost_model.CONTEXT_BITS | context)  # `costs.packed`
         if pace is None:
             pace = self.rates.decode(server.instance, decoding, context)
-        return pace + decoding * self._reading * server.read
+        read = server.read
+        return pace + decoding * self._reading * read if read else pace
 
     def _more_read(self, request: buckets.Request) -> float:
         """Returns how many tokens more than the mean the request reads for each token that it generates."""
@@ -287,12 +288,14 @@ class Cmlfq(residents.ResidentScheduler):
         others = server.residents - here
         # At home its context is in the sum already, as of its last account: only the growth since then joins.
         pace = self._pace(server, others + 1, context - request.held[0] if here else context)
-        pace += self._more_read(request) * server.read
         # A segment that was not served yet moves what it shares with its parent; the rest is computed anywhere.
         moved = cost_model.rounded(request.inherited or context)
         seconds_to_move = self.rates.move(request.context_at, server.instance, moved)
         # A move costs several times its seconds: loads even out by themselves before it has paid off.
-        move = self.config.move_margin * seconds_to_move + request.unread * server.read
+        move = self.config.move_margin * seconds_to_move
+        if server.read:
+            pace += self._more_read(request) * server.read
+            move += request.unread * server.read
         start = elapsed + wait + move
         own = urgency = shared = 0.0
         theirs = server.urgent_tokens / server.urgency if server.urgency > 0 else 0.0
