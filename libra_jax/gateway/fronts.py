@@ -223,8 +223,9 @@ class Fronts:
         await front.client.stop()
         front.client = FrontClient(self._cluster, front.spec, self._config.deadlines)
         await front.client.make()
-        # A session that opens from here on is admitted by its own call.
         await front.client.start(list(front.sessions))
+        # Again, because the calls of sessions that opened meanwhile may have failed.
+        await front.client.admit(list(front.sessions))
         for session in front.sessions.values():
             session.reachable(True)
         self._recorder.note(f"{front.spec.name} died and was restarted ({lost}).")

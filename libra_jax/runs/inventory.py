@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.planning import hardware
+from libra_jax.planning import hardware, meshes
 from libra_jax.simulator import bound, comparison, scripts, settings, workloads
 
 EIGHTHS = (1, 2, 3, 4, 6)
@@ -105,8 +105,8 @@ def assign(
     )
     if not ranked:
         raise protocols.ConfigError(
-            f"{FIELD}: no division of these accelerators holds a context of rollout.max_context = "
-            f"{run.rollout.max_context} beside the weights; give more of them"
+            f"{FIELD}: no division of these accelerators holds the trainer's state, and a context of "
+            f"rollout.max_context = {run.rollout.max_context} beside the weights; give more of them"
         )
     workloads.check_fits(work, ranked[0].run, ranked[0].run.simulation)
     tried: list[Assignment] = []
@@ -122,12 +122,28 @@ def _bound(run: settings.SimulatedRun, work: scripts.Workload) -> float:
     return bound.lower_bound(short, run.simulation, work).step_seconds
 
 
+def _fewest(run: settings.SimulatedRun, name: str, count: int) -> int:
+    """Returns the fewest accelerators of a kind that hold the trainer's state and rows; 0 if `count` do not."""
+    simulation = dataclasses.replace(run.simulation, hardware=name)
+    model = simulation.cost_model(run.model.lora)
+    training = meshes.Training(model, [run.rollout.max_context], meshes.Trainer.of_run(run, model.sheet))
+    try:
+        return min(mesh.devices for mesh in training.front(count))
+    except protocols.ConfigError:  # this kind can still roll out
+        return 0
+
+
 def _layouts(
     run: settings.SimulatedRun, inventory: Mapping[str, int], drawn: Sequence[scripts.Script]
 ) -> Iterator[settings.SimulatedRun]:
     """Yields the run under every assignment of the grid that holds its contexts."""
     context = statistics.fmean(script.context_tokens / 2 for script in drawn)
-    splits = {(name, max(1, count * eighths // 8)) for name, count in inventory.items() for eighths in EIGHTHS}
+    splits = {
+        (name, max(fewest, count * eighths // 8))
+        for name, count in inventory.items()
+        if (fewest := _fewest(run, name, count))
+        for eighths in EIGHTHS
+    }
     choices = list(itertools.product(DEGREES, repeat=len(inventory)))
     for (trains, devices), degrees in itertools.product(sorted(splits), choices):
         left = {name: count - devices * (name == trains) for name, count in inventory.items()}

@@ -1,9 +1,9 @@
 """Buckets and queues: which level serves a length, which instance of it is free, and which request goes next.
 
 A bucket is one level of the feedback queue: the rollout instances of one tensor-parallel degree (and, in a cluster of
-unlike accelerators, of one accelerator). Narrow instances
-(small degree) are many and serve short work; wide instances are few and serve long work. Bucket i serves requests with
-up to `scheduler.max_remaining_tokens[i]` tokens to generate; the widest bucket serves all others.
+unlike accelerators, of one accelerator). Narrow instances (small degree) are many and serve short work; wide instances
+are few and serve long work. Bucket i serves requests with up to `scheduler.max_remaining_tokens[i]` tokens to generate;
+the widest bucket serves all others.
 
 Inside a bucket, `scheduler.ordering` decides which request goes next, for every policy alike:
 - `fcfs`: the request that began to wait first.

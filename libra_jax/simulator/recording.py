@@ -136,6 +136,11 @@ def read(workdir: Path) -> Recording:
                 f"{workdir / CONFIG_FILE}: a twin has groups of one size, in the order of the tasks, and the run has "
                 f"{name}={chosen}; record one with {name}={usual}"
             )
+    if config.rollout.accelerators:
+        raise protocols.DataError(
+            f"{workdir / CONFIG_FILE}: costs are fitted by tensor-parallel degree, and the run has unlike accelerators "
+            "(rollout.accelerators); record one on one kind"
+        )
     if any(decision.get("moved") for decision in files.whole_json_lines(workdir / files.PLANS_FILE)):
         raise protocols.DataError(
             f"{workdir / files.PLANS_FILE}: the run moved to another plan, and a twin has one layout; record a run "

@@ -177,8 +177,7 @@ def replay(recorded: recording.Recording, model: costs.Calibration, steps: int) 
     )
     # The run's own scheduler, with the costs that it had in the run, not with the measured ones.
     costs = scheduling_costs.LinearCosts(config.scheduler.costs, transfers=config.rollout.kv_transfer != "none")
-    kinds = config.rollout.kinds
-    scheduler = registry.create(config.scheduler, costs=costs, seed=config.seed, kinds=kinds)
+    scheduler = registry.create(config.scheduler, costs=costs, seed=config.seed, kinds=config.rollout.kinds)
     checkpoints.teach(scheduler, config.scheduler.learnt_from)
     simulation = world.SimulationConfig(train_devices=config.trainer.devices)
     result = world.run(config, simulation, recorded, lambda costs, remaining: scheduler, model=model)

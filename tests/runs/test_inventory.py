@@ -14,7 +14,8 @@ def small_run(**rollout) -> settings.SimulatedRun:
     run = settings.SimulatedRun(
         steps=2,
         rollout=configuration.RolloutConfig(max_context=131_072, max_tokens=65_536, stream_interval=1_000, **rollout),
-        trainer=configuration.TrainerConfig(row_tokens=131_072),
+        trainer=configuration.TrainerConfig(row_tokens=131_072, rows_per_micro_batch=1),
+        model=configuration.ModelConfig(remat="full"),
         task=configuration.TaskConfig(max_turns=10_000, tool_seconds=3_600.0),
         coordinator=configuration.CoordinatorConfig(groups_per_step=4, group_size=4, max_staleness=1),
         deadlines=configuration.DeadlineConfig(first_token=3_600.0, train_step=36_000.0),
@@ -26,10 +27,10 @@ def small_run(**rollout) -> settings.SimulatedRun:
 
 def test_the_accelerators_with_the_most_arithmetic_train_and_all_others_roll_out():
     lines: list[str] = []
-    best, *others = inventory.assign(small_run(), {"h20": 8, "h800": 8}, 2, lines.append)
+    best, *others = inventory.assign(small_run(), {"h20": 16, "h800": 16}, 2, lines.append)
     assert best.run.simulation.hardware == "h800"
     rolling = sum(best.run.rollout.tensor_parallel)
-    assert best.run.simulation.train_devices + rolling == 16
+    assert best.run.simulation.train_devices + rolling == 32
     assert set(best.run.rollout.accelerators) == {"h20", "h800"}
     assert best.simulated_seconds is not None
     assert all(one.simulated_seconds >= best.simulated_seconds for one in others if one.simulated_seconds)
@@ -63,7 +64,15 @@ def test_limits_that_cut_rollouts_short_are_refused():
     run = small_run()
     run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, max_context=20_000, max_tokens=10_000))
     with pytest.raises(protocols.ConfigError, match=r"config\.rollout\.max_context: 20000 cuts rollouts"):
-        inventory.assign(run, {"h800": 8}, 1)
+        inventory.assign(run, {"h800": 16}, 1)
+
+
+def test_no_fewer_accelerators_train_than_hold_the_trainers_state():
+    run = small_run()
+    (best,) = inventory.assign(run, {"h800": 16}, 1)
+    assert 80e9 * best.run.simulation.train_devices > 16 * 14.7e9, "16 bytes a parameter: weights, gradients, moments"
+    with pytest.raises(protocols.ConfigError, match=r"--inventory: no division of these .* the trainer's state"):
+        inventory.assign(run, {"h800": 3}, 1)
 
 
 def test_accelerators_that_hold_no_context_are_refused():

@@ -290,6 +290,16 @@ def test_a_timeline_of_something_else_is_refused(copy, old, new, sentence):
             r"the run has algorithm\.budget=knapsack; record one with algorithm\.budget=uniform",
         ),
         (lambda values: {**values, "task": {**values["task"], "order": "success"}}, r"the run has task\.order=success"),
+        (
+            lambda values: {
+                **values,
+                "rollout": {
+                    **values["rollout"],
+                    "accelerators": ["h20"] * len(values["rollout"]["tensor_parallel"]),
+                },
+            },
+            r"fitted by tensor-parallel degree, and the run has unlike accelerators",
+        ),
     ],
 )
 def test_another_config_is_refused(copy, change, sentence):
