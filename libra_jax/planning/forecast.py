@@ -252,7 +252,7 @@ class Work:
         pauses = {degree: setting.model.load_seconds(degree) for degree in setting.degrees}
         self._pools = serving.Pools(self._engines, self._sample, slots, room=setting.cache_share, pauses=pauses)
         self._steps: dict[tuple[object, ...], float] = {}
-        self._sequences: dict[int, tuple[pipeline.Integers, list[int]]] = {}  # by groups of a step
+        self._sequences: dict[int, tuple[pipeline.Integers, list[int], float]] = {}  # by groups of a step
         front = search.front_of(self.training, setting.devices, mesh=setting.mesh, reach=setting.reach)
         fastest = front[-1]
         rollout = serving.Serving(
@@ -321,12 +321,14 @@ class Work:
             size = min(setting.group_size, setting.requests)
             whole = max(1, setting.requests // size)
             groups = min(whole, max(1, (ROUGHLY if rough else FOLLOWED) // size))
-            pools = [self._pools.pool(one.tensor_parallel, one.count * groups / whole) for one in buckets]
             rules = pipeline.Cycle(groups, size, setting.staleness, cycle, setting.ageing / level)
             if groups not in self._sequences:
                 sequence = self._sequence(rules, setting.requests)
-                self._sequences[groups] = sequence, sequence.tolist()
-            sequence, drawn = self._sequences[groups]
+                # Requests that are followed may be longer than all are on average: they get as much more to run on.
+                more = float(self._sample.tokens[sequence].mean() / self._sample.tokens.mean())
+                self._sequences[groups] = sequence, sequence.tolist(), more
+            sequence, drawn, more = self._sequences[groups]
+            pools = [self._pools.pool(one.tensor_parallel, one.count * more * groups / whole) for one in buckets]
             wanted = [-1] * len(drawn)
             if bounds := [bucket.max_remaining_tokens for bucket in buckets[:-1]]:
                 bands = np.searchsorted(bounds, self._sample.tokens[sequence])
@@ -336,15 +338,23 @@ class Work:
 
     def _sequence(self, rules: pipeline.Cycle, requests: int) -> pipeline.Integers:
         """Returns the sampled request of each dispatched one: groups of neighbours, spread evenly over the sample."""
-        sampled, size = len(self._sample), rules.size
+        tokens, size = self._sample.tokens, rules.size
+        sampled = len(tokens)
         numbers = np.arange(rules.requests)
-        first = (numbers // size * confusion.GOLDEN % 1.0 * max(1, sampled // size)).astype(np.int64) * size
+        smaller = (batch := rules.groups * size) < requests
+        groups = np.arange(max(1, sampled // size))
+        if smaller and len(groups) > 1:
+            # Few groups follow each other here, so that chance would make all of them long. Each batch gets some of all
+            # lengths.
+            groups = tokens[: len(groups) * size].reshape(-1, size).sum(1).argsort(kind="stable")
+        first = groups[(numbers // size * confusion.GOLDEN % 1.0 * len(groups)).astype(np.int64)] * size
         sequence = (first + numbers % size) % sampled
-        batch = rules.groups * size
-        if batch < requests:
+        if smaller:
             # A step waits for its longest request, and a smaller batch has the longest of fewer.
-            longest = np.argsort(-self._sample.tokens, kind="stable")[: max(1, round(sampled / requests))]
-            sequence[::batch] = longest[np.arange(len(sequence[::batch])) % len(longest)]
+            longest = np.argsort(-tokens, kind="stable")[: max(1, round(sampled / requests))]
+            batches = sequence.reshape(-1, batch)
+            steps = np.arange(len(batches))
+            batches[steps, tokens[batches].argmax(1)] = longest[steps % len(longest)]
         return sequence
 
 

@@ -15,6 +15,7 @@ over devices (arXiv 2606.03077) takes a table of devices times requests.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ FEW_PARTS = 16
 """Number of parts for which computing the times costs about as much as for one."""
 
 PRECISION = 1e-9
-"""Relative width at which the search for the shortest time ends."""
+"""Relative width at which a search for the shortest time ends, unless told otherwise."""
 
 ANY_SECONDS = float(np.finfo(np.float64).max)
 """A limit that every run meets, unless an instance cannot serve the run at all."""
@@ -53,7 +54,12 @@ Found = TypeVar("Found")
 
 
 def shortest(
-    attempt: Callable[[float], Found | None], low: float, high: float, seconds: Callable[[Found], float]
+    attempt: Callable[[float], Found | None],
+    low: float,
+    high: float,
+    seconds: Callable[[Found], float],
+    *,
+    precision: float = PRECISION,
 ) -> Found | None:
     """Returns the result for the shortest limit that can be met; None if even `high` cannot.
 
@@ -62,12 +68,13 @@ def shortest(
       low: seconds that cannot be beaten.
       high: seconds to begin with.
       seconds: seconds that a result takes, which may be less than its limit.
+      precision: relative width at which the search ends.
     """
     best = attempt(high)
     if best is None:
         return None
     high = seconds(best)
-    while high > max(low, MOMENT) * (1.0 + PRECISION):
+    while high > max(low, MOMENT) * (1.0 + precision):
         # The geometric mean, because times span orders of magnitude.
         middle = math.sqrt(low * high) if low else high / 2
         # No float is left in between.
@@ -161,13 +168,16 @@ class Partitions:
             last = first
         return self._partition(runs[::-1])
 
-    def fastest(self, devices: int, *, above: float = 0.0, below: float = np.inf) -> Partition | None:
+    def fastest(
+        self, devices: int, *, above: float = 0.0, below: float = np.inf, precision: float = PRECISION
+    ) -> Partition | None:
         """Returns the partition over at most `devices` devices whose slowest instance is fastest; None if none fits.
 
         Args:
           devices: most devices.
           above: seconds that no partition over `devices` devices beats, if known.
           below: seconds above which a partition is not wanted.
+          precision: share by which the slowest instance may be slower than need be.
         """
         low, high = max(above, self.least_seconds), min(below, ANY_SECONDS)
 
@@ -175,17 +185,19 @@ class Partitions:
             found = self.within(limit)
             return found if found is not None and found.devices <= devices else None
 
-        return shortest(fitting, low, high, lambda found: found.seconds)
+        return shortest(fitting, low, high, lambda found: found.seconds, precision=precision)
 
-    def over(self, instances: Sequence[int]) -> Partition | None:
+    def over(self, instances: Sequence[int], *, precision: float = PRECISION) -> Partition | None:
         """Returns the partition over instances of these degrees whose slowest is fastest, wider ones for longer
         requests.
 
         Args:
           instances: degree of each instance; some may get nothing.
+          precision: share by which the slowest instance may be slower than need be.
         """
         order = sorted(instances, reverse=True)
-        return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda found: found.seconds)
+        attempt = functools.partial(self._greedy, order)
+        return shortest(attempt, 0.0, ANY_SECONDS, lambda found: found.seconds, precision=precision)
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
         """Gives each instance as many of the longest remaining requests as it serves within the limit; None if some

@@ -9,7 +9,8 @@ The search has two halves. Bounds propose layouts, and `step` predicts what each
   far. This layout mixes degrees as if all lengths were known.
 - Further proposals have instances of one degree, beside each mesh of the front.
 
-The proposals with the shortest bounds are predicted. From the best, the search climbs over the next meshes.
+The proposals with the shortest bounds, one for each mesh, are predicted. From the best, the search climbs over the next
+meshes, the next degrees, and two degrees that share the devices.
 
 Spare devices go to the stage that they make faster.
 """
@@ -38,8 +39,11 @@ PARTS_A_DEVICE = 2
 LOOKED_AT, BESIDE = 32, 2
 """Most splits in a picture, and how many of them are next to the best on either side."""
 
-PREDICTED, CLIMBED = 2, 4
-"""Proposals that are predicted, and most steps from the best of them to the next meshes."""
+PREDICTED, CLIMBED = 3, 4
+"""Meshes whose best proposals are predicted, and most steps from the best of them to its neighbours."""
+
+ROUGH = 0.003
+"""Share by which the bound of a mixture of degrees may be too long, for speed."""
 
 SIZES = 24
 """Most numbers of devices that are tried for the sake of fewer devices."""
@@ -183,37 +187,73 @@ class Search:
                 f"{self._front[0].devices + served.devices} or more"
             )
         proposals.sort(key=lambda proposal: proposal.step_seconds)
-        found = sorted(map(self._predicted, proposals[:PREDICTED]), key=self._cost)
-        # From the best of them to the next meshes, as long as these make the step shorter.
+        # Bounds of one mesh are near each other, and their errors alike.
+        of_mesh = {proposal.train: proposal for proposal in reversed(proposals)}
+        first = sorted(of_mesh.values(), key=lambda proposal: proposal.step_seconds)[:PREDICTED]
+        found = self._added([], first)
+        # From the best of them to its neighbours, as long as these make the step shorter.
         tried = {(split.train, split.rollout) for split in found}
         for _ in range(CLIMBED):
             best = found[0]
             beside = [split for split in self._beside(best, devices) if (split.train, split.rollout) not in tried]
             tried |= {(split.train, split.rollout) for split in beside}
-            found = sorted([*found, *map(self._predicted, beside)], key=self._cost)
+            found = self._added(found, beside)
             if found[0] is best:
                 break
         return sorted((self._predicted(split, rough=False) for split in found[:count]), key=self._cost)
+
+    def _added(self, found: Sequence[Split], proposals: Sequence[Split]) -> list[Split]:
+        """Returns all of them, the best first. Those whose bound is no better than the best keep it unpredicted."""
+        found = list(found)
+        best = min(map(self._cost, found), default=math.inf)
+        for proposal in proposals:
+            split = proposal if self._cost(proposal) >= best else self._predicted(proposal)
+            best = min(best, self._cost(split))
+            found.append(split)
+        return sorted(found, key=self._cost)
 
     def _cost(self, split: Split) -> float:
         return split.step_seconds * (1.0 + self._simpler * len(split.rollout))
 
     def _beside(self, split: Split, devices: int) -> Iterator[Split]:
-        """Yields the same kind of layout beside the next smaller and the next larger mesh, and further degrees."""
-        at = self._front.index(split.train)
-        if len(split.rollout) == 1:
-            degree, left = split.rollout[0].tensor_parallel, devices - split.train.devices
-            for other in (degree // 2, 2 * degree):
-                if other in self._rollout.degrees and left >= other:
-                    yield self._alike(split.train, other, left // other)
-        for mesh in [*self._front[max(0, at - 1) : at], *self._front[at + 1 : at + 2]]:
-            left = devices - mesh.devices
-            if len(split.rollout) == 1:
-                degree = split.rollout[0].tensor_parallel
-                if left >= degree:
-                    yield self._alike(mesh, degree, left // degree)
-            elif left > 0 and (served := self._partitions.fastest(left)) is not None:
-                yield self._split(mesh, served)
+        """Yields the same degrees beside the next smaller and the next larger mesh, and other degrees on its mesh."""
+        at, mesh = self._front.index(split.train), split.train
+        near = [*self._front[max(0, at - 1) : at], *self._front[at + 1 : at + 2]]
+        near = [other for other in near if other.seconds < split.step_seconds]
+        degrees = [bucket.tensor_parallel for bucket in split.rollout]
+        if len(degrees) == 1:
+            narrow, same, wide = degrees[0] // 2, degrees[0], 2 * degrees[0]
+            for chosen in ((narrow,), (wide,), (narrow, same), (same, wide)):
+                yield from self._of_degrees(mesh, chosen, devices)
+        else:
+            alone = [item for degree in degrees for item in self._of_degrees(mesh, (degree,), devices)]
+            yield min(alone, key=lambda item: item.rollout_seconds)
+        for other in near:
+            yield from self._of_degrees(other, degrees, devices)
+            if (
+                len(degrees) > 1
+                and (served := self._partitions.fastest(devices - other.devices, precision=ROUGH)) is not None
+            ):
+                yield self._split(other, served)
+
+    def _of_degrees(self, mesh: meshes.Mesh, degrees: Sequence[int], devices: int) -> Iterator[Split]:
+        """Yields the layout whose degrees have about equal parts of the devices beside a mesh, if there is one."""
+        left, buckets = devices - mesh.devices, list[protocols.PlannedBucket]()
+        if not set(degrees) <= set(self._rollout.degrees):
+            return
+        if len(degrees) == 1:
+            if left >= degrees[0]:
+                yield self._alike(mesh, degrees[0], left // degrees[0])
+            return
+        for place in range(len(degrees), 0, -1):  # the widest first, so that the narrow ones get the rest
+            degree = degrees[place - 1]
+            count = left // place // degree
+            left -= count * degree
+            buckets.insert(0, protocols.PlannedBucket(degree, count, place))
+        served = self._over(buckets, ROUGH) if all(bucket.count for bucket in buckets) else None
+        if served is not None:
+            ranged = self._ranged(buckets, served)
+            yield Split(mesh, ranged, served.seconds, self._joined(mesh.seconds, served.seconds))
 
     def _proposals(self, devices: int) -> Iterator[Split]:
         """Yields layouts with bounds of their steps."""
@@ -237,13 +277,14 @@ class Search:
                 max(self._partitions.least_seconds, self._front[-1].seconds),
                 partition.ANY_SECONDS,
                 lambda both: max(both[0].seconds, both[1].seconds),
+                precision=ROUGH,
             )
             if both is not None:
                 # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would
                 # have been faster.
                 left = devices - both[1].devices
                 mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
-                best = self._split(mesh, self._partitions.fastest(devices - mesh.devices) or both[1])
+                best = self._split(mesh, self._partitions.fastest(devices - mesh.devices, precision=ROUGH) or both[1])
         else:
             for mesh in self._front:
                 # Rollout may take only as long as would still beat the best step.
@@ -347,14 +388,23 @@ class Search:
         if len(rollout) == 1:
             none, every = np.zeros(1, np.int64), np.full(1, len(self.demand))
             return float(self._rollout.seconds(rollout[0].tensor_parallel, none, every, rollout[0].count)[0])
-        served = self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
+        served = self._over(rollout)
         return math.inf if served is None else served.seconds
 
     def ranges(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the same instances with the length ranges that make the slowest instance fastest."""
-        served = self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
-        if served is None:
-            return tuple(rollout)
+        served = self._over(rollout)
+        return tuple(rollout) if served is None else self._ranged(rollout, served)
+
+    def _over(
+        self, rollout: Sequence[protocols.PlannedBucket], precision: float = partition.PRECISION
+    ) -> partition.Partition | None:
+        degrees = [bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)]
+        return self._partitions.over(degrees, precision=precision)
+
+    def _ranged(
+        self, rollout: Sequence[protocols.PlannedBucket], served: partition.Partition
+    ) -> tuple[protocols.PlannedBucket, ...]:
         drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
         bounds, least = [], 0
         for bucket in rollout:  # instances without work get the smallest possible range

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, meshes, partition, plans, profiles, search, serving
+from tests.benchmarks import predictions
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-1.7B", "model"))
 DEGREES = (1, 2, 4, 8)
@@ -58,9 +59,31 @@ def test_no_other_mesh_partition_or_single_degree_has_a_shorter_step(tokens, dev
     assert found.step_seconds <= min(alike) * (1 + 1e-7)
     shortest, degrees = min(mixed)
     if degrees > 1:  # instances of one degree share requests evenly, which a partition does not
-        assert found.step_seconds <= shortest * (1 + 1e-7)
+        assert found.step_seconds <= shortest * (1 + 1.1 * search.ROUGH)
     assert found.step_seconds == pytest.approx(join(found.train.seconds, found.rollout_seconds))
     assert found.devices <= devices
+
+
+@pytest.mark.parametrize("wanted", [(1,), (8,), (2, 4), (4, 8)])
+def test_the_degrees_whose_steps_are_shortest_are_found_though_bounds_name_others(wanted):
+    rollout, training = parts([2_000] * 30 + [20_000], 1)
+
+    def step(buckets, cycle, *, rough):
+        held = [bucket.tensor_parallel for bucket in buckets]
+        apart = sum(abs(math.log2(ours) - math.log2(theirs)) for ours in held for theirs in wanted)
+        return cycle + made.rollout_seconds(buckets) * (1 + apart + 2 * abs(len(held) - len(wanted)))
+
+    made = search.Search(rollout, search.front_of(training, 32), 32, staleness=1, step=step)
+    assert tuple(bucket.tensor_parallel for bucket in made.best(32).rollout) == wanted
+
+
+def test_a_rough_prediction_is_near_a_careful_one_where_instances_are_full():
+    run = predictions.run_of("swe", 1)
+    work = predictions.work_of(run)
+    buckets = (protocols.PlannedBucket(2, 14, 80_000),)
+    for cycle in (400.0, 600.0, 800.0):
+        rough, careful = (work._step(buckets, cycle, rough=rough) for rough in (True, False))
+        assert rough == pytest.approx(careful, rel=0.08)
 
 
 @hypothesis.settings(max_examples=40)
@@ -78,7 +101,7 @@ def test_buckets_ascend_in_degree_and_length_and_the_widest_takes_the_longest(to
 @hypothesis.given(TOKENS, st.integers(3, 11), st.integers(0, 1))
 def test_a_device_more_never_makes_the_step_longer(tokens, devices, staleness):
     made = searched(tokens, staleness, 12)
-    assert made.best(devices + 1).step_seconds <= made.best(devices).step_seconds * (1 + 1e-8)
+    assert made.best(devices + 1).step_seconds <= made.best(devices).step_seconds * (1 + 1.1 * search.ROUGH)
 
 
 def test_bounds_ascend_where_requests_of_one_length_go_to_several_degrees():
@@ -155,7 +178,7 @@ def test_the_cheapest_plan_within_a_time_has_no_device_too_many(tokens, slower, 
     assert found.step_seconds <= limit
     for devices in range(2, found.devices):
         try:
-            assert made.best(devices).step_seconds > limit * (1 - 1e-9)
+            assert made.best(devices).step_seconds > limit * (1 - 1.1 * search.ROUGH)
         except protocols.ConfigError:
             continue
     with pytest.raises(protocols.ConfigError, match=r"no plan of 12 devices takes a step in .* the fastest takes"):
