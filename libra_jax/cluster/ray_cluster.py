@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from libra_jax.cluster import actors, ray_host, ray_placement, ray_runtime
+from libra_jax.cluster import actors, ray_batches, ray_host, ray_placement, ray_runtime
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLost
 
 _log = logging.getLogger(__name__)
@@ -44,9 +44,16 @@ class _Reader:
 class _Actor:
     """The driver's end of one actor process."""
 
-    def __init__(self, spec: ActorSpec, where: Mapping[str, Any]) -> None:
-        """Starts the actor's process. `where`: Ray's options for the actor's place, beside its resources."""
+    def __init__(self, spec: ActorSpec, where: Mapping[str, Any], batches: ray_batches.Batches) -> None:
+        """Starts the actor's process.
+
+        Args:
+          spec: how the actor is made.
+          where: Ray's options for the actor's place, beside its resources.
+          batches: the cluster's batches in the object store.
+        """
         self.spec = spec
+        self._batches = batches
         options: dict[str, Any] = {
             "num_cpus": spec.cpus,
             "num_gpus": spec.gpus,
@@ -83,7 +90,8 @@ class _Actor:
         """Returns the result of a sync or async method. Raises the errors of `actors.Handle.call`."""
         if self.stopping or self.death.done():
             raise self._lost()
-        return await self.remote(self.handle.call, method, args, kwargs)
+        async with self._batches.replacing(args) as sent:
+            return await self.remote(self.handle.call, method, sent, kwargs)
 
     async def remote(self, host_method: Any, *args: Any) -> Any:
         """Calls a method of the host process. If the caller cancels the call, cancels it there too.
@@ -214,6 +222,7 @@ class RayCluster:
             address, object_store_mib=object_store_mib, start_seconds=start_seconds, hosts=placement is not None
         )
         self._actors: dict[str, _Actor] = {}
+        self._batches = ray_batches.Batches()
 
     async def spawn(self, spec: ActorSpec) -> actors.Handle:
         """Starts the actor and returns its handle.
@@ -242,7 +251,7 @@ class RayCluster:
             spec, where = await self._placement.place(spec)
         # Again, because another `spawn` may have taken the name meanwhile.
         actors.check_name_free(spec.name, self._actors)
-        actor = self._actors[spec.name] = _Actor(spec, where)
+        actor = self._actors[spec.name] = _Actor(spec, where, self._batches)
         actor.death.add_done_callback(lambda _: self._ended(actor))
         try:
             try:

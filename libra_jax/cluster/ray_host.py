@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from libra_jax.cluster import actors, guard
+from libra_jax.cluster import actors, guard, ray_batches
 from libra_jax.protocols import ActorSpec, LibraError
 
 GATHER_SECONDS = 0.001
@@ -145,7 +145,7 @@ class RayHost:
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         """Runs a sync or async method; the value is its result."""
-        return await Outcome.of(self._host.call(method, *args, **kwargs))
+        return await Outcome.of(self._host.call(method, *await ray_batches.received(args), **kwargs))
 
     async def stop(self, seconds: float) -> Outcome:
         """Stops the actor within `seconds`; the process lives until Ray kills it."""

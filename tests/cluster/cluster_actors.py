@@ -14,7 +14,17 @@ from multiprocessing import shared_memory
 from typing import Any
 
 from libra_jax import turns
-from libra_jax.protocols import DataError
+from libra_jax.protocols import DataError, TrainBatch
+
+
+class Pickled:
+    """Counts how often it leaves this process."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Pickled.times += 1
+        return Pickled, ()
 
 
 class Counter:
@@ -40,6 +50,9 @@ class Counter:
 
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def rewards(self, batch: TrainBatch, factor: float) -> list[float]:
+        return [factor * item.reward for group in batch.groups for item in group.trajectories]
 
     def fail(self, kind: str) -> None:
         if kind == "ours":

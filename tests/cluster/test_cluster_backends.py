@@ -9,9 +9,20 @@ import pathlib
 from typing import Any
 
 import pytest
-from cluster_actors import Counter, Streamer, Stubborn
+from cluster_actors import Counter, Pickled, Streamer, Stubborn
 
-from libra_jax.protocols import ActorSpec, ConfigError, DataError, DeadlineMissed, LibraError, WorkerLost
+from libra_jax.protocols import (
+    ActorSpec,
+    ConfigError,
+    DataError,
+    DeadlineMissed,
+    Group,
+    LibraError,
+    Task,
+    TrainBatch,
+    Trajectory,
+    WorkerLost,
+)
 
 
 def spec(name: str, factory: str, environment: dict[str, str] | None = None, **arguments: Any) -> ActorSpec:
@@ -43,6 +54,25 @@ def test_a_handle_calls_what_a_protocol_names_and_refuses_what_the_actor_lacks(w
             await counter.call(Streamer.open)
 
     with_actors(body)
+
+
+def test_a_batch_that_several_processes_train_on_is_packed_at_most_once(with_actors):
+    def group(number):
+        task = Task(f"task-{number}", {"counted": Pickled()})
+        return Group(number, task, 0, [Trajectory(f"task-{number}/0", task.prompt_id, reward=float(number))])
+
+    async def body(cluster, counter, streamer):
+        other = await cluster.spawn(spec("other", "Counter"))
+        batch = TrainBatch(3, tuple(map(group, range(4))))
+        before = Pickled.times
+        calls = [actor.call(Counter.rewards, batch, factor) for actor in (counter, other) for factor in (1.0, 2.0)]
+        found = await asyncio.gather(*calls)
+        assert Pickled.times - before in (0, 4)
+        await cluster.stop("other")
+        return found
+
+    plain, twice = [0.0, 1.0, 2.0, 3.0], [0.0, 2.0, 4.0, 6.0]
+    assert with_actors(body) == [plain, twice, plain, twice]
 
 
 def test_calls_of_an_async_actor_interleave(with_actors):
