@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import instances
-from libra_jax.scheduling import buckets
+from libra_jax.scheduling import levels
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Routing:
 
     def __init__(self, config: configuration.RunConfig) -> None:
         # All kinds of the layout: if an instance is lost or late, the number of possible buckets stays the same.
-        self._levels = buckets.Levels(config.scheduler.max_remaining_tokens, config.rollout.kinds)
+        self._levels = levels.Levels(config.scheduler.max_remaining_tokens, config.rollout.kinds)
         self._kinds: dict[str, protocols.Kind] = {}
         self._plans = 0
         self.counts = RoutingCounts()
@@ -109,7 +109,7 @@ class Routing:
 
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Judges later decisions by a plan's buckets. Earlier decisions are not judged."""
-        self._levels = buckets.Levels.planned(rollout)
+        self._levels = levels.Levels.planned(rollout)
         self._plans += 1
 
     def returned(self, route: Route, generated: int) -> None:

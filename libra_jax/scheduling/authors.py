@@ -26,7 +26,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, paths, residents
+from libra_jax.scheduling import buckets, paths, requests, residents
 
 SMALL, MEDIUM = 500, 5_000
 """Largest payloads, in tokens, of the first two sizes (defaults of `cmlfq_tool_state.py`)."""
@@ -192,7 +192,7 @@ class CmlfqAuthors(residents.ResidentScheduler):
         self.statistics = Statistics()
         super().__init__(config, kinds=kinds, learner=self.statistics)
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         track = request.track
         assert isinstance(track, Track)
         level = min(track.level, len(self.buckets) - 1)
@@ -210,7 +210,7 @@ class CmlfqAuthors(residents.ResidentScheduler):
         request.wanted = target
         return level
 
-    def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
+    def admits(self, request: requests.Request, server: buckets.Server) -> bool:
         # The limit is kept in `route`, where it never makes a request wait.
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, residents
+from libra_jax.scheduling import buckets, requests, residents
 
 BUDGET_OUTRUN = protocols.MoveReason.BUDGET_OUTRUN
 
@@ -25,7 +25,7 @@ class RoundRobin(residents.ResidentScheduler):
     _cycle: Sequence[buckets.Server] = ()
     _cycle_of: buckets.Bucket | None = None
 
-    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
         # Each change of instances makes another bucket, so an unknown bucket means that the instances changed.
         if bucket is not self._cycle_of:
             self._cycle_of = bucket
@@ -54,7 +54,7 @@ class Sticky(residents.ResidentScheduler):
     less busy.
     """
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         home = self.servers.get(request.context_at)
         request.remaining = float(request.generated_tokens)
         # A parent's cache is followed for most of the context alone, and while no instance is less busy: to follow it
@@ -65,7 +65,7 @@ class Sticky(residents.ResidentScheduler):
         request.wanted = home
         return 0
 
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         return request.wanted is None or self._excess(request.wanted) > self.config.sticky_threshold
 
     def _excess(self, home: buckets.Server) -> float:
@@ -85,7 +85,7 @@ class StickyCache(residents.ResidentScheduler):
     by_cache = True
     counts_residents = True
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
         request.wanted = request.home or request.anchor
         return 0
@@ -102,7 +102,7 @@ class Mlfq(residents.ResidentScheduler):
 
     by_length = True
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
         if returned and request.level and request.mark == request.generated_tokens:  # demoted at the tool call
             request.reason = BUDGET_OUTRUN
@@ -130,7 +130,7 @@ class Mlfq(residents.ResidentScheduler):
             placement = self.displace(request, request.level, now, BUDGET_OUTRUN)
         return [placement, *self.place(now)]
 
-    def _demoted(self, request: buckets.Request, generated_tokens: int) -> bool:
+    def _demoted(self, request: requests.Request, generated_tokens: int) -> bool:
         """Demotes a request that has generated its level's quantum since it came there, at `request.mark`."""
         level = request.level
         if level >= len(self.buckets) - 1:

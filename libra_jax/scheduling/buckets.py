@@ -1,9 +1,8 @@
-"""Buckets and queues: which level serves a length, which instance of it is free, and which request goes next.
+"""Buckets and queues: which instance of a bucket is free, and which request goes next.
 
-A bucket is one level of the feedback queue: the rollout instances of one tensor-parallel degree (and, in a cluster of
-unlike accelerators, of one accelerator). Narrow instances (small degree) are many and serve short work; wide instances
-are few and serve long work. Bucket i serves requests with up to `scheduler.max_remaining_tokens[i]` tokens to generate;
-the widest bucket serves all others.
+A bucket is one level of the feedback queue (`levels.py`): the rollout instances of one tensor-parallel degree (and, in
+a cluster of unlike accelerators, of one accelerator). Narrow instances (small degree) are many and serve short work;
+wide instances are few and serve long work.
 
 Inside a bucket, `scheduler.ordering` decides which request goes next, for every policy alike:
 - `fcfs`: the request that began to wait first.
@@ -17,41 +16,14 @@ Ageing overrides all of them (`slots.SlotScheduler`).
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from libra_jax import protocols
-
-if TYPE_CHECKING:
-    from libra_jax.scheduling import paths
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """The number of live rollouts of a group. Each evaluation rollout is a group of its own."""
-
-    live: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Rollout:
-    """A rollout with live requests: one for each of its segments.
-
-    Attributes:
-      rollout_id: id of the rollout.
-      group: its group.
-      arrived: time of its first arrival, in seconds.
-      requests: its live requests, in the order of their arrival.
-    """
-
-    rollout_id: str
-    group: Group
-    arrived: float
-    requests: list[Request] = field(default_factory=list)
+from libra_jax.scheduling import requests
 
 
 class Server:
@@ -103,7 +75,7 @@ class Server:
         self.queue = queue
         self.level = 0
         self.load = 0
-        self.decoding: dict[Request, None] = {}
+        self.decoding: dict[requests.Request, None] = {}
         self.residents = 0
         self.context = 0
         self.urgency = 0.0
@@ -127,173 +99,15 @@ class Server:
         return self.load >= self.slots
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A live request.
-
-    Attributes:
-      request_id: id of the request.
-      prompt_id: id of its prompt.
-      group_id: id of its group.
-      dispatch_version: policy version at its group's first dispatch.
-      rollout: its rollout, for which a training step waits as a whole.
-      context_tokens: tokens of its context at its arrival or last tool return.
-      generated_tokens: tokens generated over all turns, as last reported.
-      turn_start: generated tokens at its arrival or last tool return.
-      given: tokens of its context at its arrival that it had not generated.
-      unread: tokens of its context that no instance has seen: its prompt, or what its tool has just returned.
-      level: bucket that the request is meant for.
-      remaining: tokens that the policy expects it to generate still; the ordering reads this.
-      queue: queue in which it waits; None while it decodes or is away.
-      server: instance on which it decodes; None while it waits or is away.
-      served_by: name of the instance that it decoded on last; empty before the first.
-      context_at: name of the instance that may hold its context, or the part that it shares with its parent; empty if
-        there is none, or after an eviction.
-      inherited: tokens of the context that it shares with its parent, until it has been served itself.
-      reason: why it waits, or waited last: the reason of a move that follows.
-      gain: seconds that its policy expects to save by its last decision; None if that was no move, or not estimated.
-      since: time at which it began to wait.
-      ticket: its turn among all waiting requests; drawn each time that it begins to wait.
-      seated: its turn among all placements; drawn each time that it begins to decode.
-      aged: it was placed because it had waited for `scheduler.ageing_seconds`.
-      mark: generated tokens at which the policy judges it next, or judged it last.
-      wanted: the instance that it waits for; None if any instance of its bucket will do.
-      urgency: cost of one second that it loses, as of its last decision (`cmlfq`).
-      home: instance that counts it among its residents (`residents`).
-      anchor: instance that may hold its context, or its parent's, and does not count it (`residents`).
-      held: its context, urgency, remaining tokens and footprint as `home` counts them.
-      track: its causal path, as the policy's learner follows it.
-    """
-
-    request_id: str
-    prompt_id: str
-    group_id: int
-    dispatch_version: int
-    rollout: Rollout
-    context_tokens: int
-    generated_tokens: int
-    turn_start: int = 0
-    given: int = 0
-    unread: int = 0
-    level: int = 0
-    remaining: float = 0.0
-    queue: Queue | None = None
-    server: Server | None = None
-    served_by: str = ""
-    context_at: str = ""
-    inherited: int = 0
-    reason: protocols.MoveReason = protocols.MoveReason.TOOL_RETURN
-    gain: float | None = None
-    since: float = 0.0
-    ticket: int = 0
-    seated: int = 0
-    aged: bool = False
-    mark: int = 0
-    wanted: Server | None = None
-    urgency: float = 0.0
-    home: Server | None = None
-    anchor: Server | None = None
-    held: tuple[int, float, float, float] = (0, 0.0, 0.0, 0.0)
-    track: paths.Track | None = None
-
-    @property
-    def context_now(self) -> int:
-        """Context tokens, including the tokens generated in this turn."""
-        return self.context_tokens + self.generated_tokens - self.turn_start
-
-    @property
-    def read_tokens(self) -> int:
-        """Tokens that tools have returned since its arrival."""
-        return self.context_tokens - self.turn_start - self.given
-
-    @property
-    def away(self) -> bool:
-        """Whether it neither waits nor decodes."""
-        return self.queue is None and self.server is None
-
-
 HEAP_SLACK = 64
 """Stale entries that a heap may hold beyond a multiple of its live ones before it is built again."""
-
-
-def check(bounds: Sequence[int], kinds: Iterable[protocols.Kind]) -> None:
-    """Refuses bounds that do not fit the instances; no bounds make one bucket of any instances.
-
-    Raises:
-      ConfigError: there is not one bound for each kind of instance but the last.
-    """
-    levels = sorted(set(kinds))
-    if not bounds or len(bounds) == len(levels) - 1:
-        return
-    mixed = any(accelerator for _, accelerator in levels)
-    named = ", ".join(f"{degree} on {accelerator}" if mixed else str(degree) for degree, accelerator in levels)
-    what, fields = "tensor-parallel degrees", "rollout.tensor_parallel"
-    if mixed:
-        what, fields = "degrees and accelerators", "rollout.tensor_parallel and rollout.accelerators"
-    raise protocols.ConfigError(
-        f"config.scheduler.max_remaining_tokens: {len(bounds)} bounds do not separate the {len(levels)} {what} {named} "
-        f"of {fields}; give {len(levels) - 1}, one for each but the last, or none for a single bucket"
-    )
-
-
-class Levels:
-    """Maps an instance's kind, and a length, to the level of a bucket.
-
-    Kinds are ordered by their degree, and those of one degree by the name of their accelerator.
-
-    Args:
-      bounds: `scheduler.max_remaining_tokens`.
-      kinds: kinds of the layout's instances, if they are known. Otherwise a kind is known once an instance of it has
-        been seen; until all are known, the lowest bounds apply.
-    """
-
-    def __init__(self, bounds: Sequence[int], kinds: Iterable[protocols.Kind] = ()) -> None:
-        self.bounds = tuple(bounds)
-        self.kinds = sorted(set(kinds))
-        if self.kinds:
-            check(self.bounds, self.kinds)
-
-    @classmethod
-    def planned(cls, buckets: Sequence[protocols.PlannedBucket]) -> Levels:
-        """Returns the levels of a plan, the narrowest bucket first."""
-        return cls(
-            [bucket.max_remaining_tokens for bucket in buckets[:-1]],
-            [(bucket.tensor_parallel, "") for bucket in buckets],
-        )
-
-    @property
-    def count(self) -> int:
-        """Number of buckets, at least one."""
-        return max(1, len(self.kinds)) if self.bounds else 1
-
-    def learn(self, instances: Sequence[protocols.Instance]) -> None:
-        """Adds the kinds of the instances.
-
-        A kind stays known when its last instance is lost, so that the other kinds keep their bounds.
-
-        Raises:
-          ConfigError: there are more kinds than the bounds can separate.
-        """
-        self.kinds = sorted({*self.kinds, *(instance.kind for instance in instances)})
-        if len(self.kinds) > len(self.bounds) + 1:
-            check(self.bounds, self.kinds)
-
-    def of_kind(self, kind: protocols.Kind) -> int:
-        """Returns the level of an instance of this kind."""
-        # Without bounds there is a single bucket, for instances of any kind.
-        return self.kinds.index(kind) if self.bounds else 0
-
-    def of_length(self, tokens: float) -> int:
-        """Returns the level that serves a request with `tokens` to generate."""
-        # A length at a bound belongs below it. Levels of degrees not seen yet do not exist: the widest stands in.
-        return min(bisect.bisect_left(self.bounds, tokens), self.count - 1)
 
 
 Rank = tuple[float, ...]
 Entry = tuple[Any, ...]
 """A rank's numbers, the ticket, the request. Tickets differ, so a comparison never reaches the request."""
 
-Order = Callable[[Request], Rank]
+Order = Callable[[requests.Request], Rank]
 """Maps a request to its rank when it begins to wait. Smaller goes first; equal ranks go by their tickets."""
 
 
@@ -325,7 +139,7 @@ class Queue:
     _heap: list[Entry] = field(default_factory=list, init=False)
     _versions: dict[int, int] = field(default_factory=dict, init=False)  # dispatch version -> waiting requests
 
-    def push(self, request: Request) -> None:
+    def push(self, request: requests.Request) -> None:
         """Adds a request that has drawn its ticket."""
         request.queue = self
         self.size += 1
@@ -337,7 +151,7 @@ class Queue:
             self._heap = [entry for entry in self._heap if entry[-1].queue is self and entry[-1].ticket == entry[-2]]
             heapq.heapify(self._heap)
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: requests.Request) -> None:
         """Removes a request that waits here."""
         request.queue = None  # makes its heap entry stale
         self.size -= 1
@@ -348,7 +162,7 @@ class Queue:
         else:
             versions[version] -= 1
 
-    def ahead(self, request: Request) -> float:
+    def ahead(self, request: requests.Request) -> float:
         """Returns about how many requests would go before one that began to wait here now."""
         if self.order is not ORDERS["group_completion"]:
             return float(self.size)

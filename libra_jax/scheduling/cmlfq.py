@@ -36,7 +36,7 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, paths, prefix_tree, residents
+from libra_jax.scheduling import buckets, evidence, paths, prefix_tree, requests, residents
 from libra_jax.scheduling import costs as cost_model
 
 TURN_SHARE = 0.02
@@ -85,7 +85,7 @@ class Cmlfq(residents.ResidentScheduler):
         self._urgency = 0.0  # of the request that `_cost` priced last
         self._power = config.tail_power
 
-    def expect(self, request: buckets.Request) -> prefix_tree.Sketch:
+    def expect(self, request: requests.Request) -> prefix_tree.Sketch:
         """Returns the distribution of the tokens still to be generated: a number for each of `masses`."""
         track = request.track
         assert track is not None
@@ -134,7 +134,7 @@ class Cmlfq(residents.ResidentScheduler):
         self.withdraw(request)
         return [self.seat(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         home, anchor, share = request.home, request.anchor, self._room_share
         if anchor is not None and share:
             # Without room beside the present requests it was pushed out.
@@ -152,13 +152,13 @@ class Cmlfq(residents.ResidentScheduler):
             request.mark = request.generated_tokens + bounds[min(level, len(bounds) - 1)]
         return level
 
-    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = request.home
         if home is None and request.anchor is not None and self.admits(request, request.anchor):
             home = request.anchor
         return bucket.least() if home is None or home.level != bucket.level or home.full else home
 
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         """Returns whether waiting costs the request more than a turn at this bucket's pace, and the move there."""
         own, wanted = self.buckets[request.level], request.wanted
         # The reserve: a short request in the last slots would make the next long one wait.
@@ -185,7 +185,7 @@ class Cmlfq(residents.ResidentScheduler):
 
     # Costs.
 
-    def _cheapest(self, request: buckets.Request, points: prefix_tree.Sketch, now: float) -> int:
+    def _cheapest(self, request: requests.Request, points: prefix_tree.Sketch, now: float) -> int:
         """Returns the level of the cheapest bucket.
 
         Sets `request.wanted` to the instance in it if the request is to go to that one, `request.urgency`, and
@@ -266,14 +266,14 @@ class Cmlfq(residents.ResidentScheduler):
         read = server.read
         return pace + decoding * self._reading * read if read else pace
 
-    def _more_read(self, request: buckets.Request) -> float:
+    def _more_read(self, request: requests.Request) -> float:
         """Returns how many tokens more than the mean the request reads for each token that it generates."""
         generated = request.turn_start
         return (request.read_tokens - self._reading * generated) / (READ_TOKENS + generated)
 
     def _cost(
         self,
-        request: buckets.Request,
+        request: requests.Request,
         server: buckets.Server,
         points: prefix_tree.Sketch,
         elapsed: float,
@@ -330,7 +330,7 @@ class CmlfqPaper(residents.ResidentScheduler):
         self.paths = paths.PathStatistics(config)
         super().__init__(config, kinds=kinds, learner=self.paths)
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
         if returned and (node := self.paths.known(request.track)) is not None:
             request.remaining = node.mean
@@ -342,12 +342,12 @@ class CmlfqPaper(residents.ResidentScheduler):
         request.wanted = self.home(request, level)
         return level
 
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         # Only a new request holds no cache anywhere, so only it may start in another bucket at no cost.
         return not request.served_by
 
     def seat(
-        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
+        self, request: requests.Request, server: buckets.Server, reason: protocols.MoveReason
     ) -> protocols.Placement:
         # Wherever it was placed, it stays until the statistics agree on another bucket.
         request.level = server.level

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, prefix_tree, residents
+from libra_jax.scheduling import buckets, evidence, prefix_tree, requests, residents
 from libra_jax.scheduling import costs as cost_model
 
 Server = TypeVar("Server")
@@ -66,7 +66,7 @@ class Heddle(residents.ResidentScheduler):
         self._forget(self.requests[request_id])
         return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         assert request.track is not None
         self._forget(request)
         sketch = self.evidence.predict(request.track, request.generated_tokens)
@@ -97,14 +97,14 @@ class Heddle(residents.ResidentScheduler):
                 placements += super().place(now)
         return placements
 
-    def _forget(self, request: buckets.Request) -> None:
+    def _forget(self, request: requests.Request) -> None:
         """Takes the request's last prediction out of the ranks."""
         entry = (-request.remaining, request.request_id)
         place = bisect.bisect_left(self._ranks, entry)
         if place < len(self._ranks) and self._ranks[place] == entry:
             del self._ranks[place]
 
-    def _run_of(self, request: buckets.Request) -> buckets.Server:
+    def _run_of(self, request: requests.Request) -> buckets.Server:
         """Returns the instance whose run the request's rank lies in."""
         if not self._runs:
             self._cut()

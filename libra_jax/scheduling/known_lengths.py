@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, cmlfq, prefix_tree, residents
+from libra_jax.scheduling import buckets, cmlfq, prefix_tree, requests, residents
 from libra_jax.scheduling import costs as cost_model
 
 Remaining: TypeAlias = Callable[[str], int]
@@ -46,14 +46,14 @@ class LengthPredictor(residents.ResidentScheduler):
         self._truth = remaining
         self._seed = seed
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         error = _prediction_error(self._seed, request.request_id, self.config.predictor_sigma)
         request.remaining = self._truth(request.request_id) * error
         level = self.levels.of_length(request.remaining)
         request.wanted = self.home(request, level)
         return level
 
-    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
         home = self.home(request, bucket.level)
         return bucket.least() if home is None or home.full else home
 
@@ -115,7 +115,7 @@ class Clairvoyant(residents.ResidentScheduler):
         self._changes += 1
         return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(self._truth(request.request_id))
         if request.home is not None:
             request.wanted = request.home
@@ -129,7 +129,7 @@ class Clairvoyant(residents.ResidentScheduler):
             self._changes = 0
         return min(bisect.bisect_left(self._bounds, request.remaining), len(self.buckets) - 1)
 
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         # Wider slots that no longer request waits for, but for the reserve; narrower ones never.
         return (
             request.home is None
@@ -210,5 +210,5 @@ class Oracle(cmlfq.Cmlfq):
         super().__init__(config, costs, kinds=kinds)
         self._truth = remaining
 
-    def expect(self, request: buckets.Request) -> prefix_tree.Sketch:
+    def expect(self, request: requests.Request) -> prefix_tree.Sketch:
         return (float(self._truth(request.request_id)),)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import authors, baselines, buckets, cmlfq, heddle, known_lengths
+from libra_jax.scheduling import authors, baselines, cmlfq, heddle, known_lengths, levels
 from libra_jax.scheduling import costs as cost_model
 
 
@@ -31,7 +31,7 @@ def create(
       ConfigError: the policy needs true lengths and has none, or the bounds do not fit the kinds.
     """
     if kinds:
-        buckets.check(config.max_remaining_tokens, kinds)
+        levels.check(config.max_remaining_tokens, kinds)
     if costs is None:
         costs = cost_model.LinearCosts(config.costs)
     # No default but the last case: config has checked that the policy is one of `POLICIES`. Policies with a single

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, learning, slots
+from libra_jax.scheduling import buckets, learning, requests, slots
 
 GROWN = 0.5
 """Share of the context that a request has yet to grow with which it is counted."""
@@ -74,7 +74,7 @@ class ResidentScheduler(slots.SlotScheduler):
             busy = _limited(busy, config.max_residents)
         super().__init__(config, order=order, kinds=kinds, learner=learner, busy=busy)
 
-    def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
+    def admits(self, request: requests.Request, server: buckets.Server) -> bool:
         # A resident is counted already. An empty instance takes any request, or one larger than its cache never ran.
         if request.home is server or not server.residents:
             return True
@@ -83,7 +83,7 @@ class ResidentScheduler(slots.SlotScheduler):
             return False
         return not room or server.footprint + self.footprint(request) <= room
 
-    def footprint(self, request: buckets.Request) -> float:
+    def footprint(self, request: requests.Request) -> float:
         """Returns the tokens of the cache with which the request is counted."""
         context = request.context_now
         if self.predicts:
@@ -116,14 +116,14 @@ class ResidentScheduler(slots.SlotScheduler):
         return super().on_finish(request_id, generated_tokens, now, completed=completed)
 
     def seat(
-        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
+        self, request: requests.Request, server: buckets.Server, reason: protocols.MoveReason
     ) -> protocols.Placement:
         placement = super().seat(request, server, reason)
         if self.accounts:
             self.account(request, server)
         return placement
 
-    def begins(self, request: buckets.Request) -> None:
+    def begins(self, request: requests.Request) -> None:
         """Takes its rollout's other segments that are away off their instances' accounts.
 
         A segment waits for its sub-agents, and one whose history was summarised never comes back. Their contexts stay
@@ -137,7 +137,7 @@ class ResidentScheduler(slots.SlotScheduler):
         if request.inherited:
             request.anchor = self.servers.get(request.context_at)
 
-    def account(self, request: buckets.Request, server: buckets.Server) -> None:
+    def account(self, request: requests.Request, server: buckets.Server) -> None:
         """Makes the request a resident of the instance, or brings its account there up to date."""
         context, urgency, remaining = request.context_now, request.urgency, request.remaining
         footprint = self.footprint(request)
@@ -161,7 +161,7 @@ class ResidentScheduler(slots.SlotScheduler):
             server.urgent_tokens += urgency * remaining
         request.held = context, urgency, remaining, footprint
 
-    def evict(self, request: buckets.Request) -> None:
+    def evict(self, request: requests.Request) -> None:
         """Takes the request off its home's account."""
         server = request.home
         if server is None:

@@ -26,7 +26,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, learning
+from libra_jax.scheduling import buckets, learning, levels, requests
 
 AGES_SLACK = 1024
 """Stale entries that the list of waiting times may hold beyond a multiple of the waiting requests."""
@@ -73,20 +73,20 @@ class SlotScheduler:
         busy: Callable[[buckets.Server], float] = buckets.share_in_use,
     ) -> None:
         self.config = config = config or configuration.SchedulerConfig()
-        self.levels = buckets.Levels(config.max_remaining_tokens if self.by_length else (), kinds)
+        self.levels = levels.Levels(config.max_remaining_tokens if self.by_length else (), kinds)
         self.learner = learner
         self._order = buckets.ORDERS[order if config.ordering == "auto" else config.ordering]
         self._busy = busy
-        self.requests: dict[str, buckets.Request] = {}
+        self.requests: dict[str, requests.Request] = {}
         self.servers: dict[str, buckets.Server] = {}
         self.buckets: list[buckets.Bucket] = []
-        self._groups: dict[int, buckets.Group] = {}
-        self._rollouts: dict[str, buckets.Rollout] = {}
+        self._groups: dict[int, requests.Group] = {}
+        self._rollouts: dict[str, requests.Rollout] = {}
         self._tickets = 0  # drawn so far; the next request to wait gets one more
         self._front = 0  # the lowest ticket: displaced requests get tickets below all others
         self._seats = 0
         self._waiting = 0
-        self._ages: deque[tuple[float, int, buckets.Request]] = deque()  # (since, ticket, request), the oldest first
+        self._ages: deque[tuple[float, int, requests.Request]] = deque()  # (since, ticket, request), the oldest first
         self._touched: list[buckets.Server] = []  # a slot came free there, or a request began to wait for it
         self._overflows = 0
         self._near: list[list[buckets.Bucket]] = []  # by level: all buckets, the nearest first
@@ -95,7 +95,7 @@ class SlotScheduler:
 
     # What a policy answers.
 
-    def route(self, request: buckets.Request, now: float, *, returned: bool = False) -> int:
+    def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         """Returns the level that a request is meant for when it begins to wait.
 
         Sets `request.wanted` if the request is to go to one instance, `request.remaining` if the policy expects
@@ -109,22 +109,22 @@ class SlotScheduler:
         request.remaining = float(request.generated_tokens)
         return 0
 
-    def pick(self, request: buckets.Request, bucket: buckets.Bucket) -> buckets.Server:
+    def pick(self, request: requests.Request, bucket: buckets.Bucket) -> buckets.Server:
         """Returns the instance of the bucket that takes the request; it must have a free slot."""
         return bucket.least()
 
-    def admits(self, request: buckets.Request, server: buckets.Server) -> bool:
+    def admits(self, request: requests.Request, server: buckets.Server) -> bool:
         """Returns whether an instance with a free slot has room for the request; aged requests go in regardless."""
         return True
 
-    def serves(self, bucket: buckets.Bucket, request: buckets.Request) -> bool:
+    def serves(self, bucket: buckets.Bucket, request: requests.Request) -> bool:
         """Returns whether a free slot of the bucket may go to a request that waits elsewhere.
 
         Sets `request.gain` if it is true and the policy expects anything of the move.
         """
         return self.lends
 
-    def begins(self, request: buckets.Request) -> None:
+    def begins(self, request: requests.Request) -> None:
         """Takes in that a request is about to wait, having arrived or come back from a tool. Comes before `route`."""
 
     # Events (`protocols.Scheduler`).
@@ -157,7 +157,7 @@ class SlotScheduler:
     def on_plan(self, planned: Sequence[protocols.PlannedBucket], now: float) -> list[protocols.Placement]:
         if not self.by_length:
             return []
-        before, self.levels = self.levels, buckets.Levels.planned(planned)
+        before, self.levels = self.levels, levels.Levels.planned(planned)
         # A plan may add or drop degrees, which shifts the numbers of the levels: a request keeps its degree, or else
         # gets the next wider, or else the widest.
         for request in self.requests.values():
@@ -173,11 +173,11 @@ class SlotScheduler:
         rollout_id = request.rollout_id or request.request_id
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._rollouts[rollout_id] = buckets.Rollout(rollout_id, self._group(request.group_id), now)
+            rollout = self._rollouts[rollout_id] = requests.Rollout(rollout_id, self._group(request.group_id), now)
             rollout.group.live += 1
         # After a resume, or a failure, a request brings tokens along: turn and budget count from there.
         generated = request.generated_tokens
-        item = buckets.Request(
+        item = requests.Request(
             request.request_id,
             request.prompt_id,
             request.group_id,
@@ -205,14 +205,14 @@ class SlotScheduler:
         self.wait(item, self.route(item, now), now)
         return self.place(now)
 
-    def _group(self, group_id: int) -> buckets.Group:
+    def _group(self, group_id: int) -> requests.Group:
         # Evaluation requests share one group id, but no step waits for them together: each rollout is a group of its
         # own, which is in no table.
         if group_id == protocols.EVALUATION_GROUP:
-            return buckets.Group()
+            return requests.Group()
         group = self._groups.get(group_id)
         if group is None:
-            group = self._groups[group_id] = buckets.Group()
+            group = self._groups[group_id] = requests.Group()
         return group
 
     def on_tool_call(self, request_id: str, generated_tokens: int, now: float) -> list[protocols.Placement]:
@@ -254,7 +254,7 @@ class SlotScheduler:
             self.learner.finish(request.track, generated_tokens, learn=learn)
         return self.place(now)
 
-    def _left(self, request: buckets.Request) -> None:
+    def _left(self, request: requests.Request) -> None:
         """Takes a request off its rollout, and the rollout off its group when the last one is gone."""
         rollout = request.rollout
         rollout.requests.remove(request)
@@ -280,13 +280,13 @@ class SlotScheduler:
 
     # Changes between waiting, decoding and away.
 
-    def home(self, request: buckets.Request, level: int) -> buckets.Server | None:
+    def home(self, request: requests.Request, level: int) -> buckets.Server | None:
         """Returns the live instance that may hold the request's context; None if it is not in the bucket."""
         server = self.servers.get(request.context_at)
         return server if server is not None and server.level == level else None
 
     def seat(
-        self, request: buckets.Request, server: buckets.Server, reason: protocols.MoveReason
+        self, request: requests.Request, server: buckets.Server, reason: protocols.MoveReason
     ) -> protocols.Placement:
         """Lets a request that neither waits nor decodes decode on an instance with a free slot.
 
@@ -312,7 +312,7 @@ class SlotScheduler:
         move = protocols.Move(request.request_id, source, server.name, reason, gain)
         return protocols.Placement(request.request_id, server.name, move)
 
-    def withdraw(self, request: buckets.Request) -> None:
+    def withdraw(self, request: requests.Request) -> None:
         """Ends a request's wait, or frees its slot; does nothing to a request that is away."""
         server = request.server
         if request.queue is not None:
@@ -325,7 +325,7 @@ class SlotScheduler:
             self._touched.append(server)
 
     def displace(
-        self, request: buckets.Request, level: int, now: float, reason: protocols.MoveReason
+        self, request: requests.Request, level: int, now: float, reason: protocols.MoveReason
     ) -> protocols.Placement:
         """Takes a decoding request's place away, so that it waits again, for the bucket of this level."""
         self.withdraw(request)
@@ -333,7 +333,7 @@ class SlotScheduler:
         self.wait(request, level, now)
         return protocols.Placement(request.request_id, "")
 
-    def wait(self, request: buckets.Request, level: int, now: float) -> None:
+    def wait(self, request: requests.Request, level: int, now: float) -> None:
         """Lets a request that neither waits nor decodes wait for a bucket, or for the instance that it wants."""
         self._tickets += 1
         request.ticket = self._tickets
@@ -345,7 +345,7 @@ class SlotScheduler:
         if len(self._ages) > 4 * self._waiting + AGES_SLACK:
             self._ages = deque(entry for entry in self._ages if entry[2].queue and entry[2].ticket == entry[1])
 
-    def _enqueue(self, request: buckets.Request, level: int) -> None:
+    def _enqueue(self, request: requests.Request, level: int) -> None:
         self._waiting += 1
         wanted = request.wanted
         if wanted is not None:
@@ -416,7 +416,7 @@ class SlotScheduler:
 
     def _take(
         self,
-        request: buckets.Request,
+        request: requests.Request,
         server: buckets.Server,
         reason: protocols.MoveReason,
         placements: list[protocols.Placement],

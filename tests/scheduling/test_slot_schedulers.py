@@ -12,7 +12,7 @@ from scheduler_machine import AGEING, SchedulerMachine, create, places
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import baselines, buckets, heddle, paths, registry
+from libra_jax.scheduling import baselines, heddle, levels, paths, registry
 
 
 @pytest.mark.parametrize("policy", configuration.POLICIES)
@@ -245,9 +245,9 @@ def test_an_unknown_scheduler_is_refused_with_the_nearest_name():
 
 def test_bounds_that_do_not_fit_the_degrees_are_refused():
     with pytest.raises(protocols.ConfigError, match=r"max_remaining_tokens: 1 bounds do not separate the 3"):
-        buckets.check((100,), ((1, ""), (2, ""), (4, ""), (1, "")))
+        levels.check((100,), ((1, ""), (2, ""), (4, ""), (1, "")))
     with pytest.raises(protocols.ConfigError, match=r"separate the 3 .* 1 on h20, 1 on h800, 2 on h20 "):
-        buckets.check((100,), ((2, "h20"), (1, "h800"), (1, "h20")))
+        levels.check((100,), ((2, "h20"), (1, "h800"), (1, "h20")))
     with pytest.raises(protocols.ConfigError, match="must ascend"):
         configuration.SchedulerConfig(max_remaining_tokens=(200, 100))
-    buckets.check((), ((1, ""), (2, ""), (4, "")))
+    levels.check((), ((1, ""), (2, ""), (4, "")))
