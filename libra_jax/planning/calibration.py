@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning import measured_costs
 
 Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -105,7 +105,7 @@ def read_streams(spans: Iterable[protocols.Span], records: Iterable[Mapping[str,
     return sorted(found, key=lambda stream: (stream.start, stream.end))
 
 
-def fit_engine(instances: Sequence[Sequence[Stream]]) -> costs.EngineCosts:
+def fit_engine(instances: Sequence[Sequence[Stream]]) -> measured_costs.EngineCosts:
     """Fits the costs of engines of one degree.
 
     Args:
@@ -122,11 +122,11 @@ def fit_engine(instances: Sequence[Sequence[Stream]]) -> costs.EngineCosts:
             f"{len(seconds)} streams of tokens are too few to calibrate an engine by; at least {LEAST_STREAMS} are "
             "needed: record more steps"
         )
-    return costs.EngineCosts(*(float(value) for value in robust_fit(terms, seconds)))
+    return measured_costs.EngineCosts(*(float(value) for value in robust_fit(terms, seconds)))
 
 
 def _table(mine: Sequence[Stream]) -> tuple[Values, Values]:
-    """Returns the terms of each known stream's duration, in the order of `costs.EngineCosts`, and the duration."""
+    """Returns the terms of each known stream's duration, in the order of `EngineCosts`, and the duration."""
     start, end, tokens, new, cached = np.array(
         [(item.start, item.end, item.tokens, item.new, item.cached) for item in mine]
     ).T
@@ -157,7 +157,7 @@ def _table(mine: Sequence[Stream]) -> tuple[Values, Values]:
     return terms[known], seconds[known]
 
 
-def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> costs.TrainCosts:
+def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> measured_costs.TrainCosts:
     """Fits the costs of training steps.
 
     Args:
@@ -166,10 +166,10 @@ def fit_train(columns: Sequence[int], seconds: Sequence[float]) -> costs.TrainCo
     """
     terms = np.stack([np.ones(len(columns)), np.asarray(columns, np.float64)], axis=1)
     step, column = robust_fit(terms, np.asarray(seconds, np.float64))
-    return costs.TrainCosts(float(step), float(column))
+    return measured_costs.TrainCosts(float(step), float(column))
 
 
-def fit_update(syncs: Sequence[float], loads: Sequence[float]) -> costs.UpdateCosts:
+def fit_update(syncs: Sequence[float], loads: Sequence[float]) -> measured_costs.UpdateCosts:
     """Fits the costs of weight updates: medians, since all updates do the same.
 
     Args:
@@ -179,7 +179,7 @@ def fit_update(syncs: Sequence[float], loads: Sequence[float]) -> costs.UpdateCo
     whole = statistics.median(syncs)
     # Medians of noisy times could make a part longer than the whole.
     load = min(statistics.median(loads), whole) if loads else whole
-    return costs.UpdateCosts(whole - load, load)
+    return measured_costs.UpdateCosts(whole - load, load)
 
 
 def robust_fit(rows: Values, measured: Values) -> Values:

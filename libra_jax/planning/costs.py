@@ -1,8 +1,8 @@
-"""Computes how long things take: from a hardware sheet and a model's shape, or from a run's measurements.
+"""Computes how long things take from a hardware sheet and a model's shape.
 
 `CostModel` is a roofline. Each operator takes the longer of its arithmetic and its memory traffic, at the shares of
 the sheet's peaks that `Coefficients` names. Nothing is fitted to a scheduling policy: the values were committed before
-any comparison. `Calibration` has the same methods over measured costs; `planning.calibration` fits them.
+any comparison. `measured_costs.Calibration` has the same methods over measured costs; `planning.calibration` fits them.
 Lengths are tokens, sizes bytes, times seconds. `degree` is an instance's tensor-parallel degree throughout.
 
 A mixture of experts computes with the experts that a token takes, and stores and syncs all of them. A step of an engine
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from libra_jax import config as configuration
-from libra_jax import protocols
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware, rows
+from libra_jax.planning import hardware
+
+if TYPE_CHECKING:
+    from libra_jax.planning import measured_costs
 
 BYTES_PER_VALUE = 2
 """Bytes of a value: weights, activations and key-value cache are bfloat16."""
@@ -386,188 +388,8 @@ def of_hardware(name: str, shape: model_config.TransformerConfig, field: str) ->
     return CostModel(hardware.sheet(name, field), shape, kept)
 
 
-@dataclass(frozen=True)
-class EngineCosts:
-    """Costs of an engine of one tensor-parallel degree, in seconds.
-
-    Attributes:
-      step: fixed time of a step: launching it, reading the weights.
-      request: time that each decoding request adds to a step.
-      context: time that each token of decoding context adds to a step: reading its keys and values.
-      prefill_token: time of each prefilled token that is new to the instance.
-      cached_token: time of each token of a prefilled context that the instance has seen.
-      prefill_request: time of each prefilled request.
-      wait: remaining time of each stream; not a cost of the engine, and not used by `Calibration`.
-    """
-
-    step: float
-    request: float
-    context: float
-    prefill_token: float
-    cached_token: float
-    prefill_request: float
-    wait: float = 0.0
-
-    def scaled(self, factor: float) -> EngineCosts:
-        """Returns an engine that takes `factor` times as long for everything."""
-        return EngineCosts(**{name: factor * value for name, value in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class TrainCosts:
-    """Costs of a training step, in seconds.
-
-    Attributes:
-      step: fixed time of a step.
-      column: time of each column of the computed rows, padding included.
-    """
-
-    step: float
-    column: float
-
-
-@dataclass(frozen=True)
-class UpdateCosts:
-    """Costs of a weight update, in seconds.
-
-    Attributes:
-      gather: time in which the trainer puts a snapshot together, and the remaining time of an update.
-      load: time in which an instance takes the snapshot, from its pause to its resumption.
-    """
-
-    gather: float
-    load: float
-
-
-@dataclass(frozen=True)
-class MeasuredEngines(RolloutTimes):
-    """Measured costs of rollout, with the methods of `CostModel` and the same meaning.
-
-    Attributes:
-      engines: costs by tensor-parallel degree.
-      chunk_tokens: prefill tokens that share one engine step.
-      cache_tokens: tokens that the cache of an instance of each degree holds. A recording does not contain them. The
-        cache of a missing degree never fills, so nothing is pre-empted there.
-    """
-
-    engines: Mapping[int, EngineCosts]
-    chunk_tokens: int = 2048
-    cache_tokens: Mapping[int, int] = dataclasses.field(default_factory=dict)
-
-    def scaled(self, factors: Mapping[int, float]) -> Self:
-        """Returns the same costs with engines that take `factors[degree]` times as long."""
-        engines = {degree: engine.scaled(factors.get(degree, 1.0)) for degree, engine in self.engines.items()}
-        return dataclasses.replace(self, engines=engines)
-
-    def kv_tokens(self, degree: int) -> int:
-        """Returns the tokens that an instance's cache holds; see `cache_tokens`."""
-        # 2**40: no limit.
-        return self.cache_tokens.get(degree, 2**40)
-
-    def context_seconds(self, degree: int) -> float:
-        """Returns the seconds that each token of decoding context adds to a step."""
-        return self._engine(degree).context
-
-    def fixed_seconds(self, degree: int, decoding: int, prefill: float = 0.0) -> float:
-        """Returns the seconds of one step of `decoding` requests and `prefill` new tokens, apart from contexts."""
-        engine = self._engine(degree)
-        return engine.step + engine.request * decoding + engine.prefill_token * prefill
-
-    def attention_seconds(self, degree: int, new: int, cached: int) -> float:
-        """Returns the additional seconds of prefilling one request behind `cached` tokens."""
-        engine = self._engine(degree)
-        return engine.prefill_request + engine.cached_token * cached
-
-    def prefill_terms(self, degree: int) -> PrefillTerms:
-        """Returns the seconds that prefilling adds to steps in which others decode."""
-        engine = self._engine(degree)
-        return PrefillTerms(engine.prefill_token, engine.cached_token, 0.0, engine.prefill_request)
-
-    def _engine(self, degree: int) -> EngineCosts:
-        try:
-            return self.engines[degree]
-        except KeyError:
-            raise protocols.ConfigError(
-                f"config.rollout.tensor_parallel: no instance of degree {degree} was measured, only of "
-                f"{', '.join(map(str, sorted(self.engines)))}"
-            ) from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration(MeasuredEngines):
-    """All measured costs, with the methods of `CostModel` and the same meaning.
-
-    Attributes:
-      train: costs of the trainer, with the devices that it had.
-      update: costs of a weight update.
-      rows: rows of the trainer.
-      parameters: parameters of the model; no cost depends on them.
-      sync_bytes: bytes of a weight sync; no cost depends on them.
-    """
-
-    train: TrainCosts
-    update: UpdateCosts
-    rows: rows.Shape
-    parameters: int = 0
-    sync_bytes: int = 0
-
-    def train_seconds(self, lengths: Sequence[int], devices: int) -> float:
-        """Returns the seconds of a training step on sequences of these lengths; `devices` must be the measured ones."""
-        return self.train.step + self.train.column * rows.processed_columns(lengths, self.rows)
-
-    def gather_seconds(self, devices: int) -> float:
-        """Returns the seconds in which the trainer puts a snapshot together."""
-        return self.update.gather
-
-    def load_seconds(self, degree: int) -> float:
-        """Returns the seconds in which an instance receives a snapshot and puts it in place."""
-        return self.update.load
-
-    def transfer_seconds(self, degree: int, context: int) -> float:
-        """Returns the seconds of prefilling a moved request again, because no transfer was measured."""
-        return self.prefill_seconds(degree, context)
-
-
-RolloutCosts: TypeAlias = CostModel | MeasuredEngines
+RolloutCosts: TypeAlias = "CostModel | measured_costs.MeasuredEngines"
 """Costs of rollout instances, computed or measured; both have the same methods."""
 
-Costs: TypeAlias = CostModel | Calibration
+Costs: TypeAlias = "CostModel | measured_costs.Calibration"
 """Costs of simulated machines, computed or measured; both have the same methods."""
-
-
-@dataclass(frozen=True)
-class SchedulingCosts:
-    """Costs for a scheduler (`scheduling.costs.Costs`), computed from a cost model.
-
-    Attributes:
-      model: the cost model.
-      transfer: allows to move key-value caches between instances; without it a moved request is prefilled again.
-      others: cost models of instances on other accelerators, by their sheets' names.
-    """
-
-    model: Costs
-    transfer: bool = False
-    others: Mapping[str, Costs] = dataclasses.field(default_factory=dict)
-
-    def decode_seconds(self, instance: protocols.Instance, decoding: int, context_tokens: int, tokens: int) -> float:
-        """Returns the seconds in which one request of `context_tokens` gets `tokens`, among `decoding` similar ones."""
-        degree = instance.tensor_parallel
-        context = decoding * (context_tokens + tokens / 2)  # contexts grow by a token a step
-        return tokens * self._model_of(instance).step_seconds(degree, max(1, decoding), context)
-
-    def read_seconds(self, instance: protocols.Instance, tokens: int) -> float:
-        """Returns the seconds that prefilling `tokens` adds to the steps of an instance on which others decode."""
-        return tokens * self._model_of(instance).prefill_terms(instance.tensor_parallel).new
-
-    def move_seconds(self, source: str | None, target: protocols.Instance, context_tokens: int) -> float:
-        """Returns the seconds of bringing a request's context to `target`; 0 if the context is already there."""
-        if source is None or source == target.name:
-            return 0.0
-        model = self._model_of(target)
-        again = model.prefill_seconds(target.tensor_parallel, context_tokens)
-        if not self.transfer:
-            return again
-        return min(again, model.transfer_seconds(target.tensor_parallel, context_tokens))
-
-    def _model_of(self, instance: protocols.Instance) -> Costs:
-        return self.others.get(instance.accelerator, self.model)

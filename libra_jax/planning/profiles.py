@@ -19,7 +19,7 @@ import numpy as np
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import calibration, costs, hardware, meshes, pipeline, serving
+from libra_jax.planning import calibration, costs, hardware, measured_costs, meshes, pipeline, serving
 
 KEPT_FILE = "planner_profile.json"
 """File name of a run's own copy, in its workdir."""
@@ -95,7 +95,7 @@ class Profile:
     sheet: hardware.HardwareSheet
     model: Mapping[str, Any]
     coefficients: costs.Coefficients
-    engines: Mapping[int, costs.EngineCosts]
+    engines: Mapping[int, measured_costs.EngineCosts]
     sync: float
     between: float
     errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -105,9 +105,9 @@ class Profile:
         """Seconds of a step in which nothing trains; at max staleness 0 nothing rolls out either."""
         return self.sync + self.between
 
-    def rollout(self, model: costs.CostModel) -> costs.MeasuredEngines:
+    def rollout(self, model: costs.CostModel) -> measured_costs.MeasuredEngines:
         """Returns the costs of instances, with the cache sizes of the sheet."""
-        return costs.MeasuredEngines(
+        return measured_costs.MeasuredEngines(
             self.engines, cache_tokens={degree: model.kv_tokens(degree) for degree in self.engines}
         )
 
@@ -188,7 +188,9 @@ def fit(
     )
 
 
-def levelled(engine: costs.EngineCosts, steps: Sequence[Measured], cache_tokens: int) -> costs.EngineCosts:
+def levelled(
+    engine: measured_costs.EngineCosts, steps: Sequence[Measured], cache_tokens: int
+) -> measured_costs.EngineCosts:
     """Scales the engine so that the median step's rollout takes its measured time.
 
     Only part of a rollout's time grows with the engine's, because tool times stay. So the factor is approached in
@@ -200,7 +202,7 @@ def levelled(engine: costs.EngineCosts, steps: Sequence[Measured], cache_tokens:
       cache_tokens: tokens that an instance's cache holds, as when the profile is used.
     """
     for _ in range(ROUNDS):
-        served = costs.MeasuredEngines(
+        served = measured_costs.MeasuredEngines(
             {step.degree: engine for step in steps}, cache_tokens={step.degree: cache_tokens for step in steps}
         )
         factor = statistics.median(step.seconds.rollout / rollout_seconds(served, step) for step in steps)
@@ -278,7 +280,7 @@ def read(path: Path) -> Profile:
             hardware.HardwareSheet(**written["sheet"]),
             dict(written["model"]),
             costs.Coefficients(**written["coefficients"]),
-            {int(degree): costs.EngineCosts(**values) for degree, values in written["engines"].items()},
+            {int(degree): measured_costs.EngineCosts(**values) for degree, values in written["engines"].items()},
             float(written["sync"]),
             float(written["between"]),
             {stage: float(written["errors"][stage]) for stage in ("rollout", "train", "sync", "total")},

@@ -23,7 +23,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import parent_death, protocols
 from libra_jax.coordinator import checkpoints
-from libra_jax.planning import costs
+from libra_jax.planning import request_costs
 from libra_jax.scheduling import known_lengths, registry
 from libra_jax.simulator import bound, faults, report, results, scripts, settings, traces, workloads, world
 
@@ -77,7 +77,7 @@ def prepare(run: settings.SimulatedRun, policies: Sequence[str]) -> settings.Sim
     # Making each scheduler checks its settings.
     for policy in policies:
         given = with_policy(run, policy)
-        _scheduler(given, costs.SchedulingCosts(given.simulation.cost_model(run.model.lora)), lambda request: 0)
+        _scheduler(given, request_costs.SchedulingCosts(given.simulation.cost_model(run.model.lora)), lambda request: 0)
     # A trace sets the steps: those in which each of its prompts is replayed `passes` times, the last step in part.
     if isinstance(work, traces.Replay) and run.workload.passes:
         steps = -(-len(work.prompts) * run.workload.passes // run.coordinator.groups_per_step)
@@ -271,9 +271,11 @@ def swapped(reference: Sequence[str], order: Sequence[str]) -> list[tuple[str, s
     return [(first, second) for first, second in pairs if place[first] > place[second]]
 
 
-def _scheduler(run: settings.SimulatedRun, given: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> Any:
+def _scheduler(
+    run: settings.SimulatedRun, given: request_costs.SchedulingCosts, remaining: known_lengths.Remaining
+) -> Any:
     kinds = run.rollout.kinds
-    believed: costs.SchedulingCosts | None = None  # takes the costs of the config
+    believed: request_costs.SchedulingCosts | None = None  # takes the costs of the config
     match run.simulation.scheduler_costs:
         case "exact":
             believed = given

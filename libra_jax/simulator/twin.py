@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax.coordinator import checkpoints
-from libra_jax.planning import calibration, costs, rows
+from libra_jax.planning import calibration, measured_costs, rows
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import recording, report, world
@@ -52,7 +52,7 @@ class Twin:
       kinds: number of different works among the repeated steps.
     """
 
-    model: costs.Calibration
+    model: measured_costs.Calibration
     level: float
     measured: tuple[recording.Parts, ...]
     predicted: tuple[recording.Parts, ...]
@@ -113,7 +113,7 @@ def make(recorded: recording.Recording) -> Twin:
     )
 
 
-def calibrate(recorded: recording.Recording, steps: int) -> costs.Calibration:
+def calibrate(recorded: recording.Recording, steps: int) -> measured_costs.Calibration:
     """Returns costs fitted to the first `steps` steps.
 
     Raises:
@@ -130,7 +130,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> costs.Calibration:
     first, trainer = recorded.steps[:steps], recorded.config.trainer
     shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.rows_per_micro_batch, trainer.pack)
     columns = [rows.processed_columns(step.lengths, shape) for step in first]
-    return costs.Calibration(
+    return measured_costs.Calibration(
         engines=engines,
         train=calibration.fit_train(columns, [step.parts.train for step in first]),
         update=calibration.fit_update(
@@ -140,7 +140,9 @@ def calibrate(recorded: recording.Recording, steps: int) -> costs.Calibration:
     )
 
 
-def levelled(recorded: recording.Recording, steps: int, model: costs.Calibration) -> tuple[costs.Calibration, float]:
+def levelled(
+    recorded: recording.Recording, steps: int, model: measured_costs.Calibration
+) -> tuple[measured_costs.Calibration, float]:
     """Returns the model at the level at which the simulated rollout of the first `steps` steps takes the measured time,
     and the level.
 
@@ -162,7 +164,7 @@ def levelled(recorded: recording.Recording, steps: int, model: costs.Calibration
     return scaled, level
 
 
-def replay(recorded: recording.Recording, model: costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
+def replay(recorded: recording.Recording, model: measured_costs.Calibration, steps: int) -> tuple[recording.Parts, ...]:
     """Returns the simulated seconds of the first `steps` steps."""
     # Evaluations and checkpoints are not in the recorded seconds, and `recording.read` takes no run that moved.
     given = recorded.config

@@ -23,11 +23,11 @@ from libra_jax.coordinator import rollouts
 from libra_jax.coordinator import run as coordinator
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
+from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans, request_costs
 from libra_jax.scheduling import known_lengths
 from libra_jax.simulator import branching, clock, engine, offload, results, scripts, trainer, training_side, trajectory
 
-MakeScheduler = Callable[[costs.SchedulingCosts, known_lengths.Remaining], protocols.Scheduler]
+MakeScheduler = Callable[[request_costs.SchedulingCosts, known_lengths.Remaining], protocols.Scheduler]
 """A fresh scheduler, handed the costs of the simulated hardware and the truth (for policies that may know it)."""
 
 
@@ -262,7 +262,7 @@ def run(
             make_trajectory=book.make,
             run_rollout=branching.run_rollout,
         ),
-        make_scheduler(costs.SchedulingCosts(model, transfer=store is not None, others=others), book.remaining),
+        make_scheduler(request_costs.SchedulingCosts(model, transfer=store is not None, others=others), book.remaining),
         planned,
     )
     # Wall time of the run alone, without the making of its parts.

@@ -29,7 +29,7 @@ from absl import flags
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import costs, forecast, plans, search
+from libra_jax.planning import forecast, plans, request_costs, search
 from libra_jax.scheduling import known_lengths, registry
 from libra_jax.simulator import scripts, settings, workloads, world
 from tests.benchmarks import watched as watch
@@ -213,7 +213,7 @@ def simulated(folder: Path, workload: str, seed: int, plan: protocols.Plan) -> S
         run = run_of(workload, seed, plan)
         watched: list[watch.Watched] = []
 
-        def scheduler(priced: costs.SchedulingCosts, remaining: known_lengths.Remaining) -> protocols.Scheduler:
+        def scheduler(priced: request_costs.SchedulingCosts, remaining: known_lengths.Remaining) -> protocols.Scheduler:
             made = registry.create(run.scheduler, costs=priced, remaining=remaining, seed=seed, kinds=run.rollout.kinds)
             watched.append(watch.Watched(made, range(1, STEPS - 2 * STALENESS)))
             return watched[0]

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.planning import calibration, costs, rows
+from libra_jax.planning import calibration, measured_costs, rows
 
-ENGINE = costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6)
-MODEL = costs.Calibration(
+ENGINE = measured_costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6)
+MODEL = measured_costs.Calibration(
     {1: ENGINE},
-    train=costs.TrainCosts(0.2, 40e-6),
-    update=costs.UpdateCosts(0.03, 0.05),
+    train=measured_costs.TrainCosts(0.2, 40e-6),
+    update=measured_costs.UpdateCosts(0.03, 0.05),
     rows=rows.Shape((8,), 2),
 )
 
@@ -53,8 +53,10 @@ def test_train_and_update_costs():
     seconds[2] += 5.0  # a program was compiled
     fitted = calibration.fit_train(columns, seconds)
     assert (fitted.step, fitted.column) == pytest.approx((0.2, 40e-6), rel=1e-2)
-    assert calibration.fit_update([0.08, 0.09, 4.0], [0.05, 0.05, 3.0]) == costs.UpdateCosts(pytest.approx(0.04), 0.05)
-    assert calibration.fit_update([0.08], []) == costs.UpdateCosts(0.0, 0.08)
+    assert calibration.fit_update([0.08, 0.09, 4.0], [0.05, 0.05, 3.0]) == measured_costs.UpdateCosts(
+        pytest.approx(0.04), 0.05
+    )
+    assert calibration.fit_update([0.08], []) == measured_costs.UpdateCosts(0.0, 0.08)
 
 
 def test_a_calibration_answers_what_simulated_machines_ask():

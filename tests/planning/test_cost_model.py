@@ -13,7 +13,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware
+from libra_jax.planning import costs, hardware, request_costs
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B"))
 SPARSE = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-30B-A3B"))
@@ -79,7 +79,7 @@ def test_more_work_takes_longer_and_more_devices_less(degree, decoding, context)
 @given(DEGREES, st.integers(1, 64), st.integers(0, 50_000), st.integers(1, 20_000))
 def test_a_scheduler_sees_the_same_steps_as_the_engine(degree, decoding, context, tokens):
     instance = protocols.Instance("engine-0", degree, 64)
-    seconds = costs.SchedulingCosts(MODEL).decode_seconds(instance, decoding, context, tokens)
+    seconds = request_costs.SchedulingCosts(MODEL).decode_seconds(instance, decoding, context, tokens)
     first = tokens * MODEL.step_seconds(degree, decoding, decoding * context)
     last = tokens * MODEL.step_seconds(degree, decoding, decoding * (context + tokens))
     assert first <= seconds <= last
@@ -87,7 +87,7 @@ def test_a_scheduler_sees_the_same_steps_as_the_engine(degree, decoding, context
 
 def test_moving_costs_a_prefill_or_a_transfer_whichever_is_less():
     target = protocols.Instance("engine-1", 4, 64)
-    prefill, transfer = costs.SchedulingCosts(MODEL), costs.SchedulingCosts(MODEL, transfer=True)
+    prefill, transfer = request_costs.SchedulingCosts(MODEL), request_costs.SchedulingCosts(MODEL, transfer=True)
     assert prefill.move_seconds(None, target, 8000) == prefill.move_seconds("engine-1", target, 8000) == 0.0
     assert prefill.move_seconds("engine-0", target, 8000) == MODEL.prefill_seconds(4, 8000)
     assert transfer.move_seconds("engine-0", target, 8000) == 8000 * 163_840 / (4 * 25e9 * 0.8)

@@ -11,7 +11,7 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans, profiles, serving
+from libra_jax.planning import costs, forecast, hardware, measured_costs, meshes, planner, plans, profiles, serving
 
 SHEET = hardware.HardwareSheet("cpu", 5e10, 1e10, 8e9, 5e9, 5e9, 2)
 MODEL = costs.CostModel(SHEET, model_config.load_preset("libra-tiny"), costs.Coefficients(activation_bytes=0.0))
@@ -23,7 +23,7 @@ KNOWN = {
     "large_message_latency": 2e-3,
 }
 TRUE = dataclasses.replace(MODEL, coefficients=dataclasses.replace(MODEL.coefficients, **KNOWN))
-ENGINE = costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 0.0, 300e-6)
+ENGINE = measured_costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 0.0, 300e-6)
 ERRORS = {"rollout": 0.05, "train": 0.03, "sync": 0.2, "total": 0.04}
 PROFILE = profiles.Profile(SHEET, model_config.to_hf(MODEL.shape), TRUE.coefficients, {1: ENGINE}, 0.1, 0.05, ERRORS)
 
@@ -97,7 +97,7 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
     asked = serving.Demand.of_trajectories(
         [50] * 8, [[protocols.Turn(200, "bash", "success", 20, tool_seconds)] * 3] * 8
     )
-    slower = costs.MeasuredEngines({1: ENGINE.scaled(1.7)})
+    slower = measured_costs.MeasuredEngines({1: ENGINE.scaled(1.7)})
     step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 8, profiles.Stages(1.0, 1.0, 0.1, 2.0))
     step = dataclasses.replace(step, seconds=profiles.Stages(profiles.rollout_seconds(slower, step), 1.0, 0.1, 2.0))
     assert profiles.levelled(ENGINE, [step], 10**9).step == pytest.approx(1.7 * ENGINE.step, rel=1e-3)
@@ -105,7 +105,7 @@ def test_an_engine_is_levelled_until_whole_rollouts_take_what_they_took(tool_sec
 
 def test_a_full_cache_is_charged_once():
     asked = serving.Demand.of_trajectories([50] * 64, [[protocols.Turn(2_000)]] * 64)
-    crowded = costs.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
+    crowded = measured_costs.MeasuredEngines({1: ENGINE}, cache_tokens={1: 5_000})
     step = profiles.Measured((1, 1, 1), trainer(8), (200,), asked, 1, 64, profiles.Stages(1.0, 1.0, 0.1, 2.0))
     step = dataclasses.replace(step, seconds=profiles.Stages(profiles.rollout_seconds(crowded, step), 1.0, 0.1, 2.0))
     assert profiles.levelled(ENGINE, [step], 5_000).step == pytest.approx(ENGINE.step, rel=1e-3)

@@ -10,19 +10,19 @@ from typing import Any
 import simulator_doubles as doubles
 
 from libra_jax import config as configuration
-from libra_jax.planning import costs, rows
+from libra_jax.planning import measured_costs, rows
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import results, world
 from libra_jax.telemetry import recorder as telemetry
 
 ENGINES = {
-    1: costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6),
-    2: costs.EngineCosts(3e-3, 30e-6, 0.05e-6, 12e-6, 6e-6, 200e-6),
+    1: measured_costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6),
+    2: measured_costs.EngineCosts(3e-3, 30e-6, 0.05e-6, 12e-6, 6e-6, 200e-6),
 }
-TRAIN = costs.TrainCosts(0.2, 40e-6)
-UPDATE = costs.UpdateCosts(0.03, 0.05)
-MODEL = costs.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=rows.Shape((8192,), 1))
+TRAIN = measured_costs.TrainCosts(0.2, 40e-6)
+UPDATE = measured_costs.UpdateCosts(0.03, 0.05)
+MODEL = measured_costs.Calibration(ENGINES, train=TRAIN, update=UPDATE, rows=rows.Shape((8192,), 1))
 
 
 class FileRecorder(results.StepRecorder):

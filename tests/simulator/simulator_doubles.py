@@ -9,7 +9,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware
+from libra_jax.planning import costs, hardware, request_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import batch, engine, results, scripts, trajectory, world
 
@@ -148,7 +148,7 @@ def simulate_workload(
     simulation: world.SimulationConfig | None = None,
     **more: Any,
 ) -> results.Result:
-    def make(scheduling: costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
+    def make(scheduling: request_costs.SchedulingCosts, remaining: world.Remaining) -> protocols.Scheduler:
         return registry.create(config.scheduler, costs=scheduling, remaining=remaining, seed=seed)
 
     return world.run(config, simulation or SIMULATION, workload, make, **more)
