@@ -1,16 +1,16 @@
 """The batch of a simulated engine: decoding and prefilled requests, the cache, and the begin and end of steps.
 
 Every decoding request gets one token a step. Between two changes of the batch, the times of the steps have a closed
-form (`Pace`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill or has
-tokens to stream. Changes take effect at the next step boundary, as in a real engine. The result is therefore the same
-as simulating token by token.
+form (`requests.Pace`). So the simulation looks at the time only when a request arrives, leaves, ends its prefill or
+has tokens to stream. Changes take effect at the next step boundary, as in a real engine. The result is therefore the
+same as simulating token by token.
 
-Prefill is chunked: it shares steps with decoding and makes them longer. Requests that fit into one chunk together
-are prefilled together. A returning request reuses the prefix of its context that its instance still holds. If room
-is needed, held prefixes are dropped, least recently used first. If there is no room for one more step, the latest
-arrival is pre-empted and prefilled again later. The common prompt of siblings is not shared, so each sibling pays
-for its own prefill. A segment that begins like another one of its rollout reuses what the instance holds of that one.
-Both then occupy the cache with the tokens that they share, which a real engine would keep once.
+Prefill is chunked: it shares steps with decoding and makes them longer. Requests that fit into one chunk together are
+prefilled together. A returning request reuses the prefix of its context that its instance still holds (`cache.Held`).
+If there is no room for one more step, the latest arrival is pre-empted and prefilled again later. The common prompt of
+siblings is not shared, so each sibling pays for its own prefill. A segment that begins like another one of its rollout
+reuses what the instance holds of that one. Both then occupy the cache with the tokens that they share, which a real
+engine would keep once.
 
 If the fleet keeps contexts in host memory (`offload.py`), a request whose context the instance lacks may fetch it. The
 request then waits without a place in the batch, and the room of its context is reserved.
@@ -21,123 +21,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import heapq
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import offload, trajectory
-
-
-@dataclass
-class Counters:
-    """Totals of an instance over all its lives.
-
-    Attributes:
-      generated: tokens sampled.
-      prefilled: tokens prefilled.
-      prefilled_again: prefilled tokens whose keys and values some instance had computed before.
-      fetched: tokens whose keys and values came from host memory.
-      preempted: requests that lost their place for lack of cache.
-      busy_seconds: seconds spent in steps.
-      alive_seconds: seconds from its starts to its ends, without sleep.
-    """
-
-    generated: int = 0
-    prefilled: int = 0
-    prefilled_again: int = 0
-    fetched: int = 0
-    preempted: int = 0
-    busy_seconds: float = 0.0
-    alive_seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class Request:
-    """A request from its arrival to its departure; it has `length` tokens of context at step `since`."""
-
-    name: str
-    segment: trajectory.Counted
-    number: int
-    length: int
-    fresh: int
-    left: int
-    reason: protocols.FinishReason
-    spans: list[tuple[int, int]]
-    state: Literal["waiting", "fetching", "prefilling", "decoding", "gone"] = "waiting"
-    since: int = 0
-    due: int = -1
-    deltas: collections.deque[protocols.TokenDelta] = field(default_factory=collections.deque)
-    wake: asyncio.Future[None] | None = None
-    error: BaseException | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        # With the life: a trajectory that began again shares no prefix with its former self.
-        return self.segment.key
-
-    @property
-    def unstreamed(self) -> int:
-        return sum(count for _, count in self.spans)
-
-    def rouse(self) -> None:
-        if self.wake is not None and not self.wake.done():
-            self.wake.set_result(None)
-
-
-@dataclass
-class Prefill:
-    """Requests prefilled together in `steps` more steps; each step takes `seconds` of attention on top."""
-
-    requests: list[Request]
-    steps: int
-    tokens: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The steps of a batch that does not change; a step's time is linear in the context.
-
-    With n decoding requests and C tokens of context at the start, the j-th step (from 0) takes
-    `fixed + per_context * (C + n * j)`. So k steps take
-    `T(k) = k * (fixed + per_context * C) + per_context * n * k * (k - 1) / 2`.
-
-    Attributes:
-      fixed: seconds of each step apart from contexts.
-      per_context: seconds that a token of context adds to a step.
-      context: tokens of context, over all decoding requests, at the start.
-      decoding: requests that get a token each step.
-    """
-
-    fixed: float
-    per_context: float
-    context: int
-    decoding: int
-
-    def seconds(self, steps: int) -> float:
-        """Returns the seconds of the first `steps` steps."""
-        # Products of whole numbers first: they are exact, however long a run of steps is.
-        growth = self.decoding * (steps * (steps - 1) // 2)
-        return steps * self.fixed + self.per_context * (steps * self.context + growth)
-
-    def steps(self, seconds: float) -> int:
-        """Returns the steps that are complete after `seconds`: the largest k with T(k) <= seconds."""
-        if seconds <= 0:
-            return 0
-        half = self.per_context * self.decoding / 2
-        first = self.fixed + self.per_context * self.context - half
-        # The root of half k^2 + first k = seconds, in the form that loses no digits if `half` is tiny.
-        root = 2 * seconds / (first + math.sqrt(first * first + 4 * half * seconds))
-        steps = int(root)
-        # Rounding may put the root one step off, and the boundary must be exact.
-        while self.seconds(steps + 1) <= seconds:
-            steps += 1
-        while steps and self.seconds(steps) > seconds:
-            steps -= 1
-        return steps
-
+from libra_jax.simulator import cache, offload, requests, trajectory
 
 WATERMARK = 0.01
 """Share of the cache that must stay free after an admission, so that no new request is pre-empted at once (vLLM's
@@ -167,7 +55,7 @@ class Batch:
         stream_interval: int,
         model: costs.Costs,
         kv_tokens: int,
-        counters: Counters,
+        counters: requests.Counters,
         store: offload.Store | None = None,
     ) -> None:
         self.name = name
@@ -181,20 +69,18 @@ class Batch:
         self._per_context = model.context_seconds(degree)
         self._fixed: dict[int, float] = {}
         self._steps = 0
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._decoding: dict[Request, None] = {}
-        self._prefill: Prefill | None = None
-        self._leaving: list[Request] = []  # left or ended; they keep their place until the end of the step
-        self._due: list[tuple[int, int, int, Request]] = []  # step, arrival, push, request
+        self._waiting: collections.deque[requests.Request] = collections.deque()
+        self._decoding: dict[requests.Request, None] = {}
+        self._prefill: requests.Prefill | None = None
+        self._leaving: list[requests.Request] = []  # left or ended; they keep their place until the end of the step
+        self._due: list[tuple[int, int, int, requests.Request]] = []  # step, arrival, push, request
         self._pushes = 0
-        self._held: collections.OrderedDict[tuple[str, int], int] = collections.OrderedDict()
-        self._held_tokens = 0
+        self._held = cache.Held()
         self._store = store
-        self._fetching: dict[Request, asyncio.TimerHandle] = {}
-        self._link_free = 0.0  # time at which the last fetch ends
+        self._fetches = cache.Fetches()
         self._used = 0  # tokens of the cache that running and fetching requests occupy
         self._context = 0  # tokens of `_used` that belong to decoding requests
-        self._pace: Pace | None = None  # None: no step is running
+        self._pace: requests.Pace | None = None  # None: no step is running
         self._began = 0.0
         self._factor = 1.0
         self._planned = 0
@@ -205,7 +91,7 @@ class Batch:
         self._stale = False  # weights changed, so every key and value is outdated
         self._alive = False
 
-    def _running(self) -> list[Request]:
+    def _running(self) -> list[requests.Request]:
         prefilling = self._prefill.requests if self._prefill is not None else []
         return [request for request in (*self._decoding, *prefilling) if request.state != "gone"]
 
@@ -218,7 +104,7 @@ class Batch:
         # At a boundary the timer may not have fired yet, and no step beyond the planned ones has begun.
         return min(self._planned, self._pace.steps((self._loop.time() - self._began) / self._factor))
 
-    def _settle(self, request: Request, step: int) -> None:
+    def _settle(self, request: requests.Request, step: int) -> None:
         """Counts the tokens of a decoding request up to the end of a step."""
         count = step - request.since
         # A request that left gets no more tokens, though it keeps its place until the step's end.
@@ -226,7 +112,7 @@ class Batch:
             self._sample(request, count)
         request.since = step
 
-    def _sample(self, request: Request, count: int) -> None:
+    def _sample(self, request: requests.Request, count: int) -> None:
         # Spans of one version merge, so that thousands of tokens stay a few spans.
         if request.spans and request.spans[-1][0] == self._version:
             count_before = request.spans.pop()[1]
@@ -237,7 +123,7 @@ class Batch:
         request.length += count
         self.counters.generated += count
 
-    def _stream(self, request: Request) -> None:
+    def _stream(self, request: requests.Request) -> None:
         """Streams the tokens sampled since the last delta, if they fill one or are the last; notes the next due step.
 
         The last token of a request gets the finish reason.
@@ -355,7 +241,7 @@ class Batch:
             )
         else:
             fixed = self._model.fixed_seconds(self._degree, decoding, self._prefill.tokens) + self._prefill.seconds
-        self._pace = Pace(fixed, self._per_context, self._context, decoding)
+        self._pace = requests.Pace(fixed, self._per_context, self._context, decoding)
         self._began, self._factor = self._loop.time(), self.slowdown
         self._plan(steps)
 
@@ -364,101 +250,78 @@ class Batch:
     def _admit(self) -> None:
         """Takes waiting requests, oldest first, as far as slots, room and one chunk of prefill allow."""
         chunk, tokens, seconds = self._model.chunk_tokens, 0, 0.0
-        requests: list[Request] = []
-        while self._waiting and len(self._decoding) + len(requests) < self._slots:
+        admitted: list[requests.Request] = []
+        while self._waiting and len(self._decoding) + len(admitted) < self._slots:
             request = self._waiting[0]
-            held = self._prefix(request)
+            held = self._held.prefix(request)
             # Even a fully cached context computes its last token again, to sample the next one.
             new = max(1, request.length - held)
-            idle = not self._decoding and not requests
+            idle = not self._decoding and not admitted
             # An idle instance must take any request that fits, or a long one would wait for ever.
             spare = 0 if idle else int(WATERMARK * self._capacity)
             if self._used + request.length + spare > self._capacity:
                 break
             if self._store is not None and self._fetch(self._store, request, held):
                 continue
-            if requests and tokens + new > chunk:
+            if admitted and tokens + new > chunk:
                 break
             self._waiting.popleft()
             # The held prefix becomes a part of the running request, so it is not counted twice.
-            self._held_tokens -= self._held.pop(request.key, 0)
+            self._held.release(request.key)
             self._used += request.length
-            self._evict(self._capacity - self._used)
+            self._held.evict(self._capacity - self._used)
             self.counters.prefilled += new
             # A request's fresh tokens have never been computed; all other prefilled tokens were computed before.
             self.counters.prefilled_again += max(0, new - max(1, request.fresh))
             request.state, request.fresh = "prefilling", 0
-            requests.append(request)
+            admitted.append(request)
             tokens += new
             seconds += self._model.attention_seconds(self._degree, new, request.length - new)
-        if requests:
+        if admitted:
             # Tokens and attention are spread evenly over the chunks.
             steps = -(-tokens // chunk)
-            self._prefill = Prefill(requests, steps, tokens / steps, seconds / steps)
+            self._prefill = requests.Prefill(admitted, steps, tokens / steps, seconds / steps)
 
-    def _fetch(self, store: offload.Store, request: Request, held: int) -> bool:
+    def _fetch(self, store: offload.Store, request: requests.Request, held: int) -> bool:
         """Begins to fetch the first waiting request's context, if that is faster than prefilling it.
 
         Returns:
           Whether a fetch has begun.
         """
-        tokens, source = held, ""
-        segment, shared = request.segment, request.length
-        while True:
-            kept = store.find(segment.key, self._version)
-            if kept is not None and min(kept.tokens, shared) > tokens:
-                tokens, source = min(kept.tokens, shared), kept.instance
-            if segment.parent is None:
-                break
-            shared, segment = min(shared, segment.shared), segment.parent
+        source, tokens = store.longest(request.segment, request.length, self._version, held)
         if not source:
             return False
         model, degree, length, now = self._model, self._degree, request.length, self._loop.time()
         # All that is known may be the whole context, whose last token is computed again in any case.
         saved = model.prefill_seconds(degree, max(1, length - held), held)
         saved -= model.prefill_seconds(degree, max(1, length - tokens), tokens)
-        begin = max(now, self._link_free)
+        begin = max(now, self._fetches.end)
         end = begin + store.fetch_seconds(source, self.name, tokens - held) * self.slowdown
         if end - now >= saved:
             return False
-        self._link_free = end
         self._waiting.popleft()
-        self._held_tokens -= self._held.pop(request.key, 0)
+        self._held.release(request.key)
         self._used += length
-        self._evict(self._capacity - self._used)
+        self._held.evict(self._capacity - self._used)
         request.state = "fetching"
-        self._fetching[request] = self._loop.call_at(end, self._fetched, request, tokens, tokens - held)
+        self._fetches.begin(request, self._loop.call_at(end, self._fetched, request, tokens, tokens - held))
         return True
 
-    def _fetched(self, request: Request, tokens: int, new: int) -> None:
+    def _fetched(self, request: requests.Request, tokens: int, new: int) -> None:
         """Ends a fetch of `new` tokens: the context is held, and its request goes first."""
         self._stop_fetch(request)
         self.counters.fetched += new
         # In place of what a segment of the same key may have left meanwhile.
-        self._held_tokens += tokens - self._held.pop(request.key, 0)
-        self._held[request.key] = tokens
-        self._evict(self._capacity - self._used)
+        self._held.hold(request.key, tokens)
+        self._held.evict(self._capacity - self._used)
         request.state = "waiting"
         self._waiting.appendleft(request)
         self._plan_admission()
 
-    def _stop_fetch(self, request: Request) -> None:
-        """Frees the room that is reserved for a fetch, and the link after the last of the others."""
-        self._fetching.pop(request).cancel()
-        self._link_free = max((timer.when() for timer in self._fetching.values()), default=0.0)
+    def _stop_fetch(self, request: requests.Request) -> None:
+        """Ends a fetch, or cuts it off; frees the room that is reserved for it."""
+        self._fetches.stop(request)
         self._used -= request.length
-
-    def _prefix(self, request: Request) -> int:
-        """Returns the tokens at the beginning of the context whose keys and values the instance holds."""
-        held = min(self._held.get(request.key, 0), request.length)
-        segment, shared = request.segment, request.length
-        # What the segments before it left here serves as far as it is shared. Their own entries stay.
-        while segment.parent is not None:
-            shared, segment = min(shared, segment.shared), segment.parent
-            if segment.key in self._held:
-                self._held.move_to_end(segment.key)
-                held = max(held, min(self._held[segment.key], shared))
-        return held
 
     def _retire_leaving(self) -> None:
         """Removes ended and departed requests from the batch; holds their prefixes in case they return."""
@@ -482,8 +345,7 @@ class Batch:
                 return 0
             if self._used + growth <= self._capacity:
                 break
-            if self._fetching:  # what is computed already has the room
-                dropped = next(reversed(self._fetching))
+            if (dropped := self._fetches.latest()) is not None:  # what is computed already has the room
                 self._stop_fetch(dropped)
                 dropped.state = "waiting"
                 self._waiting.appendleft(dropped)
@@ -515,24 +377,17 @@ class Batch:
         if self._prefill is not None:
             changes.append(self._prefill.steps)
         steps = min(max(1, room // max(1, decoding)), *changes)
-        self._evict(room - steps * decoding)
+        self._held.evict(room - steps * decoding)
         return steps
 
-    def _hold(self, request: Request) -> None:
+    def _hold(self, request: requests.Request) -> None:
         """Keeps a request's prefix while there is room, in case that its segment returns."""
-        # Popped first, so that it counts as the most recently used.
-        self._held_tokens += request.length - self._held.pop(request.key, 0)
-        self._held[request.key] = request.length
-        self._evict(self._capacity - self._used)
+        self._held.hold(request.key, request.length)
+        self._held.evict(self._capacity - self._used)
         self._keep(request)
 
-    def _keep(self, request: Request) -> None:
+    def _keep(self, request: requests.Request) -> None:
         """Keeps the context in host memory, if the fleet does so."""
         # Between new weights and the end of the pause, contexts are those of the weights before.
         if self._store is not None and not self._stale:
             self._store.keep(self.name, request.key, request.length, self._version)
-
-    def _evict(self, room: int) -> None:
-        """Drops held prefixes, least recently used first, until they fit into `room` tokens."""
-        while self._held_tokens > room:
-            self._held_tokens -= self._held.popitem(last=False)[1]

@@ -15,7 +15,7 @@ from typing import Any, cast
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.planning import costs
-from libra_jax.simulator import batch, offload, training_side, trajectory
+from libra_jax.simulator import batch, offload, requests, training_side, trajectory
 
 REPLICA_BYTES = 6
 """Bytes of each parameter on a hybrid worker's training side: its synced value, and a gradient sum in float32."""
@@ -51,7 +51,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         max_context: int,
         stream_interval: int,
         model: costs.Costs,
-        counters: batch.Counters | None = None,
+        counters: requests.Counters | None = None,
         kv_tokens: int | None = None,
         store: offload.Store | None = None,
         accelerator: str = "",
@@ -72,7 +72,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             stream_interval=stream_interval,
             model=model,
             kv_tokens=capacity,
-            counters=batch.Counters() if counters is None else counters,
+            counters=requests.Counters() if counters is None else counters,
             store=store,
         )
         self._accelerator = accelerator
@@ -117,7 +117,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self._timer = self._pace = None
         if self._store is not None:
             self._store.drop(self.name)
-        fetching = list(self._fetching)
+        fetching = list(self._fetches)
         for request in fetching:
             self._stop_fetch(request)
         for request in [*self._waiting, *fetching, *self._running()]:
@@ -138,7 +138,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             "running": len(self._running()),
             "waiting": len(self._waiting),
             "kv_used": self._used,
-            "kv_held": self._held_tokens,
+            "kv_held": self._held.tokens,
         }
 
     def _gone(self) -> protocols.WorkerLost:
@@ -174,11 +174,8 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         self._paused = False
         # Once for all updates of the pause: keys and values of the old weights are worth nothing under the new.
         if self._stale:
-            running = [*self._running(), *self._fetching]
-            for timer in self._fetching.values():
-                timer.cancel()
-            self._fetching.clear()
-            self._link_free = 0.0
+            running = [*self._running(), *self._fetches]
+            self._fetches.clear()
             for request in running:
                 if request.state == "decoding":
                     self._settle(request, self._steps)
@@ -190,7 +187,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
             self._prefill = None
             self._due.clear()
             self._held.clear()
-            self._held_tokens = self._used = self._context = 0
+            self._used = self._context = 0
             self._stale = False
         self._plan_soon()
 
@@ -273,7 +270,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
                 else:
                     self._retire_leaving()
 
-    def _arrive(self, request: protocols.GenerationRequest) -> batch.Request:
+    def _arrive(self, request: protocols.GenerationRequest) -> requests.Request:
         """Queues a request for the rest of its script's turn, within its limits."""
         context = request.token_ids
         if not isinstance(context, trajectory.Context):
@@ -285,7 +282,7 @@ class Engine(batch.Batch, protocols.RolloutEngine):
         # Tokens that the last engine sampled and did not stream belong to this request now.
         spans, segment.unstreamed = segment.unstreamed, []
         already = sum(count for _, count in spans)
-        made = batch.Request(
+        made = requests.Request(
             name=request.request_id,
             segment=segment,
             number=self._arrivals,
@@ -329,7 +326,7 @@ class Fleet:
         self._slots = slots
         self._by_degree = configuration.slots_by_degree(config.rollout.tensor_parallel, self._slots)
         self._store = store
-        self.counters: list[batch.Counters] = []
+        self.counters: list[requests.Counters] = []
         self.degrees: list[int] = []
 
     def spec(
@@ -346,7 +343,7 @@ class Fleet:
         rollout, at_first = self._config.rollout, number < len(self._slots)
         # Kept here by number: restarts make the engine again from this spec, and go on counting.
         accelerator = rollout.accelerators[number] if rollout.accelerators else ""
-        self.counters.append(batch.Counters())
+        self.counters.append(requests.Counters())
         self.degrees.append(degree)
         arguments = {
             "name": f"engine-{number}",

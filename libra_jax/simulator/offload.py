@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from libra_jax.planning import costs
+from libra_jax.simulator import trajectory
 
 Key = tuple[str, int]
 """Name of a segment, and the number of its life (`trajectory.Counted.key`)."""
@@ -73,6 +74,24 @@ class Store:
         """Returns the kept context of a segment; None if there is none that this version computed."""
         kept = self._kept.get(key)
         return kept if kept is not None and kept.policy_version == policy_version else None
+
+    def longest(self, segment: trajectory.Counted, length: int, policy_version: int, held: int) -> tuple[str, int]:
+        """Returns where the longest beginning of a segment's context is kept, and its tokens.
+
+        Args:
+          segment: the segment; the contexts of its parents serve as far as it shares them.
+          length: tokens of its context.
+          policy_version: version of the weights that must have computed it.
+          held: tokens that its instance holds; if nothing longer is kept, the returned name is empty.
+        """
+        source, tokens = "", held
+        while True:
+            kept = self.find(segment.key, policy_version)
+            if kept is not None and min(kept.tokens, length) > tokens:
+                source, tokens = kept.instance, min(kept.tokens, length)
+            if segment.parent is None:
+                return source, tokens
+            length, segment = min(length, segment.shared), segment.parent
 
     def drop(self, instance: str) -> None:
         """Forgets the contexts of an instance whose process has died."""

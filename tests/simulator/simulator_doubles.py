@@ -11,7 +11,7 @@ from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, request_costs
 from libra_jax.scheduling import registry
-from libra_jax.simulator import batch, engine, results, scripts, trajectory, world
+from libra_jax.simulator import engine, requests, results, scripts, trajectory, world
 
 SAMPLING = protocols.SamplingParams(1.0, 100_000, (trajectory.STOP,))
 
@@ -39,7 +39,7 @@ def make_engine(name: str = "engine-0", kind: type[engine.Engine] = engine.Engin
         "stream_interval": 1000,
         "model": model(),
         "kv_tokens": 1_000_000,
-        "counters": batch.Counters(),
+        "counters": requests.Counters(),
     }
     return kind(name, **{**values, **changes})
 
@@ -50,12 +50,12 @@ class Watched(engine.Engine):
     def _plan(self, steps: int) -> None:
         assert self._pace is not None
         ending = len(self._prefill.requests) if self._prefill is not None else 0
-        full = self._used + self._held_tokens + steps * len(self._decoding)
+        full = self._used + self._held.tokens + steps * len(self._decoding)
         assert full + (ending if self._prefill and steps >= self._prefill.steps else 0) <= self._capacity
-        assert self._held_tokens == sum(self._held.values())
+        assert self._held.tokens == sum(self._held._prefixes.values())
         lengths = sum(item.length + self._steps - item.since for item in self._decoding)
         assert self._context == lengths
-        reserved = [*(self._prefill.requests if self._prefill else ()), *self._fetching]
+        reserved = [*(self._prefill.requests if self._prefill else ()), *self._fetches]
         assert self._used == lengths + sum(item.length for item in reserved)
         super()._plan(steps)
 

@@ -202,7 +202,7 @@ def test_moves_updates_and_departures_lose_no_token_and_overflow_no_cache(attemp
             await doubles.serve(made)
         await asyncio.gather(update(), *map(play, range(len(whose))))
         for made in engines:
-            assert not made._fetching
+            assert not list(made._fetches)
             assert made._used == 0
 
     clock.run(main())
@@ -242,7 +242,7 @@ def test_a_request_that_leaves_while_it_fetches_makes_room_for_the_next():
         first = asyncio.ensure_future(doubles.take_turn(target, fetching))
         second = asyncio.ensure_future(doubles.take_turn(target, waiting))
         await asyncio.sleep(0.001)
-        assert target._fetching
+        assert list(target._fetches)
         first.cancel()
         await asyncio.wait([first])
         begin = asyncio.get_running_loop().time()
@@ -264,12 +264,12 @@ def test_fetches_that_new_weights_cut_off_do_not_book_the_link():
             await doubles.take_turn(source, one)
         turns = [asyncio.ensure_future(doubles.take_turn(target, one)) for one in whose]
         await asyncio.sleep(0.001)
-        assert len(target._fetching) == 2
+        assert len(list(target._fetches)) == 2
         await target.pause()
         await target.start_weight_update(1)
         await target.finish_weight_update(1)
         await target.resume()
-        assert target._link_free == 0.0
+        assert target._fetches.end == 0.0
         await asyncio.gather(*turns)
         assert target.counters.fetched <= LONG + 2, "the first may have ended in the step before the pause"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.simulator import batch, clock, engine, trajectory
+from libra_jax.simulator import clock, engine, requests, trajectory
 
 CHUNK = 256
 
@@ -121,7 +121,7 @@ def test_a_fluid_ends_each_turn_when_the_token_by_token_reference_does(jobs, slo
 
 @given(st.floats(1e-4, 1.0), st.floats(0, 1e-6), st.integers(0, 10**6), st.integers(0, 300), st.floats(0, 500.0))
 def test_the_closed_form_of_steps_inverts_their_time(fixed, per_context, context, decoding, seconds):
-    pace = batch.Pace(fixed, per_context, context, decoding)
+    pace = requests.Pace(fixed, per_context, context, decoding)
     steps = pace.steps(seconds)
     assert pace.seconds(steps) <= seconds < pace.seconds(steps + 1)
     singly = sum(fixed + per_context * (context + decoding * step) for step in range(min(steps, 200)))
