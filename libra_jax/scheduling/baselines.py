@@ -79,7 +79,8 @@ class Sticky(residents.ResidentScheduler):
 class StickyCache(residents.ResidentScheduler):
     """Sends a new request to the instance whose cache has the most room, and keeps it there: no prediction, no buckets.
 
-    A request whose instance is full waits for it, `scheduler.ageing_seconds` at most.
+    A request whose instance has no free slot waits for it, `scheduler.ageing_seconds` at most. If the residents have
+    outgrown the cache, a request that comes back from a tool waits for room on any instance.
     """
 
     by_cache = True
@@ -87,6 +88,8 @@ class StickyCache(residents.ResidentScheduler):
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
         request.remaining = float(request.generated_tokens)
+        if returned:
+            self.leave_full(request)
         request.wanted = request.home or request.anchor
         return 0
 

@@ -135,15 +135,14 @@ class Cmlfq(residents.ResidentScheduler):
         return [self.seat(request, wanted, protocols.MoveReason.BUDGET_OUTRUN), *self.place(now)]
 
     def route(self, request: requests.Request, now: float, *, returned: bool = False) -> int:
-        home, anchor, share = request.home, request.anchor, self._room_share
-        if anchor is not None and share:
+        anchor = request.anchor
+        if anchor is not None and self._room_share:
             # Without room beside the present requests it was pushed out.
             needed = anchor.context + (request.inherited or request.context_tokens)
             if 0 < anchor.instance.cache_tokens < needed:
                 request.anchor, request.context_at, request.inherited = None, "", 0
-        if returned and home is not None and share and 0 < home.instance.cache_tokens < home.context:
-            self.evict(request)
-            request.context_at = ""  # the engine has evicted it, or another in its place
+        if returned:
+            self.leave_full(request)
         points = self.expect(request)
         request.remaining = sum(map(operator.mul, points, self.masses))
         level = self._cheapest(request, points, now)

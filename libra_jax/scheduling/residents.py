@@ -161,6 +161,16 @@ class ResidentScheduler(slots.SlotScheduler):
             server.urgent_tokens += urgency * remaining
         request.held = context, urgency, remaining, footprint
 
+    def leave_full(self, request: requests.Request) -> None:
+        """Takes a request whose tool has returned off a home whose residents have outgrown the cache.
+
+        The engine has evicted its context, or another's in its place. So it waits for room on any instance.
+        """
+        home = request.home
+        if home is not None and self._room_share and 0 < home.instance.cache_tokens < home.context:
+            self.evict(request)
+            request.context_at = ""
+
     def evict(self, request: requests.Request) -> None:
         """Takes the request off its home's account."""
         server = request.home

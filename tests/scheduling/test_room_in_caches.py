@@ -57,6 +57,19 @@ def test_sticky_cache_begins_where_there_is_most_room_and_stays():
     assert places(scheduler.on_tool_return("a", STATE, 8_000, 2.0)) == [("a", "s")]
 
 
+@pytest.mark.parametrize("policy", ["sticky_cache", "cmlfq"])
+def test_a_request_that_comes_back_to_an_outgrown_cache_goes_where_there_is_room(policy):
+    scheduler = create(policy, ())
+    scheduler.on_instance_change([SMALL], 0.0)
+    assert arrive(scheduler, "a")
+    assert arrive(scheduler, "b", 3_000)
+    for name, context in (("b", 9_000), ("a", 6_000)):  # more than it holds, once both have returned
+        scheduler.on_tool_call(name, 5, 1.0)
+        scheduler.on_instance_change([SMALL, LARGE] if name == "a" else [SMALL], 1.0)
+        placed = scheduler.on_tool_return(name, STATE, context, 2.0)
+    assert places(placed) == [("a", "l")]
+
+
 def test_an_unknown_admission_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"scheduler\.admission: 'cach' is not one of .*'cache'"):
         configuration.SchedulerConfig(admission="cach")
