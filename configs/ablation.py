@@ -97,7 +97,7 @@ PLANNED = {
     "14b": {
         "swe": ((1, 5, 4), {4: (7, None)}),
         "search": ((3, 2, 4), {4: (6, None)}),
-        "math": ((1, 4, 4), {4: (8, None)}),
+        "math": ((1, 5, 4), {4: (7, None)}),
     },
     "30b": {
         "swe": ((1, 4, 4), {2: (16, None)}),
@@ -107,8 +107,7 @@ PLANNED = {
 }
 """(data, fsdp, tensor), then for each degree the number of instances and the most tokens that their requests may
 have left to generate (None: no limit). This is the best that launch/plan.py finds for libra-<workload> at max staleness
-4, by model. For search with Qwen3-14B it is the best with one degree. The planner's first choice, four instances of
-degree 2 beside four of degree 4, took 3% longer when it was simulated (docs/results/ablation.md)."""
+4, by model."""
 
 AHEAD = 4
 """Max staleness, in versions, where asynchronous systems are compared. AReaL's value for code (arXiv 2505.24298),
