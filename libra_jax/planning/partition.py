@@ -187,17 +187,16 @@ class Partitions:
 
         return shortest(fitting, low, high, lambda found: found.seconds, precision=precision)
 
-    def over(self, instances: Sequence[int], *, precision: float = PRECISION) -> Partition | None:
+    def over(self, instances: Sequence[int]) -> Partition | None:
         """Returns the partition over instances of these degrees whose slowest is fastest, wider ones for longer
         requests.
 
         Args:
           instances: degree of each instance; some may get nothing.
-          precision: share by which the slowest instance may be slower than need be.
         """
         order = sorted(instances, reverse=True)
         attempt = functools.partial(self._greedy, order)
-        return shortest(attempt, 0.0, ANY_SECONDS, lambda found: found.seconds, precision=precision)
+        return shortest(attempt, 0.0, ANY_SECONDS, lambda found: found.seconds)
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
         """Gives each instance as many of the longest remaining requests as it serves within the limit; None if some

@@ -21,7 +21,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -237,23 +237,34 @@ class Search:
                 yield self._split(other, served)
 
     def _of_degrees(self, mesh: meshes.Mesh, degrees: Sequence[int], devices: int) -> Iterator[Split]:
-        """Yields the layout whose degrees have about equal parts of the devices beside a mesh, if there is one."""
+        """Yields the layout whose degrees have about equal parts of the devices beside a mesh, if there is one.
+
+        Each degree gets the share of the tokens that it has of the devices, the widest those of the longest requests.
+        """
         left, buckets = devices - mesh.devices, list[protocols.PlannedBucket]()
-        if not set(degrees) <= set(self._rollout.degrees):
+        if left < min(degrees) or not set(degrees) <= set(self._rollout.degrees):
             return
         if len(degrees) == 1:
-            if left >= degrees[0]:
-                yield self._alike(mesh, degrees[0], left // degrees[0])
+            yield self._alike(mesh, degrees[0], left // degrees[0])
             return
+        tokens, seconds, first, last = self.demand.sums["tokens"], 0.0, 0, 0
+        share = tokens[-1] / left
         for place in range(len(degrees), 0, -1):  # the widest first, so that the narrow ones get the rest
             degree = degrees[place - 1]
             count = left // place // degree
             left -= count * degree
-            buckets.insert(0, protocols.PlannedBucket(degree, count, place))
-        served = self._over(buckets, ROUGH) if all(bucket.count for bucket in buckets) else None
-        if served is not None:
-            ranged = self._ranged(buckets, served)
-            yield Split(mesh, ranged, served.seconds, self._joined(mesh.seconds, served.seconds))
+            if not count or last == len(self.demand):
+                return
+            last = (
+                len(self.demand) if place == 1 else int(np.searchsorted(tokens, tokens[first] + share * count * degree))
+            )
+            of_degree = self._rollout.seconds(degree, np.array([first]), np.array([last]), count)
+            seconds = max(seconds, float(of_degree[0]))
+            buckets.append(protocols.PlannedBucket(degree, count, math.ceil(self.demand.tokens[first])))
+            first = last
+        if math.isfinite(seconds):
+            ranged = self._ascending(buckets[::-1])
+            yield Split(mesh, ranged, seconds, self._joined(mesh.seconds, seconds))
 
     def _proposals(self, devices: int) -> Iterator[Split]:
         """Yields layouts with bounds of their steps."""
@@ -396,19 +407,23 @@ class Search:
         served = self._over(rollout)
         return tuple(rollout) if served is None else self._ranged(rollout, served)
 
-    def _over(
-        self, rollout: Sequence[protocols.PlannedBucket], precision: float = partition.PRECISION
-    ) -> partition.Partition | None:
-        degrees = [bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)]
-        return self._partitions.over(degrees, precision=precision)
+    def _over(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.Partition | None:
+        return self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
 
     def _ranged(
         self, rollout: Sequence[protocols.PlannedBucket], served: partition.Partition
     ) -> tuple[protocols.PlannedBucket, ...]:
         drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
+        return self._ascending(
+            dataclasses.replace(bucket, max_remaining_tokens=drawn.get(bucket.tensor_parallel, 0)) for bucket in rollout
+        )
+
+    @staticmethod
+    def _ascending(buckets: Iterable[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
+        """Returns the buckets with bounds that ascend; instances without work get the smallest possible range."""
         bounds, least = [], 0
-        for bucket in rollout:  # instances without work get the smallest possible range
-            least = max(least + 1, drawn.get(bucket.tensor_parallel, 0))
+        for bucket in buckets:
+            least = max(least + 1, bucket.max_remaining_tokens)
             bounds.append(dataclasses.replace(bucket, max_remaining_tokens=least))
         return tuple(bounds)
 
