@@ -22,6 +22,7 @@ class Sent:
     """A `protocols.TrainBatch` whose groups lie in the object store, on its way to an actor."""
 
     policy_version: int
+    begun: tuple[int, ...]
     groups: Sequence[Any]  # references; Ray's type is generic in its stubs alone
 
     async def received(self) -> protocols.TrainBatch:
@@ -32,7 +33,7 @@ class Sent:
         """
         # In a thread, because the loop has to answer other calls meanwhile.
         groups = await asyncio.to_thread(ray.get, list(self.groups))
-        return protocols.TrainBatch(self.policy_version, tuple(groups))
+        return protocols.TrainBatch(self.policy_version, tuple(groups), self.begun)
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ async def _put(batch: protocols.TrainBatch) -> Sent:
     for group in batch.groups:
         references.append(ray.put(group))
         await asyncio.sleep(0)
-    return Sent(batch.policy_version, references)
+    return Sent(batch.policy_version, batch.begun, references)
 
 
 async def received(args: Sequence[Any]) -> list[Any]:

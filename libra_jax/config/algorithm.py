@@ -23,6 +23,8 @@ ADVANTAGES = (
 )
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Advantages that compare the rewards of a group."""
+WHITENED_ADVANTAGES = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages that are divided by the standard deviation of the whole batch's."""
 BASELINES = ("mean", "leave_one_out", "length", "minimum_variance")
 BASELINE_ADVANTAGES = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 """Advantages whose formula has the mean of a group, which `algorithm.baseline` replaces."""

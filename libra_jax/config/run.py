@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax.config import engine_arguments
-from libra_jax.config.algorithm import BATCH_LOSSES, CRITIC_ADVANTAGES, AlgorithmConfig, CriticConfig
+from libra_jax.config.algorithm import (
+    BASELINES,
+    BATCH_LOSSES,
+    CRITIC_ADVANTAGES,
+    GROUP_ADVANTAGES,
+    WHITENED_ADVANTAGES,
+    AlgorithmConfig,
+    CriticConfig,
+)
 from libra_jax.config.checks import check
 from libra_jax.config.coordination import (
     CheckpointConfig,
@@ -128,6 +136,7 @@ class RunConfig:
         )
         self._check_lora()
         self._check_critic()
+        self._check_stream()
         self._check_teacher()
         self.algorithm.check_replay(self.coordinator.max_staleness)
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -303,6 +312,29 @@ class RunConfig:
                 f"algorithm.{name}",
                 f"must be {value} with algorithm.advantage=distillation, whose advantage is minus the KL of each token",
             )
+
+    def _check_stream(self) -> None:
+        """Refuses a streamed step with what looks at the whole batch, or updates several times."""
+        algorithm = self.algorithm
+        of_groups = [name for name in GROUP_ADVANTAGES if name not in WHITENED_ADVANTAGES]
+        batch = "may look at the whole batch"
+        for name, right, why in (
+            ("algorithm.minibatches", algorithm.minibatches == 1, "mini-batches divide a whole batch; set it to 1"),
+            ("algorithm.epochs", algorithm.epochs == 1, "a second pass takes the whole batch; set it to 1"),
+            ("critic.enabled", not self.critic.enabled, "a critic learns from the whole batch; set it to False"),
+            (
+                "algorithm.advantage",
+                algorithm.advantage in (*of_groups, "distillation"),
+                f"{algorithm.advantage} {batch}; use one of {', '.join(of_groups)}",
+            ),
+            (
+                "algorithm.baseline",
+                ":" not in algorithm.baseline,
+                f"{algorithm.baseline} {batch}; use one of {', '.join(BASELINES)}",
+            ),
+            ("algorithm.loss", algorithm.loss not in BATCH_LOSSES, f"{algorithm.loss} {batch}; use another loss"),
+        ):
+            check(self.trainer.stream == "off" or right, name, f"{why}, or set trainer.stream=off")
 
     def _check_critic(self) -> None:
         """Refuses a critic that nothing reads, and what cannot move or share a critic."""

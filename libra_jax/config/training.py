@@ -124,6 +124,9 @@ class TrainerConfig:
     # Dtype of the sums of gradients over micro-batches: float32, or bfloat16, which takes 2 bytes a parameter less and
     # rounds every sum.
     accumulation_dtype: str = "float32"
+    # Begin of a step: off (on the whole batch), group (on each finished group, while others still roll out), or
+    # micro_batch (on finished groups that fill a micro-batch). The update is the same, but for rounding.
+    stream: str = "off"
     pack: bool = True  # several trajectories in a row, separated by segment ids
     cores: tuple[int, ...] = ()  # CPU cores to which the trainer's threads are pinned; empty: not pinned
     # Share of each GPU's memory that JAX reserves at its start (CUDA). The rest is for CUDA's context, NCCL and the
@@ -146,6 +149,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         check_choice(self.accumulation_dtype, ("float32", "bfloat16"), "trainer.accumulation_dtype")
+        check_choice(self.stream, ("off", "group", "micro_batch"), "trainer.stream")
         check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
         for name in ("processes", "data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
             check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")

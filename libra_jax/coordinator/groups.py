@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents import resolving
-from libra_jax.coordinator import checkpoints, filters, overlong, prompts, records, replay, rollouts, saving, success
+from libra_jax.coordinator import (
+    checkpoints,
+    filters,
+    overlong,
+    prompts,
+    records,
+    replay,
+    rollouts,
+    saving,
+    streaming,
+    success,
+)
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -276,6 +287,7 @@ class Batches:
       weight_sync: knows the served version, which becomes a group's dispatch version.
       saver: commits a checkpoint while the trainer waits for a batch.
       recovery: restarts the trainer if it dies during that commit.
+      stream: begins a step on its first groups.
 
     Attributes:
       data_position: number of tasks taken, which is also the next group's number.
@@ -293,6 +305,7 @@ class Batches:
         weight_sync: sync.WeightSync,
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,
+        stream: streaming.Stream,
     ) -> None:
         limits = run.config.coordinator
         spare = limits.spare_groups
@@ -305,6 +318,7 @@ class Batches:
         self._weight_sync = weight_sync
         self._saver = saver
         self._recovery = recovery
+        self._stream = stream
         self._recorder = run.recorder
         self._scope = run.scope
         self._settled = asyncio.Event()
@@ -341,8 +355,8 @@ class Batches:
             self._groups.start(group)
             self.data_position += 1
 
-    async def next(self) -> tuple[protocols.Group, ...]:
-        """Waits for a batch and returns it.
+    async def next(self) -> protocols.TrainBatch:
+        """Waits for the next step's batch and returns it.
 
         If `coordinator.stale` is "replace", groups that would exceed the staleness bound are replaced.
         """
@@ -350,16 +364,19 @@ class Batches:
         while True:
             # Cleared before the look, so that a group that finishes after it wakes the wait below.
             self._settled.clear()
+            running = {key: group.dispatch_version for key, group in self._groups.running.items()}
             selection = admission.select(
                 self._bound,
                 step=self.next_step,
                 finished={key: group.dispatch_version for key, group in self._groups.finished.items()},
-                running={key: group.dispatch_version for key, group in self._groups.running.items()},
+                running=running,
+                taken=self._stream.taken,
             )
             if selection.batch:
                 # No await until next_step has grown: a group that finished in between would be admitted at the wrong
                 # staleness.
-                batch = tuple(self._groups.finished.pop(group_id) for group_id in selection.batch)
+                groups = tuple(self._groups.finished.pop(group_id) for group_id in selection.batch)
+                batch = protocols.TrainBatch(self.next_step, groups, self._stream.take())
                 self.next_step += 1
                 for group_id in selection.surplus:
                     self._groups.replace(group_id, REDUNDANT, "enough others had finished before it")
@@ -374,6 +391,7 @@ class Batches:
             if self._settled.is_set():
                 continue
             ready, size = len(self._groups.finished), self._bound.groups_per_step
-            running = len(self._groups.running)
-            self._recorder.status("rollout", f"training waits: {ready} groups ready of {size}, {running} running")
+            self._recorder.status("rollout", f"training waits: {ready} groups ready of {size}, {len(running)} running")
+            if await self._stream.begin(self._bound, self.next_step, self._groups.finished, running):
+                continue
             await self._settled.wait()

@@ -21,6 +21,7 @@ from libra_jax.coordinator import (
     rollouts,
     saving,
     stopping,
+    streaming,
     success,
 )
 from libra_jax.coordinator import groups as groups_lib
@@ -195,6 +196,7 @@ class Parts:
       prompts: chooses tasks and the sizes of their groups.
       replays: stores successful rollouts for later groups of their prompts.
       batches: selects the batches of coming steps.
+      stream: begins steps on their first groups.
       weight_sync: syncs the weights of each version to the engines.
       saver: writes and reads checkpoints.
       elastic: switches hybrid workers and follows plans.
@@ -209,6 +211,7 @@ class Parts:
     prompts: prompts_lib.Prompts
     replays: replay.Replay
     batches: groups_lib.Batches
+    stream: streaming.Stream
     weight_sync: sync.WeightSync
     saver: saving.Saver
     elastic: elasticity.Elasticity
@@ -256,6 +259,7 @@ def wire(
     replays = replay.Replay(run.config)
     groups = groups_lib.Groups(run, runner, rates, replays)
     prompts = prompts_lib.Prompts(run.config, agent.tasks, rates)
+    stream = streaming.Stream(run, workers.trainer, recovery)
     batches = groups_lib.Batches(
         run,
         prompts=prompts,
@@ -265,6 +269,7 @@ def wire(
         weight_sync=weight_sync,
         saver=saver,
         recovery=recovery,
+        stream=stream,
     )
     elastic = elasticity.Elasticity(
         run, workers, dispatcher=dispatcher, resizing=resizing, weight_sync=weight_sync, planner=planner
@@ -283,6 +288,7 @@ def wire(
         prompts=prompts,
         replays=replays,
         batches=batches,
+        stream=stream,
         weight_sync=weight_sync,
         saver=saver,
         elastic=elastic,

@@ -24,8 +24,8 @@ class StepTimes:
     Attributes:
       step: seconds from the end of the step before to the end of this step, including an evaluation after it.
       rollout: seconds in which at least one group ran.
-      wait: seconds in which the trainer waited for its batch.
-      train: seconds of the trainer's step.
+      wait: seconds in which the trainer waited for its batch, without those in which it had begun on it.
+      train: seconds of the trainer's step, with those in which it had begun on the first groups.
       sync: seconds of the weight sync.
       checkpoint: seconds spent on checkpoints since the step before.
     """

@@ -271,22 +271,25 @@ class Coordinator:
         # A stop during the wait loses nothing: the groups stay with `groups`.
         batch = await self._ending.race(self._parts.batches.next())
         begin, before = self._clock(), self._parts.recovery.seconds
-        times.wait = begin - waiting_since
+        ahead = self._parts.stream.take_seconds()
+        times.wait = begin - waiting_since - ahead
         self._stopping.in_step = True
         try:
             # A person's stop waits for the step's end. A scheduler's stop aborts the step if time runs out.
             metrics = await self._ending.race(self._train(batch), through_stop=True)
         except protocols.StepAborted:
-            self._parts.groups.put_back(batch)
-            self._recorder.note(f"The step after {self._step} was aborted: its {len(batch)} groups wait again.")
+            self._parts.groups.put_back(batch.groups)
+            self._recorder.note(f"The step after {self._step} was aborted: its {len(batch.groups)} groups wait again.")
             self._ending.check()
             raise
         finally:
             self._stopping.in_step = False
         # A restart of the trainer within the step is reported as recovery, not as training time.
-        times.train = self._clock() - begin - (self._parts.recovery.seconds - before)
+        times.train = ahead + self._clock() - begin - (self._parts.recovery.seconds - before)
         flops = self._workers.peak_flops
-        report = reports.StepReport(self._step - 1, batch, metrics, times, task=self._config.task, peak_flops=flops)
+        report = reports.StepReport(
+            self._step - 1, batch.groups, metrics, times, task=self._config.task, peak_flops=flops
+        )
         try:
             times.sync = await self._ending.race(self._sync_weights())
             report.sync_bytes = self._parts.weight_sync.nbytes
@@ -296,10 +299,10 @@ class Coordinator:
         await self._parts.recovery.through(lambda: self._parts.saver.at_step(self._step))
         self._ending.check()
 
-    async def _train(self, batch: tuple[protocols.Group, ...]) -> Mapping[str, float]:
+    async def _train(self, batch: protocols.TrainBatch) -> Mapping[str, float]:
         """Trains on a batch, again on the same one if the trainer is lost meanwhile. Returns the trainer's metrics."""
         name, begin = self._trainer_name, self._clock()
-        taken, trainer, elastic = protocols.TrainBatch(self._step, batch), self._parts.trainer, self._parts.elastic
+        trainer, elastic = self._parts.trainer, self._parts.elastic
         while True:
             try:
                 async with trainer.lock:
@@ -310,14 +313,14 @@ class Coordinator:
                     # The trainer compiles its programs in the first step that it takes in this process.
                     compiling = "" if self._compiled else ", compiling its programs first"
                     self._recorder.status(name, f"training step {self._step + 1}{compiling}")
-                    shares, asked = elastic.begin_step(taken), self._clock()
+                    shares, asked = elastic.begin_step(batch), self._clock()
                     try:
-                        metrics = await trainer.train_step(taken, shares)
+                        metrics = await trainer.train_step(batch, shares)
                     except protocols.TrainerLost:
                         await elastic.end_step(shares, None, 0.0)
                         raise
                     await elastic.end_step(shares, metrics, self._clock() - asked)
-                    self._parts.recovery.trained(taken)
+                    self._parts.recovery.trained(batch)
                     self._compiled = True
                     # Still under the lock, so that an engine that catches up asks for the version that the trainer
                     # holds.
@@ -326,7 +329,7 @@ class Coordinator:
                 break
             except protocols.TrainerLost as error:
                 begin = await self._parts.recovery.restarted(error)
-        self._parts.groups.trained += len(batch)
+        self._parts.groups.trained += len(batch.groups)
         self._recorder.span(name, "train step", begin, self._clock(), {"step": self._step})
         self._recorder.status(name, "idle")
         return metrics

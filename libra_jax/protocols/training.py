@@ -39,10 +39,27 @@ class TrainerInfo:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The input of one training step: whole groups, and the version that trains on them."""
+    """The input of one training step: whole groups, and the version that trains on them.
+
+    Attributes:
+      policy_version: version that trains.
+      groups: groups of the step.
+      begun: numbers of the groups that `Trainer.accumulate` was given before, in that order; never of all groups.
+    """
 
     policy_version: int
     groups: tuple[Group, ...]
+    begun: tuple[int, ...] = ()
+
+    @property
+    def rest(self) -> TrainBatch:
+        """The groups that are not begun. Hybrid workers help with these."""
+        return self.of([one.group_id for one in self.groups if one.group_id not in self.begun])
+
+    def of(self, numbers: Sequence[int]) -> TrainBatch:
+        """Returns the groups with these numbers, in their order, as a batch in which none is begun."""
+        by_number = {group.group_id: group for group in self.groups}
+        return TrainBatch(self.policy_version, tuple(by_number[number] for number in numbers))
 
 
 @dataclass(frozen=True)
@@ -181,14 +198,26 @@ class Trainer(WeightStager, Protocol):
         """
         ...
 
+    async def accumulate(self, batch: TrainBatch) -> None:
+        """Sums the gradients of some groups of the next step, while others of it still roll out.
+
+        Several calls add up. The step's `TrainBatch.begun` names these groups. A trainer that does not hold their sums,
+        because it was restarted or moved to another mesh, computes them in the step.
+
+        Raises:
+          DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
+          LibraError: the batch is for another version.
+        """
+        ...
+
     async def train_step(self, batch: TrainBatch, shares: Sequence[Share] = ()) -> Mapping[str, float]:
         """Takes one step from policy version v to v + 1, even if a non-finite step is skipped. Returns its metrics.
 
         Args:
           batch: groups to train on.
-          shares: parts that hybrid workers compute meanwhile (`TrainingSide.contribute`, with the same arguments). The
-            trainer computes a share that is late or unusable, and closes that worker's channel. `shares/late` counts
-            these micro-batches, and `shares/late/<worker>` exists for each such worker.
+          shares: parts of `batch.rest` that hybrid workers compute meanwhile (`TrainingSide.contribute`, with the same
+            arguments). The trainer computes a share that is late or unusable, and closes that worker's channel.
+            `shares/late` counts these micro-batches, and `shares/late/<worker>` exists for each such worker.
 
         Raises:
           DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.

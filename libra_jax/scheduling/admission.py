@@ -13,7 +13,7 @@ finish are trained. A batch aborts the groups left that no later step may train,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -72,7 +72,51 @@ class Selection:
     surplus: tuple[int, ...] = ()
 
 
-def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Mapping[int, int]) -> Selection:
+def early(
+    bound: Bound,
+    *,
+    step: int,
+    finished: Mapping[int, int],
+    running: Mapping[int, int],
+    taken: Collection[int] = (),
+) -> tuple[int, ...]:
+    """Returns finished groups that may join the batch of version `step` before it is complete, the first to finish
+    first. All others can still be trained in time. One place stays free for the group that completes the batch.
+
+    Args:
+      bound: the staleness bound.
+      step: s, the version that trains.
+      finished: group id -> dispatch version of the finished groups, in the order in which they finished.
+      running: group id -> dispatch version of the unfinished groups.
+      taken: groups of `finished` that have joined before.
+    """
+    outstanding, joined = [*finished.values(), *running.values()], [finished[group] for group in taken]
+    versions, found = sorted(set(outstanding)), []
+    due = {version: sum(other <= version for other in outstanding) for version in versions}
+    for group, dispatched in finished.items():
+        if group in taken or len(joined) == bound.groups_per_step - 1:
+            continue
+        # A later group takes a place in the step, so that one group fewer can be trained by each earlier deadline.
+        fits = all(
+            due[version] + 1 + sum(other > version for other in joined)
+            <= bound.groups_per_step * (version + bound.staleness - step + 1) + bound.spare
+            for version in versions
+            if version < dispatched
+        )
+        if fits:
+            joined.append(dispatched)
+            found.append(group)
+    return tuple(found)
+
+
+def select(
+    bound: Bound,
+    *,
+    step: int,
+    finished: Mapping[int, int],
+    running: Mapping[int, int],
+    taken: Collection[int] = (),
+) -> Selection:
     """Chooses the batch that trains at version `step`: earliest deadline first, and of equal ones the oldest.
 
     With spare groups, the first to finish go before the oldest: those left may never be trained.
@@ -82,12 +126,13 @@ def select(bound: Bound, *, step: int, finished: Mapping[int, int], running: Map
       step: s, the version that trains.
       finished: group id -> dispatch version of the finished groups, in the order in which they finished.
       running: group id -> dispatch version of the unfinished groups.
+      taken: groups of `finished` that have joined the batch before (`early`).
     """
     size = bound.groups_per_step
     if len(finished) < size:
         return Selection()
     # Group ids ascend as groups are dispatched; the sort is stable, so with spares the order of finishing stays.
-    by_deadline = sorted(finished, key=lambda group: (finished[group], 0 if bound.spare else group))
+    by_deadline = sorted(finished, key=lambda group: (group not in taken, finished[group], 0 if bound.spare else group))
     batch, later = by_deadline[:size], by_deadline[size:]
     # Running groups beyond what the steps after this one can still train in time, the most urgent first: for each
     # deadline, what is due by then has to fit into the steps up to it.

@@ -77,6 +77,7 @@ class Trainer:
     late: float = 2.0
     late_seconds: float = 1.0
     masks: training_side.Masks | None = None
+    _begun: tuple[int, ...] = field(default=(), init=False)
     _wanted: protocols.MeshSizes | None = field(default=None, init=False)
     _version: int = field(default=0, init=False)
 
@@ -98,7 +99,7 @@ class Trainer:
         took, wanted = self.mesh.resize_seconds, self._wanted
         await asyncio.sleep(took)
         self.mesh = dataclasses.replace(self.mesh, sizes=(wanted.data, wanted.fsdp, wanted.tensor))
-        self.devices, self._wanted = wanted.devices, None
+        self.devices, self._wanted, self._begun = wanted.devices, None, ()
         return protocols.ResizePhases(0.0, 0.0, took, 0)
 
     async def cancel_resize(self) -> None:
@@ -107,7 +108,7 @@ class Trainer:
 
     async def start(self) -> protocols.TrainerInfo:
         """Starts at version 0; forgets what a lost trainer was given, because no state contains it any more."""
-        log = self.log
+        log, self._begun = self.log, ()
         log.trained.clear()
         log.parts.clear()
         log.staleness.clear()
@@ -126,7 +127,11 @@ class Trainer:
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         """Takes one step's time and logs the batch. Computes late shares itself."""
-        trajectories = training_side.trained(batch, self.masks)
+        begun = training_side.trained(batch.of(batch.begun), self.masks)
+        if self._begun != batch.begun:
+            await self._train([training_side.own_tokens(trajectory) for trajectory in begun])
+        self._begun = ()
+        trajectories = training_side.trained(batch.rest, self.masks)
         lengths = [training_side.own_tokens(trajectory) for trajectory in trajectories]
         core, parts = training_side.split(lengths, shares)
         computed = {"": list(core)}
@@ -152,13 +157,21 @@ class Trainer:
             computed[""] += parts[share.worker]
         names = [trajectory.trajectory_id for trajectory in trajectories]
         # Every step's rollouts by who computed them, so that tests can tell a gradient lost or taken twice.
-        self.log.parts.append({who: [names[index] for index in part] for who, part in computed.items()})
+        of_step = {who: [names[index] for index in part] for who, part in computed.items()}
+        of_step[""] += [trajectory.trajectory_id for trajectory in begun]
+        self.log.parts.append(of_step)
         for name in itertools.chain.from_iterable(self.log.parts[-1].values()):
             self.log.trained[name] = self.log.trained.get(name, 0) + 1
-        self.log.generated += sum(trajectory.sampled_tokens for trajectory in trajectories)
+        self.log.generated += sum(trajectory.sampled_tokens for trajectory in (*begun, *trajectories))
         self.log.staleness.extend(batch.policy_version - group.dispatch_version for group in batch.groups)
         self._version += 1
         return {"loss": 0.0, **(counts if shares else {})}
+
+    async def accumulate(self, batch: protocols.TrainBatch) -> None:
+        """Takes the time of some groups of the next step."""
+        await self._called("accumulate")
+        await self._train([training_side.own_tokens(one) for one in training_side.trained(batch, self.masks)])
+        self._begun += tuple(group.group_id for group in batch.groups)
 
     async def _collect(
         self, version: int, shares: Sequence[protocols.Share], own_seconds: float

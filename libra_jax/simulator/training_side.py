@@ -211,7 +211,7 @@ class TrainingSide(protocols.TrainingSide):
         began = asyncio.get_running_loop().time()
         if self._version != batch.policy_version:
             raise protocols.LibraError(f"the training side of {self.worker} holds version {self._version}")
-        lengths = [own_tokens(trajectory) for trajectory in trained(batch, self.masks)]
+        lengths = [own_tokens(trajectory) for trajectory in trained(batch.rest, self.masks)]
         # Trainer and workers split by the same rule, so no list of sequences has to be sent.
         mine = split(lengths, shares)[1][self.worker]
         if not mine:

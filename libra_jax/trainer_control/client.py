@@ -208,6 +208,7 @@ class TrainerClient:
 
     warm_start_step = clients.Call("train_step", "take a warm-start step", TrainerProcess.warm_start_step)
     train_step = clients.Call("train_step", "take a training step", TrainerProcess.train_step)
+    accumulate = clients.Call("train_step", "sum gradients of finished groups", TrainerProcess.accumulate)
     abort_step = clients.Call("train_step", "abort its step", TrainerProcess.abort_step)
     policy_version = clients.Call("weight_sync", "say its version", TrainerProcess.policy_version)
 

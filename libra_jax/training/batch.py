@@ -98,7 +98,9 @@ def prepare(
     parts, taken = [], 0
     for groups in np.array_split(np.arange(len(batch.groups)), config.algorithm.minibatches):
         size = sum(len(batch.groups[index].trajectories) for index in groups)
-        parts.append(pack(config, sequences[taken : taken + size], may_be_empty=any(masked)))
+        # Of a streamed step, this may be the one group without a trained token.
+        may_be_empty = any(masked) or config.trainer.stream != "off"
+        parts.append(pack(config, sequences[taken : taken + size], may_be_empty=may_be_empty))
         taken += size
     packed = packing.joined(parts)
     ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()

@@ -140,6 +140,12 @@ class Learner:
         self._taking = 0  # the number of the present step's update, from 0
         self.state: state_lib.TrainState | None = None
         self.accumulator: state_lib.Accumulator | None = None
+        self._begun: tuple[state_lib.Accumulator, list[step.Report]] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `accumulate` has summed micro-batches of the next update."""
+        return self._begun is not None
 
     @property
     def params(self) -> Any:
@@ -213,7 +219,7 @@ class Learner:
     def release(self) -> tuple[list[jax.Array], Any]:
         """Gives up the state: returns its leaves and their structure, and frees the accumulator."""
         leaves, structure = jax.tree.flatten(self.train_state())
-        self.state = self.accumulator = None
+        self.state = self.accumulator = self._begun = None
         return leaves, structure
 
     def compile(
@@ -390,6 +396,32 @@ class Learner:
             self.abort.clear()
         return updates.step_metrics(taken, keeps_first=self.inputs.scores_proximal)
 
+    def accumulate(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> None:
+        """Sums micro-batches of the next update under the present parameters; `train` goes on from the sums.
+
+        Args:
+          packed: a part of the global batch.
+          extras: further arrays of each micro-batch (`batch.Prepared`).
+
+        Raises:
+          LibraError: the devices ran out of memory.
+          PeerLost: another process of the trainer is gone.
+        """
+        state, indices = self.train_state(), range(len(packed.micro_batches))
+        accumulator, parts = self._begun or (self.accumulator or self.programs.zeros(), [])
+        self.accumulator = self._begun = None  # the first program consumes the sums
+        with world.explaining():
+            accumulator = self._accumulate(
+                self.inputs.loss, state.params, packed, extras, indices, accumulator, parts, state.base
+            )
+            # The caller is told when the devices are free again.
+            jax.block_until_ready(accumulator)
+        self._begun = accumulator, parts
+
+    def forget(self) -> None:
+        """Drops the sums of `accumulate`."""
+        self._begun = None
+
     def stay(self) -> dict[str, float]:
         """Advances the step number without an update, as in the critic's warm-up. Returns the step's metrics.
 
@@ -458,9 +490,10 @@ class Learner:
     ) -> updates.Update:
         """Takes one update on the given micro-batches and `rest`. The step number advances by `steps`."""
         state = self.train_state()
-        accumulator = self.accumulator or self.programs.zeros()
-        self.accumulator = None  # the first program consumes it; kept again only if the update ends well
-        parts: list[step.Report] = []
+        parts: list[step.Report]
+        accumulator, parts = self._begun or (self.accumulator or self.programs.zeros(), [])
+        # The first program consumes them. The accumulator is kept again only if the update ends well.
+        self.accumulator = self._begun = None
         began = time.monotonic()
         with world.explaining():
             accumulator = self._accumulate(loss, state.params, packed, extras, indices, accumulator, parts, state.base)

@@ -25,7 +25,7 @@ from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, step, world
+from libra_jax.training import checkpoints, optimizer, packing, program_cache, resize, step, streaming, world
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import running as running_lib
@@ -78,6 +78,7 @@ class TrainerActor:
         self._version = 0
         self._synced: int | None = None  # the version last synced, while the parameters equal its snapshot
         self._skipped_in_a_row = 0
+        self._begun = streaming.Begun()
 
     def running(self) -> running_lib.Running:
         """Returns the trainer's parts.
@@ -212,17 +213,10 @@ class TrainerActor:
           LibraError: the batch is for another version, or `trainer.max_skipped_steps` steps in a row were not finite.
           StepAborted: `abort_step` aborted the step; version and state are unchanged.
         """
-        learner = self.running().learner
-        if batch.policy_version != self._version:
-            raise protocols.LibraError(
-                f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
-            )
-        self.running().end_warm_start()
-        critic = self.running().critic
-        values = None if critic is None else critic.values
-        prepared = batch_lib.prepare(
-            self._config, batch, self._model, learner.reference_log_probs, values, learner.score_norms
-        )
+        self._check_version(batch)
+        learner, critic = self.running().learner, self.running().critic
+        begun = self._take_begun(batch)
+        prepared = self._prepared(batch.rest)
         own, collection = None, None
         if shares:
             own, *ranges = shares_lib.split(prepared.work, shares)
@@ -255,12 +249,46 @@ class TrainerActor:
             learner.abort.clear()
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
-        metrics |= batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
-        metrics |= prepared.described
+        whole = begun.joined(prepared, batch)
+        metrics |= batch_lib.statistics(whole.advantages, whole.examples, whole.groups)
+        metrics |= whole.described
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._replica_devices)
-        return self._finish(learner, metrics, prepared.packed, self._config.algorithm.epochs)
+        return self._finish(learner, metrics, whole.packed, self._config.algorithm.epochs)
+
+    def accumulate(self, batch: protocols.TrainBatch) -> None:
+        """Sums the gradients of some groups of the next step. See `protocols.Trainer.accumulate`."""
+        self._check_version(batch)
+        prepared = self._prepared(batch)
+        self.running().learner.accumulate(prepared.packed, prepared.extras)
+        self._begun.add(batch, prepared)
+
+    def _take_begun(self, batch: protocols.TrainBatch) -> streaming.Begun:
+        """Returns the groups whose sums the step goes on from; computes these sums first if they are gone."""
+        learner = self.running().learner
+        if self._begun.numbers != batch.begun or learner.has_begun != bool(batch.begun):
+            learner.forget()
+            self._begun = streaming.Begun()
+            if batch.begun:
+                self.accumulate(batch.of(batch.begun))
+        begun, self._begun = self._begun, streaming.Begun()
+        return begun
+
+    def _check_version(self, batch: protocols.TrainBatch) -> None:
+        if batch.policy_version != self._version:
+            raise protocols.LibraError(
+                f"the batch is for policy version {batch.policy_version} and the trainer holds {self._version}."
+            )
+
+    def _prepared(self, batch: protocols.TrainBatch) -> batch_lib.Prepared:
+        running = self.running()
+        running.end_warm_start()
+        values = None if running.critic is None else running.critic.values
+        learner = running.learner
+        return batch_lib.prepare(
+            self._config, batch, self._model, learner.reference_log_probs, values, learner.score_norms
+        )
 
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
@@ -400,6 +428,7 @@ class TrainerActor:
         Raises:
           DataError: the directory is missing, incomplete, damaged, of another model or optimizer, or not finite.
         """
+        self.running().learner.forget()
         host = self.running().restore(path)
         self._synced, self._version = None, int(self.running().present.train_state().step)
         self._skipped_in_a_row = host.get("skipped_in_a_row", 0)

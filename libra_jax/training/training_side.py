@@ -163,7 +163,7 @@ class TrainingSideActor:
                 (channel.closed if channel else "")
                 or f"{self._name} has no part in this step: it has not joined, or in another membership generation."
             )
-        prepared = batch_lib.prepare(self._config, batch, self._model)
+        prepared = batch_lib.prepare(self._config, batch.rest, self._model)
         # 1 + : the first range is the core's own.
         indices = shares_lib.split(prepared.work, shares)[1 + mine[0]]
         if not indices:

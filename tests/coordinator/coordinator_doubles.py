@@ -131,6 +131,7 @@ class RecordingTrainer:
         self._saving: tuple[Path, str] | None = None
         self.state: dict[str, Any] = {"version": 0, "prompts": [], "staleness": [], "warm": 0}
         self.open_version: int | None = None
+        self.begun: list[int] = []
         self.busy = False
         self.meshes: list[tuple[int, protocols.MeshSizes]] = []
         self.cancelled = 0
@@ -178,10 +179,17 @@ class RecordingTrainer:
         self.state["warm"] += 1
         return {"loss": 1.0}
 
+    async def accumulate(self, batch: protocols.TrainBatch) -> None:
+        assert batch.policy_version == self.state["version"]
+        await self._one_call()
+        self.begun += [group.group_id for group in batch.groups]
+
     async def train_step(
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
         assert batch.policy_version == self.state["version"]
+        assert set(self.begun) <= set(batch.begun), "it holds sums of groups that are not in the step"
+        self.begun = []
         await self._one_call()
         for group in batch.groups:
             for trajectory in group.trajectories:

@@ -12,8 +12,9 @@ from libra_jax.scheduling import admission
 class Model:
     """A run reduced to counts: groups finish in a random order, and the trainer may be busy while they do."""
 
-    def __init__(self, bound: admission.Bound, stale: str, data: st.DataObject) -> None:
-        self.bound, self.stale, self.data = bound, stale, data
+    def __init__(self, bound: admission.Bound, stale: str, data: st.DataObject, streams: bool = False) -> None:
+        self.bound, self.stale, self.data, self.streams = bound, stale, data, streams
+        self.taken: list[int] = []
         self.version = self.next_step = self.admitted = 0
         self.running: dict[int, int] = {}
         self.finished: dict[int, int] = {}
@@ -44,7 +45,13 @@ class Model:
                 self.finished[group] = version
 
     def select(self) -> admission.Selection:
-        return admission.select(self.bound, step=self.version, finished=self.finished, running=self.running)
+        """As a streamed step does: finished groups may join the batch before it is complete, and then stay in it."""
+        state = {"step": self.version, "finished": self.finished, "running": self.running, "taken": self.taken}
+        if self.streams and self.data.draw(st.booleans(), label="streams now"):
+            self.taken += admission.early(self.bound, **state)
+            assert len(set(self.taken)) == len(self.taken) < self.bound.groups_per_step
+            state["taken"] = self.taken
+        return admission.select(self.bound, **state)
 
     def step(self) -> None:
         self.admit()
@@ -59,6 +66,8 @@ class Model:
             else:
                 self.finish_some(least=1)
         self.next_step = self.version + 1
+        assert set(self.taken) <= set(selection.batch), "a group that had joined the batch is not in it"
+        self.taken = []
         for group in selection.batch:
             self.trained.append((group, self.version - self.finished.pop(group)))
         assert len(selection.surplus) <= self.bound.spare
@@ -79,10 +88,11 @@ class Model:
     steps=st.integers(1, 6),
     stale=st.sampled_from(["wait", "replace"]),
     spare=st.integers(0, 3),
+    streams=st.booleans(),
     data=st.data(),
 )
-def test_staleness_is_bounded_and_every_group_leaves_once(size, staleness, steps, stale, spare, data):
-    model = Model(admission.Bound(size, staleness, steps, spare), stale, data)
+def test_staleness_is_bounded_and_every_group_leaves_once(size, staleness, steps, stale, spare, streams, data):
+    model = Model(admission.Bound(size, staleness, steps, spare), stale, data, streams)
     for _ in range(steps):
         model.step()
     groups = [group for group, _ in model.trained]
@@ -128,6 +138,30 @@ def test_a_batch_is_refused_exactly_when_it_would_make_a_later_step_late(size, s
     assert set(selection.binding) <= set(running)
     kept = [version for group, version in {**finished, **running}.items() if group not in (*batch, *selection.binding)]
     assert feasible(size, staleness, step + 1, kept)
+
+
+@hypothesis.given(
+    size=st.integers(1, 5),
+    staleness=st.integers(0, 3),
+    finished=st.dictionaries(st.integers(0, 40), st.integers(0, 3), max_size=12),
+    running=st.dictionaries(st.integers(41, 80), st.integers(0, 3), max_size=12),
+)
+def test_a_group_joins_early_exactly_when_all_others_can_still_be_trained_in_time(size, staleness, finished, running):
+    step = 3
+    outstanding = {group: version for group, version in {**finished, **running}.items() if version + staleness >= step}
+    hypothesis.assume(feasible(size, staleness, step, [*outstanding.values()]))
+    finished = {group: version for group, version in finished.items() if group in outstanding}
+    running = {group: version for group, version in running.items() if group in outstanding}
+    early = admission.early(admission.Bound(size, staleness, 100), step=step, finished=finished, running=running)
+    assert len(early) < size
+    joined: list[int] = []
+    for group in finished:
+        # A batch of the joined groups and the most urgent others leaves a feasible state.
+        others = sorted((version, other) for other, version in outstanding.items() if other not in (*joined, group))
+        left = others[max(0, size - len(joined) - 1) :]
+        fits = len(joined) < size - 1 and feasible(size, staleness, step + 1, [version for version, _ in left])
+        assert (group in early) == fits
+        joined += [group] if fits else []
 
 
 def test_synchronous_training_admits_nothing_while_a_step_runs():

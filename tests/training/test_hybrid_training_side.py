@@ -1,6 +1,7 @@
 """A hybrid replica in another process and the core that it helps, against a core that trains alone."""
 
 import asyncio
+import dataclasses
 import os
 import pathlib
 import signal
@@ -117,6 +118,9 @@ def test_sixty_steps_with_a_replica_that_comes_and_goes_four_times_learn_as_the_
         wanted.append(alone.train_step(batch)["loss"])
         period, generation = version % 15, 10 + version // 15
         given = [doubles.share(generation, 0.3 + 0.05 * (version // 15))] if 3 <= period < 12 else []
+        if version % 2:  # a streamed step, of which the replica takes a share of the rest
+            core.accumulate(batch.of((4, 1)))
+            batch = dataclasses.replace(batch, begun=(4, 1))
         if given:
             doubles.publish(core, version, remote)
             if period == 3:
