@@ -23,6 +23,10 @@ class CoordinatorConfig:
     # Groups begun beyond those that a step needs, as a share of them, rounded up. The first to finish are trained on,
     # the last are aborted: training sees fewer long rollouts than the policy makes, which biases it. 0 is off.
     redundancy: float = 0.0
+    # What becomes of redundant groups that a step did not need: False aborts them, which biases training towards short
+    # rollouts. True keeps their tokens, and they are trained by the next steps (APRIL). New groups then begin between
+    # two steps alone. max_staleness is the number of steps that a group may wait.
+    recycle: bool = False
     # Most rollouts under way at once; 0: as many as max_staleness allows. Groups begin whole, so one larger than the
     # limit begins when nothing else is under way.
     max_concurrent: int = 0
@@ -35,6 +39,15 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         check_finite(self.redundancy, "coordinator.redundancy")
         check(self.redundancy >= 0, "coordinator.redundancy", f"must not be negative, not {self.redundancy}")
+        if self.recycle:
+            check(
+                self.max_staleness > 0, "coordinator.max_staleness", "must be 1 or more with coordinator.recycle=True"
+            )
+            check(
+                0 < self.spare_groups <= self.groups_per_step,
+                "coordinator.redundancy",
+                f"must be above 0 and at most 1 with coordinator.recycle=True, not {self.redundancy:g}",
+            )
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")
         check(

@@ -309,7 +309,9 @@ class Batches:
     ) -> None:
         limits = run.config.coordinator
         spare = limits.spare_groups
-        self._bound = admission.Bound(limits.groups_per_step, limits.max_staleness, run.config.steps, spare)
+        self._bound = admission.Bound(
+            limits.groups_per_step, limits.max_staleness, run.config.steps, spare, limits.recycle
+        )
         self._replaces = limits.stale == "replace"
         self._prompts = prompts
         self._replays = replays
@@ -330,7 +332,7 @@ class Batches:
         self._most = limits.max_concurrent
         if self._most:
             run.events.subscribe(protocols.RolloutEnded, lambda _: self.admit())
-        if spare:
+        if spare and not limits.recycle:
             run.recorder.note(
                 f"config.coordinator.redundancy: {spare} groups more than the {limits.groups_per_step} of a step are "
                 "under way, and the last to finish are aborted: training is biased towards short rollouts."

@@ -8,7 +8,9 @@ scheduling (Liu and Layland, 1973). Admission and selection both keep this true,
 late, and a batch can always be formed once enough of the outstanding groups have finished.
 
 With E spare groups, at most B * (d - s + 1) + E may be due by d: E more are begun than can be trained, and the first to
-finish are trained. A batch aborts the groups left that no later step may train, at most E.
+to finish are trained. A batch aborts the groups left that no later step may train, at most E. Where spare groups are
+recycled, they are trained by later steps instead (APRIL, arXiv 2509.18521). At most B + E are then under way, and new
+ones are begun between two steps alone, so that only the groups left are older than the version that trains.
 """
 
 from __future__ import annotations
@@ -26,12 +28,19 @@ class Bound:
       staleness: eta, the most versions between a group's first dispatch and its training.
       steps: training steps of the whole run.
       spare: E, groups that may be outstanding beyond what can be trained in time.
+      recycles: whether the spare groups of a step go on to the next one. E is at most B then, and eta at least 1.
     """
 
     groups_per_step: int
     staleness: int
     steps: int
     spare: int = 0
+    recycles: bool = False
+
+    @property
+    def given_up(self) -> int:
+        """Most groups that a batch aborts."""
+        return 0 if self.recycles else self.spare
 
     def last_step(self, dispatch_version: int) -> int:
         """Returns the last step of the run that may train on a group first dispatched at `dispatch_version`."""
@@ -52,6 +61,9 @@ def admissible(bound: Bound, *, version: int, next_step: int, outstanding: int) 
       A count, never negative. Over a run it adds up to steps * B, and one more for every group replaced or aborted.
     """
     steps = bound.last_step(version) - next_step + 1
+    if bound.recycles:
+        most = min(bound.groups_per_step + bound.spare, bound.groups_per_step * (bound.steps - next_step))
+        return max(0, most - outstanding) if version == next_step else 0
     return max(0, bound.groups_per_step * steps + bound.spare - outstanding) if steps > 0 else 0
 
 
@@ -99,7 +111,7 @@ def early(
         # A later group takes a place in the step, so that one group fewer can be trained by each earlier deadline.
         fits = all(
             due[version] + 1 + sum(other > version for other in joined)
-            <= bound.groups_per_step * (version + bound.staleness - step + 1) + bound.spare
+            <= bound.groups_per_step * (version + bound.staleness - step + 1) + bound.given_up
             for version in versions
             if version < dispatched
         )
@@ -141,13 +153,13 @@ def select(
     binding: list[int] = []
     for version in sorted({*waiting, *running.values()}):
         # One step fewer than B * (d - s + 1): the batch chosen above takes the step s.
-        room = bound.groups_per_step * (version + bound.staleness - step) + bound.spare
+        room = bound.groups_per_step * (version + bound.staleness - step) + bound.given_up
         due = [group for group in urgent if running[group] <= version and group not in binding]
         excess = len(due) + sum(1 for other in waiting if other <= version) - room
         binding.extend(due[: max(0, excess)])
     if binding:
         return Selection(binding=tuple(binding))
     # Without spares, admission and the test above leave a later step to every group, so nothing can be surplus.
-    left = {group: finished[group] for group in later} | dict(running) if bound.spare else {}
+    left = {group: finished[group] for group in later} | dict(running) if bound.given_up else {}
     surplus = (group for group, version in left.items() if bound.last_step(version) <= step)
     return Selection(batch=tuple(batch), surplus=tuple(surplus))

@@ -30,7 +30,7 @@ class Model:
         for _ in range(count):
             self.running[self.admitted] = self.version
             self.admitted += 1
-        most = (self.bound.staleness + 1) * self.bound.groups_per_step + self.bound.spare
+        most = (1 if self.bound.recycles else self.bound.staleness + 1) * self.bound.groups_per_step + self.bound.spare
         assert len(self.running) + len(self.finished) <= most
 
     def finish_some(self, least: int) -> None:
@@ -89,17 +89,21 @@ class Model:
     stale=st.sampled_from(["wait", "replace"]),
     spare=st.integers(0, 3),
     streams=st.booleans(),
+    recycles=st.booleans(),
     data=st.data(),
 )
-def test_staleness_is_bounded_and_every_group_leaves_once(size, staleness, steps, stale, spare, streams, data):
-    model = Model(admission.Bound(size, staleness, steps, spare), stale, data, streams)
+def test_staleness_is_bounded_and_every_group_leaves_once(
+    size, staleness, steps, stale, spare, streams, recycles, data
+):
+    recycles &= staleness > 0 and 0 < spare <= size
+    model = Model(admission.Bound(size, staleness, steps, spare, recycles), stale, data, streams)
     for _ in range(steps):
         model.step()
     groups = [group for group, _ in model.trained]
     assert all(0 <= age <= staleness for _, age in model.trained)
     assert len(groups) == size * steps
     assert sorted(groups + model.replaced + model.given_up) == list(range(model.admitted))
-    assert spare or not model.given_up
+    assert (spare and not recycles) or not model.given_up
     assert not model.running
     assert not model.finished
 
@@ -190,6 +194,20 @@ def test_of_spare_groups_the_first_to_finish_train_and_those_left_at_their_deadl
     selection = admission.select(bound, step=0, finished={3: 0, 1: 0, 0: 0}, running={2: 0})
     assert selection == admission.Selection(batch=(3, 1), surplus=(0, 2))
     assert admission.admissible(bound, version=0, next_step=1, outstanding=0) == 0, "no step may train them any more"
+
+
+def test_recycled_groups_go_first_and_new_ones_begin_between_two_steps():
+    bound = admission.Bound(groups_per_step=2, staleness=1, steps=10, spare=1, recycles=True)
+    assert admission.admissible(bound, version=0, next_step=0, outstanding=0) == 3
+    selection = admission.select(bound, step=0, finished={2: 0, 0: 0}, running={1: 0})
+    assert selection == admission.Selection(batch=(2, 0))
+    assert admission.admissible(bound, version=0, next_step=1, outstanding=1) == 0, "a step is under way"
+    assert admission.admissible(bound, version=1, next_step=1, outstanding=1) == 2
+    assert admission.select(bound, step=1, finished={3: 1, 4: 1}, running={1: 0}).binding == (1,), (
+        "it may wait one step"
+    )
+    assert admission.select(bound, step=1, finished={3: 1, 1: 0}, running={4: 1}).batch == (1, 3)
+    assert admission.admissible(bound, version=9, next_step=9, outstanding=1) == 1, "nothing follows the last step"
 
 
 def test_spare_groups_that_a_later_step_may_train_go_on():
