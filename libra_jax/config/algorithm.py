@@ -31,6 +31,8 @@ BASELINE_ADVANTAGES = ("grpo", "dr_grpo", "reinforce_plus_plus_baseline")
 CRITIC_ADVANTAGES = ("gae", "egae")
 """Advantages that read the values of a critic."""
 LOSSES = ("clipped", "gspo", "cispo", "sapo", "gmpo", "bapo", "clip_cov", "kl_cov")
+TOKEN_LOSSES = ("clipped", "cispo", "sapo", "bapo", "clip_cov", "kl_cov")
+"""Losses of single tokens, which need no other token of the sequence."""
 BATCH_LOSSES = ("bapo", "clip_cov", "kl_cov")
 """Losses that take statistics of all tokens of an update: the policy scores them before the update."""
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")

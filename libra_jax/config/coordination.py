@@ -23,7 +23,7 @@ class CoordinatorConfig:
     # Groups begun beyond those that a step needs, as a share of them, rounded up. The first to finish are trained on,
     # the last are aborted: training sees fewer long rollouts than the policy makes, which biases it. 0 is off.
     redundancy: float = 0.0
-    # What becomes of redundant groups that a step did not need: False aborts them, which biases training towards short
+    # Use of redundant groups that a step did not need: False aborts them, which biases training towards short
     # rollouts. True keeps their tokens, and they are trained by the next steps (APRIL). New groups then begin between
     # two steps alone. max_staleness is the number of steps that a group may wait.
     recycle: bool = False

@@ -14,6 +14,7 @@ from libra_jax.config.algorithm import (
     BATCH_LOSSES,
     CRITIC_ADVANTAGES,
     GROUP_ADVANTAGES,
+    TOKEN_LOSSES,
     WHITENED_ADVANTAGES,
     AlgorithmConfig,
     CriticConfig,
@@ -137,6 +138,7 @@ class RunConfig:
         self._check_lora()
         self._check_critic()
         self._check_stream()
+        self._check_shared_prompts()
         self._check_teacher()
         self.algorithm.check_replay(self.coordinator.max_staleness)
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
@@ -335,6 +337,24 @@ class RunConfig:
             ("algorithm.loss", algorithm.loss not in BATCH_LOSSES, f"{algorithm.loss} {batch}; use another loss"),
         ):
             check(self.trainer.stream == "off" or right, name, f"{why}, or set trainer.stream=off")
+
+    def _check_shared_prompts(self) -> None:
+        """Refuses shared prompts with what takes the sequences of a row for single rollouts."""
+        algorithm = self.algorithm
+        for name, right, value, wanted in (
+            ("trainer.pack", self.trainer.pack, self.trainer.pack, "True"),
+            ("algorithm.aggregation", algorithm.aggregation == "token_mean", algorithm.aggregation, "token_mean"),
+            ("algorithm.loss", algorithm.loss in TOKEN_LOSSES, algorithm.loss, f"one of {', '.join(TOKEN_LOSSES)}"),
+            ("algorithm.correction_level", algorithm.correction_level == "token", algorithm.correction_level, "token"),
+            ("algorithm.ess_scaling", algorithm.ess_scaling == "off", algorithm.ess_scaling, "off"),
+            ("critic.enabled", not self.critic.enabled, self.critic.enabled, "False"),
+        ):
+            check(
+                not self.trainer.share_prompt or right,
+                name,
+                f"{value} looks at single rollouts, and trainer.share_prompt makes one sequence of several; set it to "
+                f"{wanted}, or trainer.share_prompt=False",
+            )
 
     def _check_critic(self) -> None:
         """Refuses a critic that nothing reads, and what cannot move or share a critic."""

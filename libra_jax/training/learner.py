@@ -129,8 +129,8 @@ class Learner:
             ),
             helped=config.elastic.hybrid > 0,
         )
-        self._shapes = shapes = self.inputs.shapes()
-        self._met_trees = False
+        self._met_trees = config.trainer.share_prompt
+        self._shapes = shapes = self.inputs.shapes() + (self.inputs.shapes(trees=True) if self._met_trees else [])
         # Without a reference to this learner: a cycle would keep its state until the garbage collector runs.
         self.ahead = background.Compilation(self.programs, lambda: shapes, "compile ahead of the steps", _tell)
         # Set by the actor's event loop while another thread takes the step.

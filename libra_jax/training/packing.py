@@ -10,13 +10,16 @@ A rollout of several segments becomes a tree of tokens (`trees`), or parts of on
 own, because attention needs one more array for them. A tree without a fork is a plain sequence. The arrays `segments`
 number the sequences of a row; they are not the segments of a rollout.
 
+With `trainer.share_prompt`, rollouts of one prompt that follow each other are one tree, too: the prompt, computed once,
+and their answers. The last token of the prompt is computed for each answer, because each predicts another token.
+
 Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may hold.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -267,8 +270,15 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
     owners: list[int] = []
     layouts: list[trees.Layout] = []
     shared = 0
+    bundles = _bundles(examples, lengths[-1]) if config.share_prompt else {}
+    beside: dict[int, int] = {}  # number of the sequence that goes right after another one, by the other's number
     for index, example in enumerate(examples):
         found = example.layouts(lengths[-1])
+        if (bundle := bundles.get(index)) is not None:
+            found = [bundle.layout]
+            shared += bundle.saved
+            if bundle.follows:
+                beside[len(layouts) - 1] = len(layouts)
         for layout in found:
             if layout.columns > lengths[-1]:
                 raise protocols.ConfigError(
@@ -282,8 +292,10 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
     micro_batches: list[MicroBatch] = []
     places: dict[int, Place] = {}  # by number of the sequence
     for trees_only in (False, True):
-        numbers = [number for number, layout in enumerate(layouts) if (layout.until_C is not None) == trees_only]
-        columns = np.array([layouts[number].columns for number in numbers], np.int64)
+        firsts = set(range(len(layouts))) - set(beside.values())
+        numbers = [number for number in sorted(firsts) if (layouts[number].until_C is not None) == trees_only]
+        together = [_following(number, beside) for number in numbers]
+        columns = np.array([sum(layouts[member].columns for member in members) for members in together], np.int64)
         fit, each = rows.fit(columns, lengths, config.pack), config.rows_per_micro_batch
         slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
         # A micro-batch has one shape, so all of its rows have one length.
@@ -292,19 +304,94 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
             for position, row in enumerate(of_length):
                 slot[row] = (len(micro_batches) + position // each, position % each)
             micro_batches.extend(empty((each, length), trees_only) for _ in range(-(-len(of_length) // each)))
-        for position, number in enumerate(numbers):
+        for position, members in enumerate(together):
             micro_batch, row = slot[int(fit.row[position])]
-            start = int(fit.start[position])
-            place = Place(owners[number], micro_batch, row, start, layouts[number].columns)
-            places[number] = place
-            _fill(
-                micro_batches[micro_batch], place, int(fit.segment[position]), examples[place.example], layouts[number]
-            )
+            start, segment = int(fit.start[position]), int(fit.segment[position])
+            for number in members:
+                layout = layouts[number]
+                places[number] = place = Place(owners[number], micro_batch, row, start, layout.columns)
+                _fill(micro_batches[micro_batch], place, segment, examples[place.example], layout)
+                start += layout.columns
     total = sum(micro_batch.tokens.size for micro_batch in micro_batches)
     used = sum(layout.columns for layout in layouts)
     padding = 1.0 - float(used) / total if total else 0.0
     ordered = tuple(places[number] for number in range(len(layouts)))
     return Packed(tuple(micro_batches), ordered, tuple(layouts), len(examples), padding, shared)
+
+
+@dataclass(frozen=True)
+class _Bundled:
+    """A rollout of a bundle that shares its prompt.
+
+    Attributes:
+      layout: its columns; the prompt's are the first member's.
+      follows: whether it goes right after the example before it.
+      saved: columns that it would take in addition if it computed its prompt.
+    """
+
+    layout: trees.Layout
+    follows: bool
+    saved: int
+
+
+def _bundles(examples: Sequence[Example], longest: int) -> dict[int, _Bundled]:
+    """Returns the rollouts that share a prompt with a neighbour, by index.
+
+    Args:
+      examples: sequences to pack.
+      longest: columns of the longest row, which holds a whole bundle.
+    """
+    bundles: list[list[int]] = []
+    prompts = [_prompt(example) for example in examples]
+    width = 0
+    for index, example in enumerate(examples):
+        prompt_P = prompts[index]
+        if prompt_P is None:
+            continue
+        own = example.columns - (len(prompt_P) - 1)
+        before = prompts[bundles[-1][-1]] if bundles else None
+        if before is not None and width + own <= longest and np.array_equal(prompt_P, before):
+            bundles[-1].append(index)
+            width += own
+        else:
+            bundles.append([index])
+            width = example.columns
+    found: dict[int, _Bundled] = {}
+    for members in bundles:
+        prompt_P = prompts[members[0]]
+        if len(members) == 1 or prompt_P is None:
+            continue
+        shared = len(prompt_P) - 1
+        whole = shared + sum(examples[index].columns - shared for index in members)
+        for index in members:
+            layout, columns = trees.path(examples[index].columns), examples[index].columns
+            if index == members[0]:
+                until_C = np.full(columns, columns, np.int32)
+                until_C[:shared] = whole
+                found[index] = _Bundled(dataclasses.replace(layout, until_C=until_C), False, 0)
+                continue
+            until_C = np.full(columns - shared, columns - shared, np.int32)
+            inputs_C, targets_C, positions_C = (
+                part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
+            )
+            found[index] = _Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
+    return found
+
+
+def _prompt(example: Example) -> np.ndarray | None:
+    """Returns the tokens before the first trained one; None if the example cannot share two of them or more."""
+    if example.tree is not None or not example.columns:
+        return None
+    prompt_P = example.tokens_N[: 1 + int(np.argmax(example.mask_N[1:]))]
+    return prompt_P if len(prompt_P) > 1 else None
+
+
+def _following(number: int, beside: Mapping[int, int]) -> list[int]:
+    """Returns a sequence and those that go right after it, in order."""
+    found = [number]
+    while found[-1] in beside:
+        found.append(beside[found[-1]])
+    return found
 
 
 def _fill(target: MicroBatch, place: Place, number: int, example: Example, layout: trees.Layout) -> None:
