@@ -76,7 +76,7 @@ def text_fits(segment: protocols.Segment, start: int, text: Sequence[int]) -> bo
     retained, sources = segment.token_ids[start:], segment.sources[start:]
     sampled = any(source == protocols.TokenSource.MODEL for source in sources[: len(text)])
     follows = len(retained) <= len(text) or sources[len(text)] == protocols.TokenSource.MODEL
-    return not sampled and follows and list(text[: len(retained)]) == retained[: len(text)]
+    return not sampled and follows and list(text[: len(retained)]) == list(retained[: len(text)])
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -51,7 +51,7 @@ class Walk:
         end = self.position + len(tokens)
         retained = self._trajectory.token_ids[self.position : end]
         sources = self._trajectory.sources[self.position : end]
-        if retained != list(tokens[: len(retained)]) or any(item != source for item in sources):
+        if list(retained) != list(tokens[: len(retained)]) or any(item != source for item in sources):
             raise ReplayDiffers
         # The rollout may have been cut off in the middle of this text.
         self._trajectory.append_text(tokens[len(retained) :], source)

@@ -444,7 +444,7 @@ class Session:
             del segment.turns[len(known.outputs) if known is not None else 0 :]
             for at in range(seen, kept):
                 # Context of a child, which another output than this rollout's may have led to.
-                segment.loss_mask[at], segment.log_probs[at] = False, 0.0
+                segment.loss_mask[at], segment.log_probs[at] = 0, 0.0
                 segment.sources[at], segment.policy_versions[at] = (
                     int(protocols.TokenSource.PROMPT),
                     protocols.NO_VERSION,

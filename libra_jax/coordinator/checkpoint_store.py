@@ -24,7 +24,7 @@ from libra_jax import checksums, protocols
 from libra_jax.coordinator import fencing
 
 FOLDER, MANIFEST, COORDINATOR, TRAINER, ROUTING = "checkpoints", "manifest", "coordinator.json", "trainer", "routing"
-FORMAT = 6
+FORMAT = 7
 
 UNFINISHED = "unfinished"
 """A file in the folder of a checkpoint that is being written or removed: without it, a missing manifest is damage."""

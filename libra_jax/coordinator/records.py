@@ -1,13 +1,13 @@
 """Groups and trajectories as plain JSON values, for checkpoints and stored successes.
 
-Per-token lists are packed binary: spelling out millions of floats would stall the event loop.
+Columns are packed binary: spelling out millions of floats would stall the event loop.
 """
 
 from __future__ import annotations
 
 import array
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
@@ -30,10 +30,9 @@ class RoutingPlace(TypedDict):
 
 
 class SegmentRecord(TypedDict):
-    """A segment, finished or cut off anywhere. Lists by token are base64 of C arrays, 8 bytes or 1 byte a token.
+    """A segment, finished or cut off anywhere. Columns are base64 of their arrays (`protocols.Segment`).
 
-    `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`. Earlier versions wrote
-    base64 of all experts, and their number of tokens to `routed_tokens`.
+    `routing` is missing if no token is routed. In coordinator.json it is a `RoutingPlace`.
     """
 
     token_ids: str
@@ -110,11 +109,11 @@ def encode_trajectory(trajectory: protocols.Trajectory) -> TrajectoryRecord:
 
 def _encode_segment(segment: protocols.Segment) -> SegmentRecord:
     record: SegmentRecord = {
-        "token_ids": _pack("q", segment.token_ids),
-        "sources": _pack("b", segment.sources),
-        "loss_mask": _pack("b", segment.loss_mask),
-        "log_probs": _pack("d", segment.log_probs),
-        "policy_versions": _pack("q", segment.policy_versions),
+        "token_ids": _pack(segment.token_ids),
+        "sources": _pack(segment.sources),
+        "loss_mask": _pack(segment.loss_mask),
+        "log_probs": _pack(segment.log_probs),
+        "policy_versions": _pack(segment.policy_versions),
         "trajectory_id": segment.trajectory_id,
         "prompt_id": segment.prompt_id,
         "turns": [{**vars(turn), "moves": [move._asdict() for move in turn.moves]} for turn in segment.turns],
@@ -124,7 +123,7 @@ def _encode_segment(segment: protocols.Segment) -> SegmentRecord:
         # References only: the bytes are joined where the checkpoint is written, off the event loop.
         record["routing"] = Routing(tuple(segment.routing))
     if segment.teacher_log_probs:
-        record["teacher_log_probs"] = _pack("d", segment.teacher_log_probs)
+        record["teacher_log_probs"] = _pack(segment.teacher_log_probs)
     return record
 
 
@@ -161,22 +160,16 @@ def _decode_segment(record: SegmentRecord) -> protocols.Segment:
             protocols.Move(**{**move, "reason": protocols.MoveReason(move["reason"])}) for move in turn.get("moves", ())
         )
         turns.append(protocols.Turn(**{**turn, "moves": moves}))
-    # Earlier versions wrote the experts as text, with the number of tokens beside them.
-    routing: Routing | str = record.get("routing", Routing(()))
-    if isinstance(routing, str):
-        data, count = base64.b64decode(routing), cast("int", record.get("routed_tokens", 0))
-        width = len(data) // max(count, 1)
-        routing = Routing(tuple(data[first * width : (first + 1) * width] for first in range(count)))
     return protocols.Segment(
         trajectory_id=record["trajectory_id"],
         prompt_id=record["prompt_id"],
-        token_ids=_unpack("q", record["token_ids"]),
-        sources=_unpack("b", record["sources"]),
-        loss_mask=[bool(value) for value in _unpack("b", record["loss_mask"])],
-        log_probs=_unpack("d", record["log_probs"]),
-        policy_versions=_unpack("q", record["policy_versions"]),
-        routing=list(routing.rows),
-        teacher_log_probs=_unpack("d", record.get("teacher_log_probs", "")),
+        token_ids=_unpack("token_ids", record),
+        sources=_unpack("sources", record),
+        loss_mask=_unpack("loss_mask", record),
+        log_probs=_unpack("log_probs", record),
+        policy_versions=_unpack("policy_versions", record),
+        teacher_log_probs=_unpack("teacher_log_probs", record),
+        routing=list(record.get("routing", Routing(())).rows),
         turns=turns,
         reward=record["reward"],
     )
@@ -213,9 +206,9 @@ def decode_group(record: GroupRecord) -> protocols.Group:
     )
 
 
-def _pack(code: str, values: Sequence[float]) -> str:
-    return base64.b64encode(array.array(code, values).tobytes()).decode()
+def _pack(values: array.array[Any]) -> str:
+    return base64.b64encode(values).decode()
 
 
-def _unpack(code: str, text: str) -> list[Any]:
-    return array.array(code, base64.b64decode(text)).tolist()
+def _unpack(name: str, record: SegmentRecord) -> array.array[Any]:
+    return array.array(protocols.COLUMNS[name], base64.b64decode(cast("str", record.get(name, ""))))

@@ -153,7 +153,7 @@ class Rollouts:
         began = self._clock()
         for segment in trajectory.segments:
             if not segment.teacher_log_probs:
-                segment.teacher_log_probs[:] = (await teacher.log_probs(segment.context()))[segment.shared :]
+                segment.teacher_log_probs.extend((await teacher.log_probs(segment.context()))[segment.shared :])
         trajectory.metrics["teacher/seconds"] = self._clock() - began
 
     async def _run_once(

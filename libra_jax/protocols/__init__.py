@@ -109,6 +109,7 @@ from libra_jax.protocols.training import (
     TrainingSide,
 )
 from libra_jax.protocols.trajectories import (
+    COLUMNS,
     FINISHES,
     LIMITS,
     CausalState,
@@ -138,6 +139,7 @@ from libra_jax.protocols.weights import (
 )
 
 __all__ = [
+    "COLUMNS",
     "EVALUATION_GROUP",
     "FINISHES",
     "LIMITS",

@@ -211,7 +211,7 @@ class Counted(protocols.Segment):
 
     @property
     def loss_mask(self) -> Any:  # type: ignore[override]
-        return Runs((delta is not None, count) for _, count, delta in self._parts)
+        return Runs((int(delta is not None), count) for _, count, delta in self._parts)
 
     @property
     def log_probs(self) -> Any:  # type: ignore[override]

@@ -211,8 +211,8 @@ def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]
                 raise protocols.DataError(
                     f"trajectory {segment.name}: the teacher has scored {recorded} of its {count} tokens."
                 )
-        lists = [segment.token_ids if out else segment.teacher_log_probs for segment in trajectory.segments]
-        taught_N = sequences_lib.joined(lists, np.float32)
+        columns = [segment.token_ids if out else segment.teacher_log_probs for segment in trajectory.segments]
+        taught_N = sequences_lib.joined(columns, np.float32)
         found.append(np.zeros_like(taught_N) if out else taught_N)
     return found
 

@@ -6,6 +6,7 @@ Of a trajectory of several segments, the own tokens of the segments follow one a
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,17 +32,17 @@ def examples(
       masked: True for each trajectory whose tokens are all left out of the loss; None masks none.
 
     Raises:
-      DataError: a trajectory's lists differ in length, a token is outside the vocabulary, a log-probability is not a
+      DataError: a trajectory's columns differ in length, a token is outside the vocabulary, a log-probability is not a
         number, its experts are not the model's, or its segments do not fit together; the message names the trajectory.
     """
     made = []
     for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
         name, segments = trajectory.trajectory_id, trajectory.segments
         for segment in segments:
-            lists = (segment.token_ids, segment.loss_mask, segment.log_probs, segment.policy_versions)
-            if len(lengths := {len(values) for values in lists}) > 1:
+            columns = (segment.token_ids, segment.loss_mask, segment.log_probs, segment.policy_versions)
+            if len(lengths := {len(column) for column in columns}) > 1:
                 raise protocols.DataError(
-                    f"trajectory {segment.name}: its per-token lists have different lengths {sorted(lengths)}."
+                    f"trajectory {segment.name}: its columns have different lengths {sorted(lengths)}."
                 )
         routing_RxW, routed_R = _routing(segments, model)
         example = packing.Example(
@@ -71,9 +72,11 @@ def examples(
     return made
 
 
-def joined(values: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
-    """Returns a per-token list of each segment as one array."""
-    return np.array([value for each in values for value in each] if len(values) > 1 else values[0], dtype)
+def joined(columns: Sequence[array[Any]], dtype: Any) -> np.ndarray:
+    """Returns a column of each segment as one array, which shares no memory with them."""
+    if len(columns) == 1:
+        return np.array(columns[0], dtype)
+    return np.concatenate([np.asarray(column) for column in columns]).astype(dtype, copy=False)
 
 
 def _routing(

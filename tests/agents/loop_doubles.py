@@ -82,7 +82,7 @@ async def run(*, task=None, environment=None, limits=LIMITS, trajectory=None, **
 
 
 def check_books(trajectory):
-    """Per-token lists agree with each other and with the turns."""
+    """Columns agree with each other and with the turns."""
     lengths = {
         len(values)
         for values in (
@@ -94,8 +94,8 @@ def check_books(trajectory):
         )
     }
     assert len(lengths) == 1
-    sampled = [source == protocols.TokenSource.MODEL for source in trajectory.sources]
-    assert sampled == trajectory.loss_mask
+    sampled = [int(source == protocols.TokenSource.MODEL) for source in trajectory.sources]
+    assert list(trajectory.loss_mask) == sampled
     assert [version != protocols.NO_VERSION for version in trajectory.policy_versions] == sampled
     assert sum(turn.generated_tokens for turn in trajectory.turns) == trajectory.generated_tokens
     shown = sum(source == protocols.TokenSource.TOOL for source in trajectory.sources)

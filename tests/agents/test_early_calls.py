@@ -125,7 +125,7 @@ class Bytes:
 
     def decode(self, token_ids):
         self.decoded += len(token_ids)
-        return bytes(token_ids).decode(errors="replace")
+        return bytes(list(token_ids)).decode(errors="replace")
 
 
 def heard(tokens, sizes):

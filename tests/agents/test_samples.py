@@ -73,7 +73,7 @@ def test_a_record_holds_the_text_of_each_turn_and_special_tokens():
     kept = ("step", "evaluation", "policy_version", "group_id", "rank", "of", "trajectory_id", "prompt_id", "finish")
     assert [record[name] for name in kept] == [5, False, 3, 11, 1, 1, "task-7/0", "task-7", "answered"]
     assert record["token_versions"] == [3, 4]
-    assert trajectory.token_ids == before
+    assert list(trajectory.token_ids) == before
 
 
 @pytest.mark.parametrize("length", [10, 11])

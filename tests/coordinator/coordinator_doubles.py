@@ -255,11 +255,11 @@ def read(path: str) -> dict[str, Any]:
 
 
 def check_whole(trajectory: protocols.Trajectory) -> None:
-    """A trajectory fit to train on: scored, its per-token lists aligned, every turn's tokens accounted for."""
+    """A trajectory fit to train on: scored, its columns aligned, every turn's tokens accounted for."""
     assert trajectory.reward is not None
     for segment in trajectory.segments:
-        lists = (segment.sources, segment.loss_mask, segment.log_probs, segment.policy_versions)
-        assert {len(values) for values in lists} == {len(segment.token_ids)}
+        columns = (segment.sources, segment.loss_mask, segment.log_probs, segment.policy_versions)
+        assert {len(values) for values in columns} == {len(segment.token_ids)}
         taught = len(segment.token_ids) if "teacher/seconds" in trajectory.metrics else 0
         assert len(segment.teacher_log_probs) == taught
         assert sum(turn.generated_tokens for turn in segment.turns) == segment.generated_tokens

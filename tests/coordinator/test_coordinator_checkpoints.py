@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import dataclasses
 import errno
 import json
@@ -25,8 +24,8 @@ from libra_jax import checksums, protocols
 from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, records, saving
 from libra_jax.coordinator import run as run_module
 
-TOKENS = st.integers(0, 2**31)
-PROBABILITIES = st.floats(allow_nan=False, width=64)
+TOKENS = st.integers(0, 2**31 - 1)
+PROBABILITIES = st.floats(allow_nan=False, width=32)
 MOVES = st.builds(
     protocols.Move,
     st.just("task-1/0"),
@@ -49,7 +48,7 @@ def trajectories(draw) -> protocols.Trajectory:
         moves = tuple(draw(st.lists(MOVES, max_size=2)))
         trajectory.turns.append(protocols.Turn(len(tokens), "calculator", "failure", 3, 0.25, 1.5, moves))
         trajectory.append_text(draw(st.lists(TOKENS, max_size=3)), protocols.TokenSource.TOOL)
-    trajectory.teacher_log_probs = draw(st.just([]) | st.just([-0.5] * len(trajectory.token_ids)))
+    trajectory.teacher_log_probs.extend(draw(st.just([]) | st.just([-0.5] * len(trajectory.token_ids))))
     trajectory.reward = draw(st.none() | st.floats(-1, 1))
     trajectory.seconds = draw(st.floats(0, 1e6))
     states = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)
@@ -71,11 +70,6 @@ def test_groups_survive_the_round_trip_bit_for_bit(members):
         assert (files.trainer_path(1).parent / "routing.bin").exists() == any(item.routing for item in members)
         groups = files.load(1)["groups"]
     assert [records.decode_group(item) for item in groups["finished"] + groups["running"]] == [group, group]
-    for written, trajectory in zip(record["trajectories"], members, strict=True):
-        # As earlier versions wrote them.
-        written["routing"] = base64.b64encode(b"".join(trajectory.routing)).decode()
-        written["routed_tokens"] = len(trajectory.routing)
-    assert records.decode_group(json.loads(json.dumps(record))) == group
 
 
 class Killed(BaseException):
@@ -365,11 +359,11 @@ def test_an_earlier_format_is_refused_and_damage_is_not_taken_for_it(tmp_path):
     save(files, 2)
     save(files, 4)
     manifest = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 6', '"format": 4'))
+    manifest.write_text(manifest.read_text().replace('"format": 7', '"format": 4'))
     found = checkpoint_store.find(tmp_path)
     assert (found.step, len(found.skipped)) == (2, 1)
     manifest.write_text(json.dumps({"format": 4, "step": 4, "coordinator": "coordinator.json", "trainer": "trainer"}))
-    with pytest.raises(protocols.DataError, match="has format 4, this program reads 6"):
+    with pytest.raises(protocols.DataError, match="has format 4, this program reads 7"):
         checkpoint_store.find(tmp_path)
 
 

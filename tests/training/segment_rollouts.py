@@ -229,8 +229,8 @@ def loss_and_gradients(
                     assert len(known) == segment.context_tokens - 1
                     experts = np.frombuffer(b"".join(known), np.uint8).astype(int)
                     experts = padded(experts.reshape(len(known), shape.num_layers, -1))
-                mask = padded([False, *segment.loss_mask[1:]], segment.shared)
-                behaviour = padded(np.array(segment.log_probs), segment.shared)
+                mask = padded(np.array([0, *segment.loss_mask[1:]], bool), segment.shared)
+                behaviour = padded(np.array(segment.log_probs, float), segment.shared)
                 of_segment = wide, shape, temperature, padded(segment.context()), mask, behaviour, advantage, experts
                 part, of_part = _clipped_sum(*of_segment)
                 value += weight * float(part) / count

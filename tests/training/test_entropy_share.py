@@ -1,6 +1,7 @@
 """Turns of low entropy are left out of the loss, and of nothing else; a replayed success gives a group its gradient."""
 
 import dataclasses
+from array import array
 
 import jax
 import numpy as np
@@ -42,13 +43,13 @@ def test_the_gradient_is_that_of_the_turns_of_high_entropy_alone(small, learner)
     batch, config = _rewarded(small), _config(small, entropy_share=0.6)
     sums, _, prepared = _sums(small, learner, config, batch)
     members = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    masks = [np.array(item.loss_mask) for item in members]
+    masks = [np.array(item.loss_mask, bool) for item in members]
     log_probs = [np.array(item.log_probs, np.float32) for item in members]
     kept = turn_selection.highest_entropy(log_probs, masks, np.repeat(range(3), 4), 0.6)
     share = sum(map(np.sum, kept)) / sum(map(np.sum, masks))
     assert prepared.described == {"turns/trained_share": 5 / 8, "tokens/entropy_share": pytest.approx(share)}
     for trajectory, mask in zip(members, kept, strict=True):
-        trajectory.loss_mask = mask.tolist()
+        trajectory.loss_mask = array("b", mask.tolist())
     masked, _, _ = _sums(small, learner, _config(small), batch)
     assert float(sums.count) == float(masked.count) == sum(map(np.sum, kept))
     for leaf, wanted in zip(jax.tree.leaves(sums), jax.tree.leaves(masked), strict=True):
@@ -76,13 +77,13 @@ def test_a_replayed_success_gives_a_group_of_failures_its_gradient(small, learne
     assert all(np.all(advantages == 0) for advantages in prepared.advantages)
     success = dataclasses.replace(group.trajectories[0], reward=1.0, replayed=True, trajectory_id="old/0-replayed7")
     # The policy that sampled it gave its tokens a lower probability: the importance ratio knows.
-    success.log_probs = [-4.0 if sampled else 0.0 for sampled in success.loss_mask]
+    success.log_probs = array("f", (-4.0 if sampled else 0.0 for sampled in success.loss_mask))
     group.trajectories.append(success)
     sums, report, prepared = _sums(small, learner, config, batch)
     rewards = np.array([0.0] * 4 + [1.0])
     wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     pairs = zip(prepared.advantages, group.trajectories, strict=True)
-    found = [advantages[np.array(item.loss_mask)][0] for advantages, item in pairs]
+    found = [advantages[np.array(item.loss_mask, bool)][0] for advantages, item in pairs]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(sums.gradients)) > 0
     assert report["maxima"]["ratio/max"] > 2

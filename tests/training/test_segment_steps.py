@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from array import array
 
 import jax
 import numpy as np
@@ -287,7 +288,7 @@ def _at_policy(model, rollout):
         tokens = np.zeros(48, int)
         tokens[: segment.context_tokens] = segment.context()
         found = [0.0, *np.asarray(score(tokens)).tolist()]
-        segment.log_probs = found[segment.shared : segment.context_tokens]
+        segment.log_probs = array("f", found[segment.shared : segment.context_tokens])
     return copied
 
 
@@ -295,7 +296,7 @@ def test_teachers_entropy_shares_and_staleness_go_by_segment(small):
     rollouts = _rollouts()
     for rollout in rollouts:
         for segment in rollout.segments:
-            segment.teacher_log_probs = [-float(token) for token in segment.token_ids]
+            segment.teacher_log_probs.extend(-float(token) for token in segment.token_ids)
     algorithm = config_lib.AlgorithmConfig(
         teacher="http://localhost:1/v1",
         kl_coefficient=0.1,

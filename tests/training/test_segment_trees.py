@@ -169,7 +169,7 @@ def test_a_fork_without_a_tail_is_a_plain_sequence():
     other = script.branch(root, 5)
     script.text(other, 2)
     script.output(other, 3)
-    root.loss_mask[4:] = [True, False, False]
+    root.loss_mask[5] = root.loss_mask[6] = 0
     (example,) = sequences_lib.examples([root], 0, SHAPE)
     (layout,) = example.layouts(64)
     assert layout.until_C is None

@@ -99,7 +99,7 @@ def test_a_teacher_behind_an_endpoint_teaches_what_one_on_the_mesh_does(small, t
             with pytest.raises(protocols.DataError, match="p/0: the teacher has scored 0 of its 10 tokens"):
                 batch_lib.prepare(config, batch, small.shape)
             for row, trajectory in enumerate(batch.groups[0].trajectories):
-                trajectory.teacher_log_probs = [0.0, *found[row, np.arange(TOKENS - 1), tokens[row, 1:]].tolist()]
+                trajectory.teacher_log_probs.extend([0.0, *found[row, np.arange(TOKENS - 1), tokens[row, 1:]].tolist()])
         held = learner.inputs.refers, learner.layout.state.reference is not None
         assert held == ((True, True) if source == path else (False, False))
         made = batch_lib.prepare(config, batch, small.shape, learner.reference_log_probs if source == path else None)

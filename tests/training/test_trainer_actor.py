@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from array import array
 
 import jax
 import numpy as np
@@ -181,7 +182,7 @@ def _poison(field, value):
         (_poison("reward", None), "trajectory p1/2: its reward is None"),
         (_poison("log_probs", float("-inf")), "trajectory p1/2: .*log-probability that is not a number"),
         (_poison("token_ids", 10_000), "trajectory p1/2: holds a token id outside the model's vocabulary of 16"),
-        (lambda trajectory: trajectory.loss_mask.pop(), "trajectory p1/2: its per-token lists have different lengths"),
+        (lambda trajectory: trajectory.loss_mask.pop(), "trajectory p1/2: its columns have different lengths"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_by_the_trajectorys_name(small, start_trainer, change, sentence):
@@ -202,7 +203,7 @@ def test_batches_of_another_version_or_without_a_trained_token_are_refused(small
     batch = doubles.batch(small)
     for group in batch.groups:
         for trajectory in group.trajectories:
-            trajectory.loss_mask = [False] * len(trajectory.token_ids)
+            trajectory.loss_mask = array("b", bytes(len(trajectory.token_ids)))
     with pytest.raises(protocols.LibraError, match="no token of the batch's 12 sequences is under the loss mask"):
         actor.train_step(batch)
 
