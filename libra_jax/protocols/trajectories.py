@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import enum
+import pickle
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, SupportsIndex, TypedDict
 
 from libra_jax.protocols.rollout import NO_VERSION, TokenDelta
 from libra_jax.protocols.tasks import Message, Task
@@ -211,6 +213,23 @@ class Segment:
             values = getattr(self, name)
             if not isinstance(values, array) or values.typecode != code:
                 setattr(self, name, array(code, values))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Pickles the columns as buffers, which a transport like Ray's store copies once and never scans."""
+        if int(protocol) < pickle.HIGHEST_PROTOCOL:
+            return super().__reduce_ex__(protocol)  # type: ignore[return-value]
+        state = dict(vars(self))
+        for name in COLUMNS:
+            state[name] = pickle.PickleBuffer(state[name])
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        for name, code in COLUMNS.items():
+            if not isinstance(state[name], array):
+                column = array(code)
+                column.frombytes(memoryview(state[name]).cast("B"))
+                setattr(self, name, column)
 
     @property
     def name(self) -> str:
