@@ -24,12 +24,12 @@ from libra_jax.simulator import comparison, results, settings
 WORKLOADS = ("swe", "search", "math")
 STEPS, SPARE = 8, 0.25
 
-STREAMS = {
+STREAMS: Mapping[str, Mapping[str, object]] = {
     f"staleness {staleness}, {name}": {"coordinator.max_staleness": staleness, "trainer.stream": stream}
     for staleness in (0, 1)
     for name, stream in (("whole batches", "off"), ("by group", "group"), ("by micro-batch", "micro_batch"))
 }
-GROUPS = {
+GROUPS: Mapping[str, Mapping[str, object]] = {
     "staleness 0": {"coordinator.max_staleness": 0},
     "staleness 0, a quarter more groups": {"coordinator.max_staleness": 0, "coordinator.redundancy": SPARE},
     "staleness 1, a quarter more groups, recycled": {

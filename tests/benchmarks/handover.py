@@ -30,7 +30,7 @@ _PROCESSES = flags.DEFINE_list("processes", ["1", "2", "4"], "Numbers of process
 class Receiver:
     """Stands for a process of the trainer."""
 
-    def tokens(self, batch: protocols.TrainBatch) -> int:
+    async def tokens(self, batch: protocols.TrainBatch) -> int:
         """Returns the tokens of a batch."""
         return sum(len(rollout.token_ids) for group in batch.groups for rollout in group.trajectories)
 
