@@ -42,6 +42,9 @@ class RolloutConfig:
     # only process), nccl (other GPUs; any number of instances and of the trainer's processes).
     transport: str = "memfd"
     chunk_mib: int = 256  # MiB of a chunk of weights
+    # Most engines of a host that take new weights at once; 0: all. The others decode meanwhile, under older weights.
+    # Those after the first stop for the load alone, and not until the trainer has gathered its weights. memfd only.
+    sync_at_once: int = 0
     # Engines compare the xxh3 checksum of each chunk, on one host, too. Weight relays between hosts and hybrid workers
     # compare it in any case.
     checksum: bool = False
@@ -99,6 +102,12 @@ class RolloutConfig:
         check(self.kv_cache_gib > 0, "rollout.kv_cache_gib", f"must be positive, not {self.kv_cache_gib}")
         check_choice(self.dtype, ("float32", "bfloat16", "float16"), "rollout.dtype")
         check_choice(self.transport, ("memfd", "ipc", "nccl"), "rollout.transport")
+        check(self.sync_at_once >= 0, "rollout.sync_at_once", f"must not be negative, not {self.sync_at_once}")
+        check(
+            not self.sync_at_once or self.transport == "memfd",
+            "rollout.sync_at_once",
+            f"rollout.transport={self.transport} sends each version once, to all engines; set it to 0, or use memfd",
+        )
 
     @property
     def kinds(self) -> tuple[tuple[int, str], ...]:

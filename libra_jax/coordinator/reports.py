@@ -47,6 +47,7 @@ class StepReport:
       groups: groups of the batch.
       trainer: the trainer's own metrics.
       sync_bytes: bytes that each engine loaded in the weight sync after the step.
+      sync_paused: seconds for which an engine stopped in it, a mean.
       counts: counts of the dispatcher since the step before.
       routing: counts of routing since the step before.
       replaced: number of groups replaced since the step before, by reason.
@@ -65,6 +66,7 @@ class StepReport:
     trainer: Mapping[str, float]
     times: StepTimes = field(default_factory=StepTimes)
     sync_bytes: int = 0
+    sync_paused: float = 0.0
     counts: dispatch.Counts = field(default_factory=dispatch.Counts)
     routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class StepReport:
             "train/seconds": times.train,
             "sync/seconds": times.sync,
             "sync/bytes": self.sync_bytes,
+            "sync/paused_seconds": self.sync_paused,
             "checkpoint/seconds": times.checkpoint,
             "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
             "rollout/resumed": counts.resumed,

@@ -293,6 +293,7 @@ class Coordinator:
         try:
             times.sync = await self._ending.race(self._sync_weights())
             report.sync_bytes = self._parts.weight_sync.nbytes
+            report.sync_paused = self._parts.weight_sync.paused_seconds
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)

@@ -39,6 +39,7 @@ class WeightSync:
       version: the trainer's version. A caller that trains sets it while it holds the trainer's lock.
       served: version of the last completed sync, which is the dispatch version of a group dispatched now.
       nbytes: bytes of the last sync that an engine had to load. Frozen weights count in the first sync only.
+      paused_seconds: seconds for which an engine stopped in the last sync, mean over engines.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class WeightSync:
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
         self.nbytes = 0
+        self.paused_seconds = 0.0
+        self._at_once = config.rollout.sync_at_once
         self._frozen = ""  # digest of the frozen weights that engines hold under an adapter
         self._waiting: set[str] = set()
 
@@ -161,6 +164,8 @@ class WeightSync:
                 self._engines.serve(update.engine for update in updates if update.ended and update.going)
                 raise
             self._engines.serve(update.engine for update in updates if update.going)
+            paused = [update.paused for update in updates if update.ended]
+            self.paused_seconds = sum(paused) / max(1, len(paused))
             # Only now may an engine that starts later read the snapshot from memory.
             self._staged = version, [chunk.result() for chunk in staged]
             chunks = self._staged[1]
@@ -192,7 +197,7 @@ class WeightSync:
             relayed = host if self._hosts is not None and self._hosts.serve(host) else None
             groups.setdefault(relayed, []).extend(mine)
         copies = {host: relay_tree.expected(len(staged)) for host in groups if host is not None}
-        work = [self._load(group, staged if host is None else copies[host]) for host, group in groups.items()]
+        work = [self._in_turns(group, staged if host is None else copies[host]) for host, group in groups.items()]
         if self._hosts is not None and copies:
             needed = {host for host in copies if groups[host]}
             lent = {item.spec.host for item in self._engines.engines.values() if item.state == "asleep"}
@@ -203,8 +208,14 @@ class WeightSync:
             for host, copy in copies.items()
         }
 
+    async def _in_turns(self, updates: Sequence[_Update], chunks: relay_tree.Chunks) -> None:
+        """Loads the version into the engines of one host, `rollout.sync_at_once` of them at a time."""
+        size = self._at_once or max(1, len(updates))
+        for first in range(0, max(1, len(updates)), size):
+            await self._load(updates[first : first + size], chunks)
+
     async def _load(self, updates: Sequence[_Update], chunks: relay_tree.Chunks) -> None:
-        """Loads the version into the engines of one host, chunk by chunk on arrival."""
+        """Loads the version into some engines of one host, chunk by chunk on arrival."""
         for index, place in enumerate(chunks):
             try:
                 chunk = await relay_tree.came(place)
@@ -228,6 +239,7 @@ class _Update:
       life: life of the engine in which the update began; a later life never gets part of it.
       begun: the engine has begun to load the version.
       ended: the engine serves the version.
+      paused: seconds for which the engine stopped.
     """
 
     def __init__(
@@ -236,6 +248,7 @@ class _Update:
         self.engine = engine
         self.life = engine.life
         self.begun = self.ended = False
+        self.paused = 0.0
         self._engines = engines
         self._client = engine.client
         self._version = version
@@ -267,9 +280,10 @@ class _Update:
                 await client.finish_weight_update(version)
                 await client.resume()
                 self.ended = True
+                end = asyncio.get_running_loop().time()
+                self.paused = end - self._start
                 if self.going:
                     engine.policy_version, engine.paused = version, False
-                    end = asyncio.get_running_loop().time()
                     self._recorder.status(engine.name, f"serving version {version}")
                     self._recorder.span("weights", f"sync {engine.name}", self._start, end, {"policy_version": version})
         except Exception as error:  # after any failure the engine's weights cannot be trusted
