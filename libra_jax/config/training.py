@@ -144,7 +144,7 @@ class TrainerConfig:
     peak_flops: float = 0.0
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops
     # Times that a lost trainer is restarted from the last checkpoint. Groups trained since that checkpoint stay in
-    # memory (about 0.1 kB a token, and with routing replay the bytes of its experts: docs/guides/experts.md) and are
+    # memory (about 20 bytes a token, and with routing replay the bytes of its experts: docs/guides/experts.md) and are
     # trained again. With 0, or checkpoint.every=0, its loss ends the run. So it does if checkpoints have failed for
     # more than 4 times checkpoint.every steps: no more groups are kept.
     restarts: int = 3
