@@ -138,6 +138,7 @@ class Queue:
     size: int = field(default_factory=int, init=False)
     _heap: list[Entry] = field(default_factory=list, init=False)
     _versions: dict[int, int] = field(default_factory=dict, init=False)  # dispatch version -> waiting requests
+    _residents: dict[requests.Request, None] = field(default_factory=dict, init=False)  # those whose context has a home
 
     def push(self, request: requests.Request) -> None:
         """Adds a request that has drawn its ticket."""
@@ -145,6 +146,8 @@ class Queue:
         self.size += 1
         versions, version = self._versions, request.dispatch_version
         versions[version] = versions.get(version, 0) + 1
+        if request.home is not None:
+            self._residents[request] = None
         heapq.heappush(self._heap, (*self.order(request), request.ticket, request))
         # A sweep at a multiple of the live entries costs each push a constant time in the mean.
         if len(self._heap) > 4 * self.size + HEAP_SLACK:
@@ -154,6 +157,7 @@ class Queue:
     def discard(self, request: requests.Request) -> None:
         """Removes a request that waits here."""
         request.queue = None  # makes its heap entry stale
+        self._residents.pop(request, None)
         self.size -= 1
         versions, version = self._versions, request.dispatch_version
         # Versions only grow, so entries at zero would pile up over a run.
@@ -184,6 +188,26 @@ class Queue:
                 return first
             heapq.heappop(heap)  # stale
         return None
+
+    def first_resident(self, level: int) -> requests.Request | None:
+        """Returns the request that goes next of those whose context lies on an instance with a free slot.
+
+        Takes time linear in the residents that wait here.
+
+        Args:
+          level: level of the instance.
+        """
+        found: requests.Request | None = None
+        for request in self._residents:
+            home = request.home
+            if home is None or home.level != level or home.full:
+                continue
+            if found is None or self._rank(request) < self._rank(found):
+                found = request
+        return found
+
+    def _rank(self, request: requests.Request) -> Rank:
+        return (*self.order(request), request.ticket)
 
 
 def share_in_use(server: Server) -> float:

@@ -397,7 +397,12 @@ class SlotScheduler:
                     chosen = queue.first()
                     if chosen is None or mine < chosen or not self.admits(chosen[-1], server):
                         if not self.admits(mine[-1], server):
-                            break
+                            # Behind one without room, those whose context is here already have theirs.
+                            resident = server.queue.first_resident(server.level)
+                            if resident is None or resident.home is not server:
+                                break
+                            self._take(resident, server, resident.reason, placements)
+                            continue
                         chosen = mine
                     self._take(chosen[-1], server, chosen[-1].reason, placements)
             for bucket in self.buckets:
@@ -405,14 +410,36 @@ class SlotScheduler:
                     request = first[-1]
                     server = self.pick(request, bucket)
                     if not self.admits(request, server):
-                        break  # nobody behind overtakes the first, or a large request would starve
+                        # Nobody behind overtakes the first, or a large request would starve, but for those whose
+                        # context is here: they have their room.
+                        resident = bucket.queue.first_resident(bucket.level)
+                        if resident is None or resident.home is None:
+                            break
+                        request, server = resident, resident.home
                     self._take(request, server, request.reason, placements)
             if self._waiting:
                 self._overflows += 1
                 if self._overflows % self.overflow_every == 0:
                     self._overflow(placements)
+            if self._waiting == len(self.requests):
+                self._start_oldest(placements)
         self._touched.clear()
         return placements
+
+    def _start_oldest(self, placements: list[protocols.Placement]) -> None:
+        """Starts the request that has waited longest, with or without room: all requests wait, so no event will come.
+
+        Requests that wait for room beside each other's contexts would wait forever.
+        """
+        free = [bucket for bucket in self.buckets if bucket.free > 0]
+        if not free:
+            return
+        for _, ticket, request in self._ages:
+            if request.queue is not None and request.ticket == ticket:
+                level = request.level
+                bucket = min(free, key=lambda item: abs(item.level - level))
+                self._take(request, self.pick(request, bucket), request.reason, placements)
+                return
 
     def _take(
         self,

@@ -70,6 +70,37 @@ def test_a_request_that_comes_back_to_an_outgrown_cache_goes_where_there_is_room
     assert places(placed) == [("a", "l")]
 
 
+@pytest.mark.parametrize("policy", ANY_BUT_AUTHORS)
+def test_a_request_whose_context_is_there_goes_on_though_others_wait_for_room(policy):
+    scheduler = create(policy, (), admission="cache", cache_share=1.0)
+    for name in "abcdefgh":  # before any instance serves, as after a restart
+        assert not arrive(scheduler, name)
+    served = [request for request, _ in places(scheduler.on_instance_change([SMALL], 0.0))]
+    assert 1 <= len(served) <= 2
+    for name in served:
+        scheduler.on_tool_call(name, 5, 1.0)
+    for name in served:
+        assert places(scheduler.on_tool_return(name, STATE, 4_100, 2.0)) == [(name, "s")]
+
+
+def test_requests_that_wait_for_room_beside_each_other_do_not_wait_forever():
+    scheduler = create("cmlfq", (), admission="cache", cache_share=0.01)
+    scheduler.on_instance_change([SMALL, LARGE], 0.0)
+    live, turns = set("abcd"), 0
+    running = [request for name in "abcd" for request in arrive(scheduler, name) and [name]]
+    while live:
+        assert running, "nothing decodes, and nobody's tool runs"
+        name, turns = running.pop(0), turns + 1
+        generated = 5 * turns
+        if turns % 5:
+            placed = scheduler.on_tool_call(name, generated, float(turns))
+            placed += scheduler.on_tool_return(name, STATE, 4_000 + 30 * turns, float(turns))
+        else:
+            live.remove(name)
+            placed = scheduler.on_finish(name, generated, float(turns))
+        running += [request for request, _ in places(placed)]
+
+
 def test_an_unknown_admission_is_refused():
     with pytest.raises(protocols.ConfigError, match=r"scheduler\.admission: 'cach' is not one of .*'cache'"):
         configuration.SchedulerConfig(admission="cach")
