@@ -319,6 +319,11 @@ class RunConfig:
         """Refuses a streamed step with what looks at the whole batch, or updates several times."""
         algorithm = self.algorithm
         of_groups = [name for name in GROUP_ADVANTAGES if name not in WHITENED_ADVANTAGES]
+        check(
+            self.trainer.stream == "off" or self.coordinator.groups_per_step > 1,
+            "coordinator.groups_per_step",
+            "1 group is a whole batch, on which no step can begin early; set it to 2 or more, or trainer.stream=off",
+        )
         batch = "may look at the whole batch"
         for name, right, why in (
             ("algorithm.minibatches", algorithm.minibatches == 1, "mini-batches divide a whole batch; set it to 1"),

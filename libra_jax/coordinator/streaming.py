@@ -85,4 +85,5 @@ class Stream:
 
 
 def _tokens(group: protocols.Group) -> int:
+    """Returns the tokens of a group, each rollout's prompt included; those that share it fill less of a row."""
     return sum(len(segment.token_ids) for each in group.trajectories for segment in each.segments)

@@ -150,7 +150,8 @@ def sheet(name: str, field: str = "simulation.hardware") -> HardwareSheet:
             return known
     near = difflib.get_close_matches(name.lower(), NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise protocols.ConfigError(f"config.{field}: {name!r} is not one of {', '.join(NAMES)}{hint}")
+    named = field if field.startswith("--") else f"config.{field}"
+    raise protocols.ConfigError(f"{named}: {name!r} is not one of {', '.join(NAMES)}{hint}")
 
 
 def speeds(names: Sequence[str], field: str) -> dict[str, tuple[float, float]]:

@@ -70,8 +70,10 @@ def parse(text: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for entry in text:
         name, _, count = entry.partition(":")
-        if not count.isdigit() or not int(count) or name in found:
+        if not count.isdigit() or not int(count):
             raise protocols.ConfigError(f"{FIELD}: {entry!r} is no kind and number; write --inventory=h800:32,h20:32")
+        if name in found:
+            raise protocols.ConfigError(f"{FIELD}: {name} comes twice; add its numbers up")
         found[hardware.sheet(name, FIELD).name] = int(count)
     if sum(found.values()) < 2:
         raise protocols.ConfigError(f"{FIELD}: one accelerator cannot train and roll out; give at least two")

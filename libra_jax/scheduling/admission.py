@@ -8,7 +8,7 @@ scheduling (Liu and Layland, 1973). Admission and selection both keep this true,
 late, and a batch can always be formed once enough of the outstanding groups have finished.
 
 With E spare groups, at most B * (d - s + 1) + E may be due by d: E more are begun than can be trained, and the first to
-to finish are trained. A batch aborts the groups left that no later step may train, at most E. Where spare groups are
+finish are trained. A batch aborts the groups left that no later step may train, at most E. Where spare groups are
 recycled, they are trained by later steps instead (APRIL, arXiv 2509.18521). At most B + E are then under way, and new
 ones are begun between two steps alone, so that only the groups left are older than the version that trains.
 """

@@ -290,6 +290,11 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
         configuration.check(off == 0, f"{name}.every", "must be 0 in a simulated run")
     configuration.check(config.warm_start.steps == 0, "warm_start.steps", "must be 0 in a simulated run")
     configuration.check(
+        not config.trainer.share_prompt,
+        "trainer.share_prompt",
+        "must be False in a simulated run, whose trainer computes every prompt",
+    )
+    configuration.check(
         config.rollout.kv_transfer == "none",
         "rollout.kv_transfer",
         "must be 'none' in a simulated run; simulation.kv_cache says how its engines get a moved context",

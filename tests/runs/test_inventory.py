@@ -50,7 +50,7 @@ def test_one_kind_of_accelerator_is_divided_as_well():
         ("h800:32,h21:32", "'h21' is not one of .* did you mean 'h20'"),
         ("h800", "'h800' is no kind and number"),
         ("h800:many", "'h800:many' is no kind and number"),
-        ("h800:4,h800:4", "'h800:4' is no kind and number"),
+        ("h800:4,h800:4", "h800 comes twice"),
         ("h800:1", "one accelerator cannot train and roll out"),
         ("h800:0,h20:0", "'h800:0' is no kind and number"),
     ],

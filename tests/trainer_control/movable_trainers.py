@@ -100,6 +100,9 @@ class Trainer:
         assert len(shapes) == 2
         await self._asked("warm", 3.0)
 
+    async def accumulate(self, batch: protocols.TrainBatch) -> None:
+        await self._asked("accumulate")
+
     async def train_step(
         self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()
     ) -> Mapping[str, float]:
