@@ -60,6 +60,11 @@ CASES: tuple[Case, ...] = (
         Case(f"train_step/{model}", "gpu.whole_step:measure", (MODELS[model],), 50.0, 180.0)
         for model in ("0.6B", "1.7B")
     ),
+    *(
+        Case(f"prompt/{count}{way and '/'}{way}", "gpu.whole_step:measure", (MODELS["0.6B"], tokens, way), 50.0, 180.0)
+        for count, tokens in (("2k", 2_048), ("8k", 8_192))
+        for way in ("", "shared")
+    ),
     Case("grad_step/30B-A3B/8k", "gpu.training_speed:grad_step", (EXPERTS, 8192), 90.0, 300.0),
     *(
         Case(f"peer/{model}/{count}", "gpu.peer:grad_step", (MODELS[model], TOKENS[count][0]), 30.0, 120.0, "torch")
