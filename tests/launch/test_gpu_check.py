@@ -49,7 +49,7 @@ def test_every_case_passes_on_cpu_without_vllm(tmp_path):
     found = {row["case"]: row for row in report["rows"]}
     assert list(found) == [case.name for case in cases.CASES]
     same_code = {f"grad_step/{model}/{tokens}" for model in ("1.7B", "4B") for tokens in ("32k", "64k")}
-    same_code.add("train_step/1.7B")
+    same_code |= {"train_step/1.7B", "prompt/2k", "prompt/8k", "prompt/8k/shared"}
     assert {name for name, row in found.items() if row["state"] == "left out"} == {"quickstart", *PEERS} | same_code
     for name in ("attention/packed", "attention/few", "attention/unpacked"):
         figures = found[name]["figures"]
