@@ -1,8 +1,8 @@
 """Measures on a GPU what a run needs of it: kernels, training speed, weight sync, and the ways in and out of it.
 
-One command, about 14 minutes on an H100. It needs torch, jax, flax, optax and orbax, and no vLLM:
+One command, about 19 minutes on an H100. It needs torch, jax, flax, optax and orbax, and no vLLM:
 
-  python launch/gpu_check.py --platform=gpu --minutes=17 --output=runs/gpu_check.json
+  python launch/gpu_check.py --platform=gpu --minutes=22 --output=runs/gpu_check.json
 
   attention    the platform's kernel against plain attention: results and gradients, packed rows, empty rows
   experts      the platform's way to compute experts, against all tokens times all experts
@@ -14,6 +14,7 @@ One command, about 14 minutes on an H100. It needs torch, jax, flax, optax and o
   checkpoint   a train state to disk and back
   grad_step    MFU of Qwen3 0.6B, 1.7B and 4B at 8k, 32k and 64k tokens, and of 30B-A3B at 8k, random weights
   train_step   whole steps over long-tailed trajectories: packing, gradients, Adam
+  prompt       the same with long prompts, computed once a group or for each rollout
   peer         MFU of transformers' model in torch on the same rows, if transformers is installed
   decode       matrix products of a decode step of Qwen3-14B: share of the memory's bandwidth, and time a layer
   quickstart   a few steps of it, if vLLM is installed; takes two minutes more

@@ -61,9 +61,13 @@ CASES: tuple[Case, ...] = (
         for model in ("0.6B", "1.7B")
     ),
     *(
-        Case(f"prompt/{count}{way and '/'}{way}", "gpu.whole_step:measure", (MODELS["0.6B"], tokens, way), 50.0, 180.0)
-        for count, tokens in (("2k", 2_048), ("8k", 8_192))
-        for way in ("", "shared")
+        Case(f"prompt/{name}", "gpu.whole_step:measure", (MODELS["0.6B"], tokens, way), seconds, 240.0)
+        for name, tokens, way, seconds in (
+            ("2k", 2_048, "", 25.0),
+            ("2k/shared", 2_048, "shared", 65.0),
+            ("8k", 8_192, "", 75.0),
+            ("8k/shared", 8_192, "shared", 135.0),
+        )
     ),
     Case("grad_step/30B-A3B/8k", "gpu.training_speed:grad_step", (EXPERTS, 8192), 90.0, 300.0),
     *(
