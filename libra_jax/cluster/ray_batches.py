@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import ray.exceptions
 
 from libra_jax import protocols
+from libra_jax.cluster import actors
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,16 @@ class Sent:
         """Returns the batch. Call in the actor's process.
 
         Raises:
-          RayError: a group's bytes are lost, because the driver has ended.
+          LibraError: a group's bytes are lost.
         """
-        # In a thread, because the loop has to answer other calls meanwhile.
-        groups = await asyncio.to_thread(ray.get, list(self.groups))
+        try:
+            # In a thread, because the loop has to answer other calls meanwhile.
+            groups = await asyncio.to_thread(ray.get, list(self.groups))
+        except ray.exceptions.RayError as error:
+            raise protocols.LibraError(
+                f"the groups of the batch for version {self.policy_version} cannot be read from Ray's object store: "
+                f"{actors.summary(error)}"
+            ) from error
         return protocols.TrainBatch(self.policy_version, tuple(groups), self.begun)
 
 
@@ -53,7 +61,11 @@ class Batches:
 
     @contextlib.asynccontextmanager
     async def replacing(self, args: Sequence[Any]) -> AsyncIterator[tuple[Any, ...]]:
-        """Yields the arguments of a call with each batch replaced by a `Sent`."""
+        """Yields the arguments of a call with each batch replaced by a `Sent`. The caller sets a deadline.
+
+        Raises:
+          LibraError: the store has no room for a batch, in memory or on disk.
+        """
         batches = [arg for arg in args if isinstance(arg, protocols.TrainBatch)]
         placed = [self._place(batch) for batch in batches]
         try:
@@ -77,7 +89,13 @@ class Batches:
 async def _put(batch: protocols.TrainBatch) -> Sent:
     references = []
     for group in batch.groups:
-        references.append(ray.put(group))
+        try:
+            references.append(ray.put(group))
+        except ray.exceptions.RayError as error:
+            raise protocols.LibraError(
+                f"Ray's object store has no room for the batch for version {batch.policy_version} "
+                f"({actors.summary(error)}); give it more memory, or room on its disk"
+            ) from error
         await asyncio.sleep(0)
     return Sent(batch.policy_version, batch.begun, references)
 

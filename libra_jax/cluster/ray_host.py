@@ -145,7 +145,11 @@ class RayHost:
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
         """Runs a sync or async method; the value is its result."""
-        return await Outcome.of(self._host.call(method, *await ray_batches.received(args), **kwargs))
+
+        async def work() -> Any:
+            return await self._host.call(method, *await ray_batches.received(args), **kwargs)
+
+        return await Outcome.of(work())
 
     async def stop(self, seconds: float) -> Outcome:
         """Stops the actor within `seconds`; the process lives until Ray kills it."""

@@ -341,7 +341,8 @@ class Work:
         tokens, size = self._sample.tokens, rules.size
         sampled = len(tokens)
         numbers = np.arange(rules.requests)
-        smaller = (batch := rules.groups * size) < requests
+        batch = rules.groups * size
+        smaller = batch < requests
         groups = np.arange(max(1, sampled // size))
         if smaller and len(groups) > 1:
             # Few groups follow each other here, so that chance would make all of them long. Each batch gets some of all

@@ -15,7 +15,6 @@ over devices (arXiv 2606.03077) takes a table of devices times requests.
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -195,8 +194,7 @@ class Partitions:
           instances: degree of each instance; some may get nothing.
         """
         order = sorted(instances, reverse=True)
-        attempt = functools.partial(self._greedy, order)
-        return shortest(attempt, 0.0, ANY_SECONDS, lambda found: found.seconds)
+        return shortest(lambda limit: self._greedy(order, limit), 0.0, ANY_SECONDS, lambda found: found.seconds)
 
     def _greedy(self, order: Sequence[int], limit: float) -> Partition | None:
         """Gives each instance as many of the longest remaining requests as it serves within the limit; None if some

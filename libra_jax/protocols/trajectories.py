@@ -146,6 +146,9 @@ class RolloutSnapshot:
     messages: Sequence[Message] = ()
 
 
+BUFFERS = 5
+"""First protocol of pickle that knows buffers (PEP 574)."""
+
 COLUMNS = {
     "token_ids": "i",
     "sources": "b",
@@ -216,7 +219,7 @@ class Segment:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Pickles the columns as buffers, which a transport like Ray's store copies once and never scans."""
-        if int(protocol) < pickle.HIGHEST_PROTOCOL:
+        if int(protocol) < BUFFERS:
             return super().__reduce_ex__(protocol)  # type: ignore[return-value]
         state = dict(vars(self))
         for name in COLUMNS:

@@ -189,18 +189,19 @@ class Queue:
             heapq.heappop(heap)  # stale
         return None
 
-    def first_resident(self, level: int) -> requests.Request | None:
+    def first_resident(self, level: int, server: Server | None = None) -> requests.Request | None:
         """Returns the request that goes next of those whose context lies on an instance with a free slot.
 
         Takes time linear in the residents that wait here.
 
         Args:
           level: level of the instance.
+          server: the instance; None: any of the level.
         """
         found: requests.Request | None = None
         for request in self._residents:
             home = request.home
-            if home is None or home.level != level or home.full:
+            if home is None or home.level != level or home.full or (server is not None and home is not server):
                 continue
             if found is None or self._rank(request) < self._rank(found):
                 found = request

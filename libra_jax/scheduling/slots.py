@@ -384,6 +384,7 @@ class SlotScheduler:
     def place(self, now: float) -> list[protocols.Placement]:
         """Gives free slots to waiting requests: to the aged first, then to each queue's own, then to others."""
         placements: list[protocols.Placement] = []
+        looked = len(self._touched)
         if self._waiting:
             # The first entry may be stale, and then the look below does no more than remove it.
             if self._ages[0][0] <= now - self.config.ageing_seconds:
@@ -398,13 +399,14 @@ class SlotScheduler:
                     if chosen is None or mine < chosen or not self.admits(chosen[-1], server):
                         if not self.admits(mine[-1], server):
                             # Behind one without room, those whose context is here already have theirs.
-                            resident = server.queue.first_resident(server.level)
-                            if resident is None or resident.home is not server:
+                            resident = server.queue.first_resident(server.level, server)
+                            if resident is None:
                                 break
                             self._take(resident, server, resident.reason, placements)
                             continue
                         chosen = mine
                     self._take(chosen[-1], server, chosen[-1].reason, placements)
+            looked = len(self._touched)
             for bucket in self.buckets:
                 while bucket.free > 0 and (first := bucket.queue.first()) is not None:
                     request = first[-1]
@@ -423,7 +425,8 @@ class SlotScheduler:
                     self._overflow(placements)
             if self._waiting == len(self.requests):
                 self._start_oldest(placements)
-        self._touched.clear()
+        # Contexts have left the others since, and the next event looks at them.
+        del self._touched[:looked]
         return placements
 
     def _start_oldest(self, placements: list[protocols.Placement]) -> None:
@@ -432,13 +435,13 @@ class SlotScheduler:
         Requests that wait for room beside each other's contexts would wait forever.
         """
         free = [bucket for bucket in self.buckets if bucket.free > 0]
-        if not free:
-            return
-        for _, ticket, request in self._ages:
+        for _, ticket, request in self._ages if free else ():
             if request.queue is not None and request.ticket == ticket:
-                level = request.level
-                bucket = min(free, key=lambda item: abs(item.level - level))
-                self._take(request, self.pick(request, bucket), request.reason, placements)
+                home, level = request.home, request.level
+                if home is None or home.full:
+                    bucket = min(free, key=lambda item, level=level: abs(item.level - level))  # type: ignore[misc]
+                    home = self.pick(request, bucket)
+                self._take(request, home, request.reason, placements)
                 return
 
     def _take(

@@ -7,6 +7,7 @@ from scheduler_machine import create, places
 
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.scheduling import residents
 
 SMALL, LARGE = (protocols.Instance(name, 1, 24, cache_tokens=tokens) for name, tokens in (("s", 10_000), ("l", 40_000)))
 STATE = protocols.CausalState("bash", 10, "success")
@@ -83,7 +84,32 @@ def test_a_request_whose_context_is_there_goes_on_though_others_wait_for_room(po
         assert places(scheduler.on_tool_return(name, STATE, 4_100, 2.0)) == [(name, "s")]
 
 
+class Exchanging(residents.ResidentScheduler):
+    """Sends each request that comes back to the instance that does not hold its context."""
+
+    by_cache = True
+
+    def route(self, request, now, *, returned=False):
+        others = [server for server in self.servers.values() if server is not request.home]
+        request.wanted = others[0] if returned else None
+        return 0
+
+
 def test_requests_that_wait_for_room_beside_each_other_do_not_wait_forever():
+    scheduler = Exchanging(configuration.SchedulerConfig(cache_share=1.0, ageing_seconds=1e9))
+    twins = [protocols.Instance(name, 1, 4, cache_tokens=10_000) for name in "xy"]
+    scheduler.on_instance_change(twins, 0.0)
+    assert sorted(arrive(scheduler, "a", 6_000) + arrive(scheduler, "b", 6_000)) == ["x", "y"]
+    for name in "ab":
+        scheduler.on_tool_call(name, 5, 1.0)
+    assert scheduler.on_tool_return("a", STATE, 6_100, 2.0) == [], "b comes back to its context"
+    # Now both wait for the room that the other one's context takes, and nothing else will happen.
+    assert places(scheduler.on_tool_return("b", STATE, 6_100, 2.0)) == [("a", "x")]
+    assert scheduler.on_tool_call("a", 10, 3.0) == []
+    assert places(scheduler.on_tool_return("a", STATE, 6_200, 4.0)) == [("b", "y")], "b has waited longer"
+
+
+def test_requests_go_on_turn_by_turn_though_no_cache_has_room_for_two():
     scheduler = create("cmlfq", (), admission="cache", cache_share=0.01)
     scheduler.on_instance_change([SMALL, LARGE], 0.0)
     live, turns = set("abcd"), 0
