@@ -169,7 +169,6 @@ class Trainer:
 
     async def accumulate(self, batch: protocols.TrainBatch) -> None:
         """Takes the time of some groups of the next step."""
-        await self._called("accumulate")
         await self._train([training_side.own_tokens(one) for one in training_side.trained(batch, self.masks)])
         self._begun += tuple(group.group_id for group in batch.groups)
 

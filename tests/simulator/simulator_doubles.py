@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +137,44 @@ def check_whole(result: results.Result, config: configuration.RunConfig) -> None
     assert result.trained_trajectories == config.steps * limits.groups_per_step * limits.group_size
     assert result.lost_trajectories == result.duplicated_trajectories == 0
     assert result.staleness_max <= limits.max_staleness
+
+
+class Trained(results.TraceRecorder):
+    """Keeps what was trained, and counts the calls that began a step before its batch was whole."""
+
+    begun = 0
+
+    def span(self, track: str, name: str, start: float, end: float, arguments: Mapping[str, Any] | None = None) -> None:
+        self.begun += name == "train step" and "groups" in (arguments or {})
+
+    def prompts(self) -> list[tuple[int, str]]:
+        """Returns step and prompt of each trained rollout, in order."""
+        return sorted((record["step"], record["prompt_id"]) for record in self.trace)
+
+    def check(self, result: results.Result, config: configuration.RunConfig) -> None:
+        """Each group was trained whole and once; without replacements, the run's first groups, each in its step."""
+        groups, size = config.coordinator.groups_per_step, config.coordinator.group_size
+        names = [record["trajectory_id"] for record in self.trace]
+        assert len(names) == len(set(names)) == result.trained_trajectories
+        trained = Counter(prompt for _, prompt in self.prompts())
+        assert set(trained.values()) == {size}
+        if not result.replaced_trajectories:
+            assert {int(prompt) for prompt in trained} == set(range(config.steps * groups))
+            if not config.coordinator.max_staleness:
+                assert all(int(prompt) // groups == step - 1 for step, prompt in self.prompts())
+        assert config.trainer.stream != "off" or not self.begun
+
+
+def streamed(seed: int) -> dict[str, Any]:
+    """Settings of the trainer: whether steps begin early, and micro-batches of about a group."""
+    stream = random.Random(f"{seed}/stream").choice(("off", "group", "micro_batch"))
+    return {"stream": stream, "row_tokens": 256, "row_buckets": (8192,), "rows_per_micro_batch": 2}
+
+
+def recycled(seed: int, staleness: int) -> dict[str, Any]:
+    """Settings of the coordinator: whether later steps train groups left over; empty for most seeds."""
+    recycle = staleness > 0 and random.Random(f"{seed}/recycle").random() < 0.3
+    return {"redundancy": 0.5, "recycle": True} if recycle else {}
 
 
 def simulate(config: configuration.RunConfig, seed: int = 0, **more: Any) -> results.Result:

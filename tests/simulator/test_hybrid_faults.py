@@ -55,6 +55,7 @@ class Case:
 def case(seed: int) -> Case:
     rng = random.Random(seed)
     hybrid = rng.randint(1, 2)
+    streamed = doubles.streamed(seed)
     config = doubles.run_config(
         steps=rng.randint(4, 8),
         rollout={
@@ -64,11 +65,14 @@ def case(seed: int) -> Case:
             "generation_retries": 10_000,
         },
         coordinator={
-            "groups_per_step": rng.randint(1, 3),
+            # A step of one group has nothing to begin early.
+            "groups_per_step": rng.randint(1, 3) + (streamed["stream"] != "off"),
             "group_size": rng.randint(1, 4),
-            "max_staleness": rng.randint(0, 2),
+            "max_staleness": (staleness := rng.randint(0, 2)),
             "max_replacements": 10_000.0,
+            **doubles.recycled(seed, staleness),
         },
+        trainer=streamed,
         scheduler={"policy": rng.choice(("cmlfq", "cmlfq", "least_loaded", "sticky")), "max_remaining_tokens": ()},
         elastic={
             "hybrid": hybrid,
@@ -98,12 +102,12 @@ def case(seed: int) -> Case:
 
 def simulate(
     seed: int, made: Case, make_handle: Callable[[str, Any], protocols.ActorHandle] = protocols.DirectHandle
-) -> tuple[results.Result, results.StepRecorder]:
+) -> tuple[results.Result, doubles.Trained]:
     def scheduler(costs, remaining):
         return registry.create(made.config.scheduler, costs=costs, remaining=remaining, seed=seed, kinds=((1, ""),))
 
     simulation = replace(doubles.SIMULATION, warm_seconds=2.0)
-    recorder = results.StepRecorder()
+    recorder = doubles.Trained()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switching, "Switching", lambda *_, **__: Restless(seed))
         patch.setattr(hybrid, "HybridWorkers", Watched)
@@ -145,7 +149,7 @@ class Watched(hybrid.HybridWorkers):
 
 
 @functools.cache  # a seed that two tests look at runs once
-def check(seed: int) -> results.StepRecorder | None:
+def check(seed: int) -> doubles.Trained | None:
     made = case(seed)
     try:
         result, recorder = simulate(seed, made)
@@ -154,6 +158,7 @@ def check(seed: int) -> results.StepRecorder | None:
             raise
         return None
     doubles.check_whole(result, made.config)
+    recorder.check(result, made.config)
     devices = {sum(size.devices.values()) for size in recorder.pool_sizes}
     assert len(devices) == 1, "a device was lost or counted twice"
     for transition in recorder.transitions:
@@ -179,10 +184,14 @@ def test_the_cases_reach_what_they_are_for():
             seen[f"to {transition['to']}"] += 1
             if transition["outcome"] == "failed":
                 seen[f"failed in {next(reversed(transition['phases']), transition['from'])}"] += 1
+        shared = seen["shared"]
         seen["late"] += sum(step.get("shares/late", 0.0) > 0 for _, step in recorder.steps)
         seen["shared"] += sum(step.get("shares/micro_batches", 0.0) > 0 for _, step in recorder.steps)
         seen["lost"] += any("only rolls out" in note for note in recorder.notes)
-    assert min(seen[name] for name in ("to training", "to rollout", "late", "shared", "lost")) >= 5, seen
+        # Runs with streamed steps in which hybrid workers help, too.
+        seen["streamed"] += recorder.begun > 0 and seen["shared"] > shared
+    names = ("to training", "to rollout", "late", "shared", "lost", "streamed")
+    assert min(seen[name] for name in names) >= 5, seen
     assert all(seen[f"failed in {state}"] for state in BREAKABLE), seen
 
 

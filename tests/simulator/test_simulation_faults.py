@@ -100,8 +100,9 @@ class Case:
 
 
 def case(seed: int) -> Case:
-    """A run of random size, layout, policy and faults; about 10 to 40 ms."""
+    """A run of random size, layout, policy and faults; about 10 to 60 ms."""
     rng = random.Random(seed)
+    streamed = doubles.streamed(seed)
     degrees = tuple(sorted(rng.choices((1, 1, 2, 4), k=rng.randint(1, 3))))
     bounds = tuple(sorted(rng.sample((30, 100, 300, 900), len(set(degrees)) - 1))) if rng.random() < 0.8 else ()
     config = doubles.run_config(
@@ -114,13 +115,16 @@ def case(seed: int) -> Case:
             "generation_retries": 10_000,
         },
         coordinator={
-            "groups_per_step": rng.randint(1, 2),
+            # A step of one group has nothing to begin early.
+            "groups_per_step": rng.randint(1, 2) + (streamed["stream"] != "off"),
             "group_size": rng.randint(1, 4),
-            "max_staleness": rng.randint(0, 2),
+            "max_staleness": (staleness := rng.randint(0, 2)),
             "stale": rng.choice(("wait", "wait", "replace")),
             "max_replacements": 10_000.0,
             "redundancy": random.Random(f"{seed}/redundancy").choice((0.0, 0.0, 0.5, 1.5)),
+            **doubles.recycled(seed, staleness),
         },
+        trainer=streamed,
         scheduler={
             "policy": rng.choice(configuration.POLICIES),
             "max_remaining_tokens": bounds,
@@ -145,8 +149,8 @@ def case(seed: int) -> Case:
     return Case(config, broken, doubles.SeededWorkload(seed, turns=2, tokens=50))
 
 
-def simulate(seed: int, made: Case) -> tuple[results.Result, Watched]:
-    watched = []
+def simulate(seed: int, made: Case) -> tuple[results.Result, Watched, doubles.Trained]:
+    watched, recorder = [], doubles.Trained()
 
     def make(costs, remaining):
         kinds = made.config.rollout.kinds
@@ -154,21 +158,24 @@ def simulate(seed: int, made: Case) -> tuple[results.Result, Watched]:
         watched.append(Watched(inner, made.config.scheduler.ageing_seconds))
         return watched[0]
 
-    result = world.run(made.config, doubles.SIMULATION, made.workload, make, parts=faults.parts(made.faults, seed))
-    return result, watched[0]
+    parts = faults.parts(made.faults, seed)
+    result = world.run(made.config, doubles.SIMULATION, made.workload, make, parts=parts, recorder=recorder)
+    return result, watched[0], recorder
 
 
 @functools.cache  # a seed that two tests look at runs once
-def check(seed: int) -> tuple[results.Result, Watched]:
+def check(seed: int) -> tuple[results.Result, Watched, doubles.Trained]:
     made = case(seed)
-    result, watched = simulate(seed, made)
+    result, watched, recorder = simulate(seed, made)
     doubles.check_whole(result, made.config)
+    recorder.check(result, made.config)
     assert not watched.waiting
     assert not watched.decoding
     limits = made.config.coordinator
-    if made.faults == faults.FaultConfig() and limits.stale == "wait" and not limits.redundancy:
+    kept = limits.stale == "wait" and (limits.recycle or not limits.redundancy)
+    if made.faults == faults.FaultConfig() and kept:
         assert result.replaced_trajectories == 0
-    return result, watched
+    return result, watched, recorder
 
 
 @pytest.mark.parametrize("batch", seeds.batches(100), ids=str)
@@ -181,13 +188,34 @@ def test_the_cases_reach_what_they_are_for():
     """Among a hundred of them, faults of each kind happen and requests wait for longer than they may unaged."""
     seen = Counter()
     for seed in range(100):
-        result, watched = check(seed)
+        result, watched, recorder = check(seed)
         seen["aged"] += watched.longest_wait > case(seed).config.scheduler.ageing_seconds
         seen["died"] += any("was lost" in note for note in result.notes)
         seen["crashed"] += any("(environment)" in note for note in result.notes)
         seen["stale"] += result.staleness_max > 0
         seen["moved"] += result.moves > 0
-    assert min(seen[name] for name in ("aged", "died", "crashed", "stale", "moved")) >= 5, seen
+        seen["streamed"] += recorder.begun > 0
+        seen["recycled"] += case(seed).config.coordinator.recycle and result.staleness_max > 0
+    names = ("aged", "died", "crashed", "stale", "moved", "streamed", "recycled")
+    assert min(seen[name] for name in names) >= 5, seen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_broken_streamed_run_trains_the_prompts_of_a_whole_unbroken_one(seed):
+    made = case(seed)
+    limits = made.config.coordinator
+    # Nothing replaces a group: neither staleness, nor surplus, nor a crash.
+    limits = replace(limits, stale="wait", groups_per_step=3, redundancy=0.5 * limits.recycle)
+    broken = faults.FaultConfig(60.0, 0.05, 0.0, 0.5, 3.0, 0.5, 10.0)
+    trained = []
+    for stream, faulty in (("group", broken), ("off", faults.FaultConfig())):
+        trainer = replace(made.config.trainer, stream=stream)
+        config = replace(made.config, coordinator=limits, trainer=trainer)
+        _, _, recorder = simulate(seed, replace(made, config=config, faults=faulty))
+        trained.append(recorder.prompts())
+    assert sorted(prompt for _, prompt in trained[0]) == sorted(prompt for _, prompt in trained[1])
+    if not limits.max_staleness:
+        assert trained[0] == trained[1], "a step had other groups"
 
 
 @pytest.mark.parametrize("seed", range(5))

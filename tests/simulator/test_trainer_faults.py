@@ -19,9 +19,7 @@ import seeds
 import simulator_doubles as doubles
 import test_hybrid_faults as hybrid_faults
 
-from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.simulator import results
 from libra_jax.trainer_control import recovery
 
 MOST_DEATHS = 3
@@ -73,12 +71,12 @@ class Deaths:
 
 def case(seed: int) -> hybrid_faults.Case:
     made = hybrid_faults.case(seed)
-    limits = configuration.TrainerConfig(restarts=MOST_DEATHS, row_tokens=made.config.trainer.row_tokens)
-    return dataclasses.replace(made, config=dataclasses.replace(made.config, trainer=limits))
+    trainer = dataclasses.replace(made.config.trainer, restarts=MOST_DEATHS)
+    return dataclasses.replace(made, config=dataclasses.replace(made.config, trainer=trainer))
 
 
 @functools.cache  # a seed that two tests look at runs once
-def check(seed: int) -> tuple[results.StepRecorder, int] | None:
+def check(seed: int) -> tuple[doubles.Trained, int] | None:
     made, deaths = case(seed), Deaths(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "_why_not", lambda config: "")
@@ -89,6 +87,7 @@ def check(seed: int) -> tuple[results.StepRecorder, int] | None:
                 raise
             return None
     doubles.check_whole(result, made.config)
+    recorder.check(result, made.config)
     assert len({sum(size.devices.values()) for size in recorder.pool_sizes}) == 1, "a device was lost or counted twice"
     return recorder, deaths.lives
 
@@ -106,9 +105,10 @@ def test_the_cases_reach_what_they_are_for():
             continue
         recorder, lives = found
         seen[f"{lives - 1} deaths"] += 1
+        seen["streamed"] += lives > 1 and recorder.begun > 0
         seen["again"] += any(scalars.get("trainer/replayed_steps", 0.0) > 0 for _, scalars in recorder.steps)
         seen["shared"] += any(
             scalars.get("shares/micro_batches", 0.0) > 0 and "trainer/restarts" in scalars
             for _, scalars in recorder.steps
         )
-    assert min(seen[name] for name in ("1 deaths", "2 deaths", "again")) >= 5, seen
+    assert min(seen[name] for name in ("1 deaths", "2 deaths", "again", "streamed")) >= 5, seen
