@@ -79,6 +79,11 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool, cores: int 
             "config.rollout.dtype: float32 takes twice the memory and time of bfloat16 to decode on an accelerator; "
             "use bfloat16"
         )
+    if config.rollout.full_sync_every > 1 and config.rollout.dtype == "float32":
+        found.append(
+            "config.rollout.full_sync_every: in float32 (rollout.dtype) nearly every weight changes in every step, so "
+            "weight syncs send whole chunks in any case; set rollout.dtype=bfloat16, or set it to 1"
+        )
     if config.model.remat == "none" and parameters >= LARGE_PARAMETERS:
         found.append(
             f"config.model.remat: none keeps the activations of every layer of {parameters / 1e9:.2g} billion "

@@ -45,6 +45,9 @@ class RolloutConfig:
     # Most engines of a host that take new weights at once; 0: all. The others decode meanwhile, under older weights.
     # Those after the first stop for the load alone, and not until the trainer has gathered its weights. memfd only.
     sync_at_once: int = 0
+    # Weight syncs from one that sends whole chunks to the next. Those between send changed elements only to other
+    # hosts, which takes memory for one more snapshot on the trainer's host. 1: all send whole chunks. memfd only.
+    full_sync_every: int = 1
     # Engines compare the xxh3 checksum of each chunk, on one host, too. Weight relays between hosts and hybrid workers
     # compare it in any case.
     checksum: bool = False
@@ -76,7 +79,7 @@ class RolloutConfig:
             f"has {len(self.accelerators)} entries for the {len(self.tensor_parallel)} instances of tensor_parallel; "
             "give one each, or none",
         )
-        for name in ("slots", "max_context", "max_tokens", "stream_interval", "chunk_mib"):
+        for name in ("slots", "max_context", "max_tokens", "stream_interval", "chunk_mib", "full_sync_every"):
             check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
         for name in ("generation_retries", "restarts", "top_k"):
             check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
@@ -107,6 +110,11 @@ class RolloutConfig:
             not self.sync_at_once or self.transport == "memfd",
             "rollout.sync_at_once",
             f"rollout.transport={self.transport} sends each version once, to all engines; set it to 0, or use memfd",
+        )
+        check(
+            self.full_sync_every == 1 or self.transport == "memfd",
+            "rollout.full_sync_every",
+            f"rollout.transport={self.transport} always sends whole weights; set it to 1, or use memfd",
         )
 
     @property

@@ -48,6 +48,7 @@ class StepReport:
       trainer: the trainer's own metrics.
       sync_bytes: bytes that each engine loaded in the weight sync after the step.
       sync_paused: seconds for which an engine stopped in it, a mean.
+      sync_sent: bytes that weight relays sent to other hosts in it, and bytes of the chunks that these brought.
       counts: counts of the dispatcher since the step before.
       routing: counts of routing since the step before.
       replaced: number of groups replaced since the step before, by reason.
@@ -67,6 +68,7 @@ class StepReport:
     times: StepTimes = field(default_factory=StepTimes)
     sync_bytes: int = 0
     sync_paused: float = 0.0
+    sync_sent: tuple[int, int] = (0, 0)
     counts: dispatch.Counts = field(default_factory=dispatch.Counts)
     routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class StepReport:
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.sampled_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
-        counts, times = self.counts, self.times
+        counts, times, (sent, whole) = self.counts, self.times, self.sync_sent
         finishes = collections.Counter(trajectory.finish for trajectory in trajectories)
         rate = counts.tokens / times.step if times.step > 0 else 0.0
         return {
@@ -113,6 +115,7 @@ class StepReport:
             "sync/seconds": times.sync,
             "sync/bytes": self.sync_bytes,
             "sync/paused_seconds": self.sync_paused,
+            **({"sync/sent_bytes": sent, "sync/sent_share": sent / whole} if whole else {}),
             "checkpoint/seconds": times.checkpoint,
             "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
             "rollout/resumed": counts.resumed,

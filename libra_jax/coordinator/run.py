@@ -294,6 +294,7 @@ class Coordinator:
             times.sync = await self._ending.race(self._sync_weights())
             report.sync_bytes = self._parts.weight_sync.nbytes
             report.sync_paused = self._parts.weight_sync.paused_seconds
+            report.sync_sent = self._parts.weight_sync.sent_bytes, self._parts.weight_sync.whole_bytes
             report.evaluation = await self._evaluate_if_due()
         finally:
             self._record(report)

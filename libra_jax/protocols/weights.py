@@ -55,6 +55,19 @@ class WeightChunk:
 
 
 @dataclass(frozen=True)
+class WeightDifference:
+    """What a relay may send in place of a chunk: its difference from the version before (`weights.differences`).
+
+    Attributes:
+      base: checksum of the chunk's bytes in the version before.
+      nbytes: size in bytes.
+    """
+
+    base: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class WeightDestination:
     """A rollout instance that a version is sent to.
 
@@ -164,15 +177,35 @@ class Relay(Protocol):
         """Starts to connect to the relay that listens at this address; closes an earlier link to that relay."""
         ...
 
-    async def send(self, chunk: WeightChunk, child: str) -> None:
-        """Sends a chunk on this host to a relay that receives it at the same time."""
+    async def compare(self, chunk: WeightChunk) -> WeightDifference | None:
+        """Compares a chunk on this host with the last compared one of its number, and keeps it for the next one.
+
+        Returns:
+          The difference, which this relay can then send; None without an earlier chunk, or if the whole chunk is
+          smaller.
+        """
         ...
 
-    async def receive(self, chunk: WeightChunk) -> WeightChunk:
+    async def send(self, chunk: WeightChunk, child: str, difference: WeightDifference | None = None) -> None:
+        """Sends a chunk on this host to a relay that receives it at the same time.
+
+        Args:
+          chunk: the chunk.
+          child: name of the receiving relay.
+          difference: what to send in place of the whole chunk. This relay has made it, or received it.
+        """
+        ...
+
+    async def receive(self, chunk: WeightChunk, difference: WeightDifference | None = None) -> WeightChunk:
         """Receives a chunk; returns its address on this host. It stays there until the next chunk with its number.
 
+        Args:
+          chunk: the chunk as described on the sending host.
+          difference: what arrives in place of the whole chunk.
+
         Raises:
-          LibraError: no chunk, another chunk or a damaged chunk arrived; the link may be closed.
+          LibraError: no chunk, another chunk or a damaged chunk arrived, or this relay does not hold the chunk that
+            the difference changes; the link may be closed.
         """
         ...
 

@@ -271,6 +271,11 @@ def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
             f"--config.trainer.platform=cuda, where each has its own ({total} in all), or cpu"
         )
     layout = hosts.layout(config)
+    if config.rollout.full_sync_every > 1 and (layout is None or len(layout.hosts) == 1):
+        raise protocols.ConfigError(
+            "config.rollout.full_sync_every: saves bytes between hosts, and this run has one host, whose engines read "
+            "the trainer's memory; set it to 1, or lay the run out over hosts (config.cluster.accelerators_per_host)"
+        )
     if layout is not None and config.rollout.transport == "ipc":
         raise protocols.ConfigError(
             "config.rollout.transport: 'ipc' hands memory of a GPU to an engine on the same one, and the run is laid "

@@ -97,6 +97,8 @@ _STEP = _table(
     ("sync/seconds", "seconds", "time of the weight sync to all engines"),
     ("sync/bytes", "bytes", "bytes that each engine loaded in the weight sync"),
     ("sync/paused_seconds", "seconds", "time for which an engine stopped in the weight sync, a mean"),
+    ("sync/sent_bytes", "bytes", "bytes that weight relays sent to all other hosts in the weight sync"),
+    ("sync/sent_share", "share", "these of the bytes of the chunks that they brought (`rollout.full_sync_every`)"),
     ("checkpoint/seconds", "seconds", "time spent in checkpoints since the step before"),
     ("coordinator/seconds_per_request", "seconds", "coordinator's own time for a request, a mean"),
     ("tokens_per_second", "tokens/second", "tokens generated for training since the step before, over `step/seconds`"),

@@ -7,6 +7,10 @@ relay to send and the next one to receive, so that the bytes cross to each host 
 A link is a gradient channel (gloo) of two ends, and the receiving relay listens. gloo sends straight from one host's
 shared memory and receives into the other's, so the relay copies nothing. It also unpickles nothing.
 
+A difference may travel in place of a chunk (`differences`). The root keeps a copy of each chunk for this purpose, and
+compares the next version with the copy. A relay changes its chunk in place, compares the checksum of the whole chunk,
+and keeps the difference for the relays below.
+
 The receiver compares each chunk's version, number and checksum with the coordinator's values, which come on a separate
 connection. The checksum finds damage, and protects against no attacker. Links are neither encrypted nor authenticated.
 They belong on a network that only the run can reach.
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -28,7 +33,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from libra_jax import machine, protocols
-from libra_jax.weights import gradient_channel, memfd
+from libra_jax.weights import differences, gradient_channel, memfd
+
+MOST_COMPARERS = 4
+"""Maximum number of threads that compare a chunk."""
 
 T = TypeVar("T")
 
@@ -38,6 +46,21 @@ class _Link(NamedTuple):
 
     channel: gradient_channel.Channel
     thread: futures.ThreadPoolExecutor
+
+
+class _Compared(NamedTuple):
+    """A copy of the last compared chunk of a number."""
+
+    checksum: str
+    data: np.ndarray
+
+
+class _Difference(NamedTuple):
+    """A difference that this relay can send: the checksums of the chunk without and with it, and its bytes."""
+
+    base: str
+    checksum: str | None
+    data: np.ndarray
 
 
 def create(name: str, link_seconds: float, cluster: str = "") -> Relay:
@@ -65,7 +88,14 @@ class Relay(protocols.Relay):
         self._children: dict[str, _Link] = {}
         self._receiving = futures.ThreadPoolExecutor(1, f"{name} receives")
         self._memory: dict[int, memfd.Owner] = {}
+        # Checksums of the chunks in memory; none while a chunk is written, or after it arrived damaged.
+        self._held: dict[int, str] = {}
         self._peers = memfd.PeerMemory()
+        self._comparing = futures.ThreadPoolExecutor(1, f"{name} compares")
+        cores = len(os.sched_getaffinity(0))
+        self._comparers = futures.ThreadPoolExecutor(min(MOST_COMPARERS, cores), f"{name} compares blocks")
+        self._compared: dict[int, _Compared] = {}
+        self._differences: dict[int, _Difference] = {}
 
     async def health(self) -> Mapping[str, float]:
         """Returns the bytes of this relay's copy, which also shows that it answers."""
@@ -99,17 +129,44 @@ class Relay(protocols.Relay):
         channel = gradient_channel.Channel(address, 1, self._seconds)
         self._children[child] = _Link(channel, futures.ThreadPoolExecutor(1, f"{self._name} sends to {child}"))
 
-    async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
+    async def compare(self, chunk: protocols.WeightChunk) -> protocols.WeightDifference | None:
+        """Compares a chunk of this host with the copy of the last compared one, and copies it in place of that one.
+
+        Returns:
+          The difference, which this relay then keeps. None without an earlier chunk or a checksum, or if the whole
+          chunk is smaller.
+
+        Raises:
+          SharedMemoryError: the chunk cannot be read here, or this host has too little memory for the copy.
+        """
+        data = self._read(chunk)
+        return await _on(self._comparing, lambda: self._compare(chunk, data))
+
+    async def send(
+        self, chunk: protocols.WeightChunk, child: str, difference: protocols.WeightDifference | None = None
+    ) -> None:
         """Sends a chunk of this host. Returns once the other relay has taken it.
+
+        Args:
+          chunk: the chunk.
+          child: name of the other relay.
+          difference: what to send in place of the whole chunk.
 
         Raises:
           ChannelError: the link is gone, or the chunk was not taken in time.
           SharedMemoryError: the chunk cannot be read here.
+          LibraError: this relay does not hold the difference.
         """
         link = self._children.get(child)
         if link is None:
             raise protocols.LibraError(f"{self._name} has no link to {child}: call connect first.")
-        data = np.frombuffer(self._peers.map(chunk.transport), np.uint8, chunk.nbytes)
+        if difference is None:
+            data = self._read(chunk)
+        else:
+            made = self._differences.get(chunk.index)
+            if made is None or (made.base, made.checksum) != (difference.base, chunk.checksum):
+                raise protocols.LibraError(f"{self._name} does not hold the difference of {_named(chunk)}.")
+            data = made.data
         # The channel was made for gradient sums: a chunk travels as a sum without metrics.
         header = gradient_channel.Header(
             worker=child,
@@ -123,21 +180,24 @@ class Relay(protocols.Relay):
         )
         await _on(link.thread, lambda: link.channel.send(header, [data], self._seconds))
 
-    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+    async def receive(
+        self, chunk: protocols.WeightChunk, difference: protocols.WeightDifference | None = None
+    ) -> protocols.WeightChunk:
         """Receives a chunk and keeps it until the next one of that number. Returns it with its address on this host.
 
         Args:
           chunk: the chunk as described on the sending host.
+          difference: what arrives in place of the whole chunk.
 
         Raises:
           ChannelError: the link is gone, or nothing arrived in time.
           SharedMemoryError: this host has too little memory.
-          LibraError: another chunk arrived, or a damaged one.
+          LibraError: another chunk arrived, or a damaged one, or this relay does not hold what the difference changes.
         """
         channel = self._parent
         if channel is None:
             raise protocols.LibraError(f"{self._name} has no link to receive over: call listen first.")
-        return await _on(self._receiving, lambda: self._take(channel, chunk))
+        return await _on(self._receiving, lambda: self._take(channel, chunk, difference))
 
     async def shutdown(self) -> None:
         """Closes every link and releases the memory. Engines that map the memory keep it. Idempotent."""
@@ -146,13 +206,79 @@ class Relay(protocols.Relay):
         if self._parent is not None:
             self._parent.close()
             self._parent = None
-        self._receiving.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._receiving, self._comparing, self._comparers):
+            threads.shutdown(wait=False, cancel_futures=True)
         for owner in self._memory.values():
             owner.close()
         self._memory.clear()
+        self._held.clear()
+        self._compared.clear()
+        self._differences.clear()
         self._peers.close()
 
-    def _take(self, channel: gradient_channel.Channel, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+    def _read(self, chunk: protocols.WeightChunk) -> np.ndarray:
+        return np.frombuffer(self._peers.map(chunk.transport), np.uint8, chunk.nbytes)
+
+    def _compare(self, chunk: protocols.WeightChunk, data: np.ndarray) -> protocols.WeightDifference | None:
+        if chunk.checksum is None:
+            return None
+        # Taken out first: after a failure, no half-changed copy is left.
+        copy = self._compared.pop(chunk.index, None)
+        if copy is None or len(copy.data) != len(data):
+            purpose, free = f"the copy of {_named(chunk)}, which {self._name} compares", memfd.available_bytes()
+            if len(data) > free:
+                raise memfd.too_little(purpose, len(data), free)
+            self._differences.pop(chunk.index, None)
+            copy = _Compared(chunk.checksum, data.copy())
+        elif copy.checksum != chunk.checksum:
+            self._differences.pop(chunk.index, None)
+            encoded = differences.encode(copy.data, data, self._comparers)
+            if encoded is None:
+                np.copyto(copy.data, data)
+            else:
+                differences.apply(copy.data, encoded)
+                self._differences[chunk.index] = _Difference(copy.checksum, chunk.checksum, encoded)
+            copy = _Compared(chunk.checksum, copy.data)
+        self._compared[chunk.index] = copy
+        made = self._differences.get(chunk.index)
+        return None if made is None else protocols.WeightDifference(made.base, made.data.nbytes)
+
+    def _take(
+        self,
+        channel: gradient_channel.Channel,
+        chunk: protocols.WeightChunk,
+        difference: protocols.WeightDifference | None,
+    ) -> protocols.WeightChunk:
+        held = self._held.pop(chunk.index, None)
+        self._differences.pop(chunk.index, None)
+        if difference is not None and held != difference.base:
+            raise protocols.LibraError(f"{self._name} does not hold what the difference of {_named(chunk)} changes.")
+        owner = self._place(chunk)
+        target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)
+        arriving = target if difference is None else np.empty(difference.nbytes, np.uint8)
+        header, _ = channel.receive([("uint8", arriving.shape)], self._seconds, into=arriving)
+        # The bytes came over an unauthenticated link; the expected values came from the coordinator.
+        if (header.version, header.first) != (chunk.policy_version, chunk.index):
+            raise protocols.LibraError(
+                f"{self._name} was sent chunk {header.first} of version {header.version} in place of {_named(chunk)}."
+            )
+        if difference is not None:
+            try:
+                differences.apply(target, arriving)
+            except ValueError as error:
+                raise protocols.LibraError(f"{_named(chunk)} came to {self._name} damaged: {error}.") from error
+        if chunk.checksum is not None:
+            # With a difference, too, this is the checksum of the whole chunk.
+            if (checksum := memfd.digest(target.data)) != chunk.checksum:
+                raise protocols.LibraError(
+                    f"{_named(chunk)} came to {self._name} damaged: checksum {checksum} instead of {chunk.checksum}."
+                )
+            self._held[chunk.index] = checksum
+        if difference is not None:
+            self._differences[chunk.index] = _Difference(difference.base, chunk.checksum, arriving)
+        return dataclasses.replace(chunk, transport=owner.address)
+
+    def _place(self, chunk: protocols.WeightChunk) -> memfd.Owner:
         # A chunk number has the same memory from version to version: engines have it mapped.
         owner = self._memory.get(chunk.index)
         if owner is None or owner.nbytes < chunk.nbytes:
@@ -161,24 +287,16 @@ class Relay(protocols.Relay):
                 owner.close()
             purpose = f"the copy of the weights on the host of {self._name} (chunk {chunk.index} of {chunk.count})"
             owner = self._memory[chunk.index] = memfd.Owner(chunk.nbytes, purpose)
-        target = np.frombuffer(owner.buffer, np.uint8, chunk.nbytes)
-        header, _ = channel.receive([("uint8", target.shape)], self._seconds, into=target)
-        named = f"chunk {chunk.index} of version {chunk.policy_version}"
-        # The bytes came over an unauthenticated link; the expected values came from the coordinator.
-        if (header.version, header.first) != (chunk.policy_version, chunk.index):
-            raise protocols.LibraError(
-                f"{self._name} was sent chunk {header.first} of version {header.version} in place of {named}."
-            )
-        if chunk.checksum is not None and (checksum := memfd.digest(target.data)) != chunk.checksum:
-            raise protocols.LibraError(
-                f"{named} came to {self._name} damaged: checksum {checksum} instead of {chunk.checksum}."
-            )
-        return dataclasses.replace(chunk, transport=owner.address)
+        return owner
 
     def _part_from(self, child: str) -> None:
         if (link := self._children.pop(child, None)) is not None:
             link.channel.close("its sender closed it")
             link.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _named(chunk: protocols.WeightChunk) -> str:
+    return f"chunk {chunk.index} of version {chunk.policy_version}"
 
 
 async def _on(thread: futures.ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -5,6 +5,11 @@ to at most `FAN_OUT` children. So the trainer's host sends `FAN_OUT` copies for 
 chunk after as many hops as the tree is deep. Chunks are pipelined: a version of S bytes in b chunks takes about FAN_OUT
 x S / bandwidth x (1 + depth / b).
 
+With `rollout.full_sync_every`, a host that holds a chunk of the version before receives its changed elements only. The
+root compares each chunk with its copy of that version. A host without that chunk gets the whole one: a new host, or one
+whose relay was restarted. So does a host below a relay that got the whole chunk itself, or whose chunk has another
+checksum than the trainer's once it is changed.
+
 The coordinator makes two calls for each chunk and host. They cost it 0.5 ms of CPU, measured with doubles of 1,280
 hosts; Ray adds its own cost. With that many hosts, use larger chunks (`rollout.chunk_mib`).
 
@@ -39,6 +44,9 @@ T = TypeVar("T")
 Chunks = Sequence["asyncio.Future[protocols.WeightChunk]"]
 """The chunks of a version, in order, each resolved on arrival."""
 
+Differences = Sequence["asyncio.Future[protocols.WeightDifference | None]"]
+"""The differences of the chunks, in order, each resolved once its chunk is compared; None for a whole chunk."""
+
 
 def expected(count: int) -> list[asyncio.Future[protocols.WeightChunk]]:
     """Returns `count` chunks that have not arrived yet."""
@@ -58,6 +66,7 @@ class RelayClient(clients.ActorClient, protocols.RelayClient):
     health = clients.Call("weight_sync", "answer", protocols.Relay.health)
     listen = clients.Call("weight_sync", "open a link", protocols.Relay.listen)
     connect = clients.Call("weight_sync", "connect a link", protocols.Relay.connect)
+    compare = clients.Call("weight_sync", "compare chunk {0.index}", protocols.Relay.compare)
     send = clients.Call("weight_sync", "send chunk {0.index} to {1}", protocols.Relay.send)
     receive = clients.Call("weight_sync", "receive chunk {0.index}", protocols.Relay.receive)
     shutdown = clients.Call("shutdown", "shut down", protocols.Relay.shutdown)
@@ -75,6 +84,7 @@ class Relay:
       generation: number of links so far over which the relay received.
       link: the sending host, and the life of its relay; None without a link.
       kept: chunks on its host, by number, with the checksum of each as staged.
+      changes: the difference by which each chunk came, by number; none for a chunk that came whole.
       making: lock held while the process is checked or restarted.
     """
 
@@ -85,6 +95,7 @@ class Relay:
     generation: int = 0
     link: tuple[int, int] | None = None
     kept: dict[int, protocols.WeightChunk] = field(default_factory=dict)
+    changes: dict[int, protocols.WeightDifference] = field(default_factory=dict)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def called(self) -> protocols.RelayClient:
@@ -98,10 +109,14 @@ class RelayTree:
     """All weight relays of a run; passes on one version at a time. Create it inside the event loop that it serves.
 
     Args:
-      config: the run's configuration (`deadlines`).
+      config: the run's configuration (`deadlines`, `rollout.full_sync_every`).
       cluster: makes and ends the actors.
       specs: how to make each host's relay. The lowest number is the host of the trainer's first process.
       recorder: gets a span for each host that received a version, on the track `weights`.
+
+    Attributes:
+      sent_bytes: bytes that hosts received of the last version.
+      whole_bytes: bytes of the chunks that these brought to the hosts.
     """
 
     def __init__(
@@ -117,6 +132,8 @@ class RelayTree:
         self._recorder = recorder
         self._relays = {host: Relay(spec, host) for host, spec in specs.items()}
         self._root = self._relays[min(specs)]
+        self._full_every = config.rollout.full_sync_every
+        self.sent_bytes = self.whole_bytes = 0
 
     def serve(self, host: int | None) -> bool:
         """Returns whether workers of this host read a relay's copy instead of the trainer's memory."""
@@ -153,6 +170,8 @@ class RelayTree:
           lent: hosts with engines asleep, whose devices train. A missing relay is restarted if that is quick.
         """
         begin = asyncio.get_running_loop().time()
+        self.sent_bytes = self.whole_bytes = 0
+        differences: Differences = [asyncio.get_running_loop().create_future() for _ in staged]
         await self._made(self._root)  # if that fails, each fetch from the root reports the error
         hosts = [self._relays[host] for host in sorted(copies)]
         standing = [relay for relay in hosts if relay.client is not None]
@@ -187,15 +206,40 @@ class RelayTree:
                     await self._connect(parent, relay)
                 except protocols.LibraError as fault:  # its first chunk is then requested from the root
                     self._recorder.note(f"{relay.spec.name} cannot receive from {parent.spec.name}: {fault}")
-            await self._supply(relay, staged, copies, begin)
+            await self._supply(relay, staged, copies, differences, begin)
 
         try:
-            await deadlines.together(*map(give, hosts))
+            await deadlines.together(self._compare(staged, differences), *map(give, hosts))
         finally:
             for answer in answering.values():
                 deadlines.abandon(answer)
 
-    async def _supply(self, relay: Relay, staged: Chunks, copies: Mapping[int, Chunks], begin: float) -> None:
+    async def _compare(self, staged: Chunks, differences: Differences) -> None:
+        """Compares each chunk with the version before, for the hosts that hold that version."""
+        for chunk, place in zip(staged, differences, strict=True):
+            if self._full_every == 1:
+                place.set_result(None)
+                continue
+            source = await came(chunk)
+            full = not source.policy_version % self._full_every
+            if full or source.frozen:
+                place.set_result(None)  # before the root copies the chunk, because no host has to wait for the copy
+            if source.frozen:  # it is not sent again
+                continue
+            try:
+                found = await self._root.called().compare(source)
+            except protocols.LibraError as error:
+                found = None
+                self._recorder.note(
+                    f"Chunk {source.index} of version {source.policy_version} could not be compared with the version "
+                    f"before ({error}); hosts get the whole chunk."
+                )
+            if not full:
+                place.set_result(found)
+
+    async def _supply(
+        self, relay: Relay, staged: Chunks, copies: Mapping[int, Chunks], differences: Differences, begin: float
+    ) -> None:
         """Brings all chunks of a version to one host, and records the cost."""
         arrived = 0
         for number, chunk in enumerate(staged):
@@ -212,8 +256,12 @@ class RelayTree:
                     or held.checksum is None
                     or (held.policy_version, held.checksum) != (source.policy_version, source.checksum)
                 ):
-                    held = await self._fetch(relay, source, copies)
-                    arrived += held.nbytes
+                    held = await self._fetch(relay, source, copies, differences[number])
+                    change = relay.changes.get(number)
+                    nbytes = held.nbytes if change is None else change.nbytes
+                    arrived += nbytes
+                    self.sent_bytes += nbytes
+                    self.whole_bytes += held.nbytes
             except protocols.LibraError as error:
                 self._drop(relay, error)
                 _fail(copies[relay.host], error)
@@ -225,7 +273,11 @@ class RelayTree:
         self._recorder.status(relay.spec.name, f"keeps version {source.policy_version}")
 
     async def _fetch(
-        self, relay: Relay, chunk: protocols.WeightChunk, copies: Mapping[int, Chunks]
+        self,
+        relay: Relay,
+        chunk: protocols.WeightChunk,
+        copies: Mapping[int, Chunks],
+        compared: asyncio.Future[protocols.WeightDifference | None],
     ) -> protocols.WeightChunk:
         """Brings a chunk to a host: from its parent as soon as the parent has it, or from the root."""
         above, source = self._root, chunk
@@ -235,16 +287,22 @@ class RelayTree:
                 above = self._relays[relay.link[0]]
             except protocols.LibraError:
                 relay.link = None  # the parent has been dropped
+        change, held = await came(compared), relay.kept.get(chunk.index)
+        # Only the root has all differences; another relay has those that it received itself.
+        sendable = above is self._root or above.changes.get(chunk.index) == change
+        if change is not None and (held is None or held.checksum != change.base or not sendable):
+            change = None
 
         async def twice() -> protocols.WeightChunk:
             try:
                 if relay.link != (above.host, above.life):
                     raise protocols.WorkerLost(f"{relay.spec.name} has no link to {above.spec.name}")
-                return await self._transfer(above, relay, source)
+                return await self._transfer(above, relay, source, change)
             except protocols.LibraError as error:
+                what, whole = ("Chunk", "") if change is None else ("The difference of chunk", ", whole")
                 self._recorder.note(
-                    f"Chunk {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} from "
-                    f"host {above.host} ({error}); it is asked for again."
+                    f"{what} {chunk.index} of version {chunk.policy_version} did not come to host {relay.host} "
+                    f"from host {above.host} ({error}); it is asked for again{whole}."
                 )
             # A failed link cannot be used again. The root may be lost, too; the first caller to find that restarts it.
             if (error_of_root := await self._made(self._root)) is not None:
@@ -256,11 +314,21 @@ class RelayTree:
         what = f"{relay.spec.name}, asked to bring chunk {chunk.index} to host {relay.host},"
         return await deadlines.within(self._limits.weight_sync, twice(), what, "weight_sync")
 
-    async def _transfer(self, above: Relay, relay: Relay, source: protocols.WeightChunk) -> protocols.WeightChunk:
+    async def _transfer(
+        self,
+        above: Relay,
+        relay: Relay,
+        source: protocols.WeightChunk,
+        change: protocols.WeightDifference | None = None,
+    ) -> protocols.WeightChunk:
         relay.kept.pop(source.index, None)  # its memory is overwritten
-        _, copy = await deadlines.together(above.called().send(source, relay.spec.name), relay.called().receive(source))
+        relay.changes.pop(source.index, None)
+        sending = above.called().send(source, relay.spec.name, change)
+        _, copy = await deadlines.together(sending, relay.called().receive(source, change))
         assert isinstance(copy, protocols.WeightChunk)
         relay.kept[source.index] = copy
+        if change is not None:
+            relay.changes[source.index] = change
         return copy
 
     async def _connect(self, above: Relay, relay: Relay) -> None:
@@ -317,6 +385,7 @@ class RelayTree:
         relay.client, relay.link = None, None
         # The copies were in the memory of the process that is given up.
         relay.kept.clear()
+        relay.changes.clear()
         self._recorder.status(relay.spec.name, "lost")
         self._recorder.note(f"The relay of host {relay.host} is dropped, and made again when it is needed: {error}")
 

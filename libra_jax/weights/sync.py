@@ -40,6 +40,8 @@ class WeightSync:
       served: version of the last completed sync, which is the dispatch version of a group dispatched now.
       nbytes: bytes of the last sync that an engine had to load. Frozen weights count in the first sync only.
       paused_seconds: seconds for which an engine stopped in the last sync, mean over engines.
+      sent_bytes: bytes that weight relays sent to other hosts in the last sync; 0 without relays.
+      whole_bytes: bytes of the chunks that these brought there.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class WeightSync:
         self._engines = engines
         self._recorder = recorder
         self.version = self.served = protocols.NO_VERSION
-        self.nbytes = 0
+        self.nbytes = self.sent_bytes = self.whole_bytes = 0
         self.paused_seconds = 0.0
         self._at_once = config.rollout.sync_at_once
         self._frozen = ""  # digest of the frozen weights that engines hold under an adapter
@@ -171,6 +173,8 @@ class WeightSync:
             chunks = self._staged[1]
             self.nbytes = sum(chunk.nbytes for chunk in chunks if not chunk.frozen or chunk.frozen != self._frozen)
             self._frozen = next((chunk.frozen for chunk in chunks if chunk.frozen), "")
+            if self._hosts is not None:
+                self.sent_bytes, self.whole_bytes = self._hosts.sent_bytes, self._hosts.whole_bytes
         if self._sides is not None:
             self._sides.offer(version, chunks, copies)
 

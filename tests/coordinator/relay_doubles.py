@@ -21,7 +21,7 @@ NBYTES = 1000
 LIMITS = {"weight_sync": 30.0, "engine_start": 60.0, "first_token": 20.0, "shutdown": 5.0}
 
 Fault = Callable[["Relay", str, protocols.WeightChunk], Awaitable[protocols.WeightChunk | None]]
-"""(relay, "send" or "receive", chunk): raises, hangs, or returns what is sent instead."""
+"""(relay, "compare", "send" or "receive", chunk): raises, hangs, or returns what is sent instead."""
 
 
 def seconds() -> float:
@@ -59,6 +59,9 @@ class Relay(protocols.Relay):
         self.dead = False
         self.parent = Link()
         self.children: dict[str, Link] = {}
+        self.compared: dict[int, str | None] = {}
+        self.made: dict[int, protocols.WeightDifference] = {}
+        self.held: dict[int, str | None] = {}
         if host in hosts.unmakable:
             raise protocols.LibraError("no such host")
 
@@ -86,18 +89,37 @@ class Relay(protocols.Relay):
         assert address == {"worker": child, "generation": generation}
         self.children[child] = self.hosts.links[child, generation]
 
-    async def send(self, chunk: protocols.WeightChunk, child: str) -> None:
+    async def compare(self, chunk: protocols.WeightChunk) -> protocols.WeightDifference | None:
         self._check()
+        await self.hosts.fault(self, "compare", chunk)
+        before = self.compared.get(chunk.index)
+        self.compared[chunk.index] = chunk.checksum
+        if before is not None and before != chunk.checksum:
+            self.made[chunk.index] = protocols.WeightDifference(before, NBYTES // 100)
+        return self.made.get(chunk.index)
+
+    async def send(
+        self, chunk: protocols.WeightChunk, child: str, difference: protocols.WeightDifference | None = None
+    ) -> None:
+        self._check()
+        assert difference is None or self.made[chunk.index] == difference, "a relay sends a difference that it has"
         assert chunk.transport == {"host": self.host}, "a relay sends what lies on its host"
         link, taken = self.children[child], asyncio.get_running_loop().create_future()
         sent = await self.hosts.fault(self, "send", chunk) or chunk
         self.hosts.sent.append((self.host, child))
+        if difference is not None:
+            self.hosts.changes.append((child, chunk.policy_version, chunk.index))
         link.queue.put_nowait((sent, taken))
         await link.use(_result(taken))
         self._check()
 
-    async def receive(self, chunk: protocols.WeightChunk) -> protocols.WeightChunk:
+    async def receive(
+        self, chunk: protocols.WeightChunk, difference: protocols.WeightDifference | None = None
+    ) -> protocols.WeightChunk:
         self._check()
+        held = self.held.pop(chunk.index, None)
+        self.made.pop(chunk.index, None)
+        assert difference is None or held == difference.base, "a relay changes the chunk that it holds"
         await self.hosts.fault(self, "receive", chunk)
         came, taken = await self.parent.use(self.parent.queue.get())
         begin = seconds()
@@ -108,6 +130,9 @@ class Relay(protocols.Relay):
         same = ("policy_version", "index", "checksum")
         if any(getattr(came, name) != getattr(chunk, name) for name in same):
             raise protocols.LibraError(f"chunk {chunk.index} is another one, or damaged")
+        self.held[chunk.index] = chunk.checksum
+        if difference is not None:
+            self.made[chunk.index] = difference
         return dataclasses.replace(chunk, transport={"host": self.host})
 
     async def shutdown(self) -> None:
@@ -153,19 +178,24 @@ class Hosts:
 
     Attributes:
       sent: (host, relay) for each chunk that a relay sent.
+      changes: (relay, version, index) for each chunk of which the difference was sent to a relay.
       crossed: (host, version, index, begin, end) for each that came to a host, damaged or not.
       loaded: (engine, version, index, begin, end).
     """
 
-    def __init__(self, count: int, *, chunks: int = 4, engines: int = 1, fault: Fault = no_fault) -> None:
+    def __init__(
+        self, count: int, *, chunks: int = 4, engines: int = 1, fault: Fault = no_fault, full_sync_every: int = 1
+    ) -> None:
         self.fault, self.unmakable = fault, set[int]()
         self.links: dict[tuple[str, int], Link] = {}
         self.sent: list[tuple[int, str]] = []
+        self.changes: list[tuple[str, int, int]] = []
         self.crossed: list[tuple[int, int, int, float, float]] = []
         self.loaded: list[tuple[str, int, int, float, float]] = []
         self.cluster, self.recorder = doubles.DirectCluster(), memory.MemoryRecorder()
         self.trainer = Trainer(0.0, chunks, "")
-        self.config = doubles.make_config(deadlines=LIMITS, rollout={"restarts": 2, "health_seconds": 1000.0})
+        rollout = {"restarts": 2, "health_seconds": 1000.0, "full_sync_every": full_sync_every}
+        self.config = doubles.make_config(deadlines=LIMITS, rollout=rollout)
         processes = client.TrainerProcesses(
             doubles.Handed(self.trainer), lambda *_: protocols.ActorSpec("trainer", "", {})
         )

@@ -76,12 +76,14 @@ def kill_relays() -> None:
             kill(self, "relay-1", "between two versions")
         await pass_on(self, staged, *further)
 
-    async def during(self: relay_tree.RelayTree, above: Any, relay: Any, source: protocols.WeightChunk) -> Any:
+    async def during(
+        self: relay_tree.RelayTree, above: Any, relay: Any, source: protocols.WeightChunk, *further: Any
+    ) -> Any:
         if (relay.host, source.policy_version, source.index) == (2, ASLEEP, 1):
             kill(self, "relay-2", "on the way")
         if (relay.host, source.policy_version, source.index) == (1, SERVING, 1):
             kill(self, "relay-1", "on the way while its engine serves")
-        return await transfer(self, above, relay, source)
+        return await transfer(self, above, relay, source, *further)
 
     relay_tree.RelayTree.pass_on, relay_tree.RelayTree._transfer = before, during  # type: ignore[method-assign]
 

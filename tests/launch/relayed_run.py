@@ -1,6 +1,9 @@
 """A run over four hosts that Ray emulates: a trainer of two processes on two, a real vLLM engine on each of the others.
 
-  PYTHONPATH=.:launch:tests/common python relayed_run.py WORKDIR STEPS
+  PYTHONPATH=.:launch:tests/common python relayed_run.py WORKDIR STEPS [FULL_SYNC_EVERY]
+
+With FULL_SYNC_EVERY, weights travel in bfloat16 as differences, and the learning rate is one of a large model. Engines
+compare the checksum of each chunk that they load with that of the trainer's snapshot.
 
 Prints for each actor, as JSON, its host and on which node it is.
 """
@@ -24,7 +27,7 @@ from libra_jax.runs import preflight, wiring, workdirs
 HOSTS = 4
 
 
-def config(steps: int, address: str) -> libra_config.RunConfig:
+def config(steps: int, address: str, full_sync_every: int = 1) -> libra_config.RunConfig:
     values = quickstart.get_config()
     values.name, values.steps = "relayed", steps
     values.coordinator.groups_per_step = 4
@@ -44,6 +47,11 @@ def config(steps: int, address: str) -> libra_config.RunConfig:
     values.reward.functions = {"said": {"factory": "moving_doubles:reward"}}
     values.reward.environment_weight = 0.0
     values.warm_start.steps = values.evaluation.every = values.checkpoint.every = 0
+    if full_sync_every > 1:
+        values.rollout.full_sync_every = full_sync_every
+        values.rollout.dtype = "bfloat16"
+        values.rollout.checksum = True
+        values.optimizer.learning_rate = 1e-6
     values.cluster.backend = "ray"
     values.cluster.address = address
     values.cluster.accelerators_per_host = 1
@@ -70,7 +78,7 @@ def main() -> None:
     with emulated.EmulatedHosts(HOSTS, accelerators=1) as hosts:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
         tell_nodes()
-        run = config(int(sys.argv[2]), hosts.address)
+        run = config(int(sys.argv[2]), hosts.address, *map(int, sys.argv[3:]))
         preflight.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, sys.argv[1]), tools))

@@ -177,6 +177,11 @@ def test_more_virtual_devices_than_cores_can_serve_are_warned_of():
     assert fields(2, context=16, platform="tpu") == []
 
 
+def test_differences_of_float32_weights_are_warned_of():
+    for dtype, wanted in (("float32", ["rollout.full_sync_every"]), ("bfloat16", [])):
+        assert warned(parameters=1, rollout=config.RolloutConfig(full_sync_every=20, dtype=dtype)) == wanted
+
+
 def test_the_fake_engine_is_warned_of():
     assert warned(parameters=1, rollout=config.RolloutConfig(engine="fake")) == ["rollout.engine"]
     result = scripts.run("train.py", "--config=configs/quickstart.py", "--config.rollout.engine=fake", "--dry_run")

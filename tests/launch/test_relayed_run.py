@@ -54,6 +54,29 @@ def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_e
         assert copies[0]["bytes"] > 1_000_000  # and each as many, so that nothing crossed twice
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_with_differences_engines_load_what_the_trainer_staged_and_few_bytes_come_to_their_hosts(tmp_path):
+    workdir, steps, every = tmp_path / "run", 4, 3
+    done = real_runs.run("relayed_run.py", workdir, str(steps), str(every), actors=7)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # An engine whose bytes had another checksum than the trainer's would have been lost.
+    assert "was lost" not in done.stdout
+    assert "did not come" not in done.stdout
+    taken = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
+    assert [step["step"] for step in taken] == list(range(1, steps + 1))
+    whole = {step["policy_version"]: step["sync/sent_bytes"] / step["sync/sent_share"] for step in taken}
+    assert len(set(whole.values())) == 1
+    for step in taken:
+        if step["policy_version"] % every:
+            assert 0 < step["sync/sent_share"] < 0.2, taken
+        else:
+            assert step["sync/sent_share"] == 1
+        assert step["grad_norm"] > 0
+    served = [record["policy_version"] for record in real_runs.lines(workdir / "trace.jsonl")]
+    assert set(served) == set(range(steps))
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(600)
 def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays_cost_nothing_trained(

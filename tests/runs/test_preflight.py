@@ -103,6 +103,13 @@ def test_what_several_trainer_processes_cannot_have_is_refused_by_name(trainer, 
         ({"hybrid": 1}, {"tensor_parallel": (1, 1)}, 1, None),
         ({}, {"transport": "nccl"}, 1, None),
         ({}, {}, 0, None),
+        (
+            {},
+            {"full_sync_every": 20},
+            0,
+            r"rollout\.full_sync_every: .* this run has one host, .*; set it to 1, or lay",
+        ),
+        ({}, {"full_sync_every": 20}, 1, None),
     ],
 )
 def test_what_cannot_cross_hosts_is_refused_by_name(elastic, rollout, each, sentence):

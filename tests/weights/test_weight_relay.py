@@ -137,6 +137,92 @@ def test_who_has_no_link_or_another_relays_is_told_so(sync):
     chain(body, 2)
 
 
+@pytest.fixture
+def steps():
+    """Publishes versions in bfloat16, each a small step after the one before; returns the version's chunks."""
+    shape = dataclasses.replace(models_config.load_preset("libra-tiny"), num_layers=2, vocab_size=104)
+    publisher = snapshot.HostSnapshot(shape, "bfloat16", 200_000, True)
+    first = transformer.init_params(shape, jax.random.key(0))
+
+    def publish(version):
+        moved = jax.tree.map(lambda leaf: leaf + 3e-6 * version * np.sign(leaf) * (leaf.ndim > 1), first)
+        count = publisher.open(version, moved)
+        return [publisher.stage(version, index) for index in range(count)]
+
+    yield publish
+    publisher.shutdown()
+
+
+async def change(above, below, name, chunk, made):
+    _, copy = await asyncio.gather(above.send(chunk, name, made), below.receive(chunk, made))
+    return copy
+
+
+def test_relays_with_differences_hold_what_relays_with_whole_chunks_hold(steps):
+    sent, whole = [], []
+
+    async def body(root, first, second, third):
+        # The first two of the row get differences, and the third gets whole chunks.
+        await link(root, third, "relay-3", 2)
+        for version in range(1, 6):
+            for chunk in steps(version):
+                made = await root.compare(chunk)
+                assert (made is None) == (version == 1)
+                copy = await change(root, first, "relay-1", chunk, made)
+                further = await change(first, second, "relay-2", copy, made)
+                other = await carry(root, third, "relay-3", chunk)
+                assert content(copy) == content(further) == content(other) == content(chunk)
+                assert await root.compare(chunk) == made  # asked again
+                if made is not None:
+                    sent.append(made.nbytes)
+                    whole.append(chunk.nbytes)
+
+    chain(body, 4)
+    assert len(sent) > 8
+    assert 0 < sum(sent) < 0.1 * sum(whole)
+
+
+def test_a_relay_whose_chunk_is_not_the_base_refuses_its_difference_and_takes_the_whole_chunk(steps):
+    async def body(root, first):
+        chunk = steps(1)[0]
+        await root.compare(chunk)
+        copy = await carry(root, first, "relay-1", chunk)
+        # A byte of the copy flips, which the coordinator cannot know.
+        first._memory[0].buffer[77] ^= 1
+        chunk = steps(2)[0]
+        made = await root.compare(chunk)
+        with pytest.raises(protocols.LibraError, match=r"chunk 0 of version 2 came to relay-1 damaged: checksum"):
+            await change(root, first, "relay-1", chunk, made)
+        with pytest.raises(protocols.LibraError, match=r"relay-1 does not hold what the difference of chunk 0 of"):
+            await first.receive(chunk, made)
+        await link(first, root, "relay-0")
+        with pytest.raises(protocols.LibraError, match=r"relay-1 does not hold the difference of chunk 0 of version 1"):
+            await first.send(copy, "relay-0", made)
+        assert content(await carry(root, first, "relay-1", chunk)) == content(chunk)
+        chunk = steps(3)[0]
+        assert content(await change(root, first, "relay-1", chunk, await root.compare(chunk))) == content(chunk)
+
+    chain(body, 2)
+
+
+def test_chunks_that_change_all_over_are_sent_whole(sync):
+    async def body(root):
+        assert [await root.compare(chunk) for chunk in sync(1)] == [None] * len(sync(1))
+        assert [await root.compare(chunk) for chunk in sync(2)] == [None] * len(sync(2))
+
+    chain(body, 1)
+
+
+def test_too_little_memory_for_the_copies_is_an_error_with_the_numbers(steps, monkeypatch):
+    async def body(root):
+        chunk = steps(1)[0]
+        monkeypatch.setattr(memfd, "available_bytes", lambda: 1_000)
+        with pytest.raises(memfd.SharedMemoryError, match=r"the copy of chunk 0 of version 1, which relay-0 compares"):
+            await root.compare(chunk)
+
+    chain(body, 1)
+
+
 SENDER = """
 import asyncio, json, sys
 from libra_jax import protocols
