@@ -18,6 +18,12 @@ ANSWER_SECONDS = 0.2
 LEAST_SPEED, MOST_SPEED = 0.05, 20.0
 """Plausible range of a worker's speed relative to the core. Measurements are clamped to it."""
 
+IDLE_GROWTH = 1.01
+"""Factor on a slow worker's speed for each step whose share of it was empty, up to the core's own speed.
+
+An empty share measures nothing. Without growth, a worker that was slow for a while would never be measured again.
+"""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -106,6 +112,8 @@ class Shares:
                     speed = said["micro_batches"] / said["seconds"] / (core / taken)
                     speed = min(MOST_SPEED, max(LEAST_SPEED, speed))
                     self.speed[name] += SMOOTHING * (speed - self.speed[name])
+                elif self.speed[name] < 1.0 and not said.get("micro_batches", 1):
+                    self.speed[name] = min(1.0, IDLE_GROWTH * self.speed[name])
         return outcomes
 
     async def wait(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A run of real processes whose hybrid worker changes sides whenever it can, and of which some are killed on the way.
+"""A run of real processes whose hybrid worker changes sides all the time, and of which some are killed on the way.
 
 Trainer and replica are real, placed by Ray; the engines are doubles in processes of their own, which start fast.
 
@@ -54,13 +54,20 @@ def config(steps: int) -> libra_config.RunConfig:
 
 
 class Restless:
-    """In place of `switching.Switching`: who is at rest is told to change sides, after every third step."""
+    """In place of `switching.Switching`: a worker that was on one side for three steps is told to change sides.
+
+    The steps are counted from the end of the switch. Counted from the start of the run, they could all pass in
+    switches on a machine where a switch takes three steps: the worker would return before its first share.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self._side, self._steps = (False,), 0
 
     def look(self, sight: switching.Sight) -> switching.Decision:
-        if not sight.workers or sight.step % 3:
+        side = tuple(worker.trains for worker in sight.workers)
+        self._steps = self._steps + 1 if side == self._side else 1
+        self._side = side
+        if not sight.workers or self._steps < 3:
             return switching.Decision(sight.step, "stay", (), "", 1.0, 1.0)
         (worker,) = sight.workers
         kind: switching.Kind = "to_rollout" if worker.trains else "to_training"
