@@ -67,6 +67,9 @@ def observed(
 ) -> Iterator[status.RunStatus]:
     """Writes `status.json` while the block runs and serves the health page. Yields the state that both show.
 
+    If a ConfigError ends the block before its first training step, the start was refused. The file of the earlier
+    start is put back then, because it says how the run in the workdir ended.
+
     Args:
       config: configuration of the run (`telemetry`).
       workdir: directory of the run.
@@ -103,4 +106,6 @@ def observed(
             yield run
         except BaseException as error:
             run.end("failed", str(error) or type(error).__name__)
+            if isinstance(error, protocols.ConfigError) and earlier is not None and not run.trained:
+                beat.withdraw()
             raise

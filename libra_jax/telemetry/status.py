@@ -77,6 +77,7 @@ class RunStatus(sinks.Sink):
 
     Attributes:
       endpoint: Address of the health page. Empty if there is none.
+      trained: Whether this start has ended a training step.
       recorder: Takes the warnings of the status file. None until the run has one; such warnings are logged.
     """
 
@@ -124,12 +125,13 @@ class RunStatus(sinks.Sink):
         self._step = step
         self._ended: dict[str, str] | None = None
         self.endpoint = ""
+        self.trained = False
         self.recorder: protocols.Recorder | None = None
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes one training step's numbers."""
         # A new object each time, because another thread may be reading the old one in `view`.
-        self._step, self._scalars = step, dict(scalars)
+        self._step, self._scalars, self.trained = step, dict(scalars), True
         self._speed.step_ended(scalars)
         for name, count in scalars.items():
             if name.startswith(REPLACED):
@@ -364,6 +366,9 @@ class Heartbeat:
         guard: files.Guard = files.always,
     ) -> None:
         self._file = workdir / STATUS_FILE
+        self._earlier = b""
+        with contextlib.suppress(OSError):
+            self._earlier = self._file.read_bytes()
         self._run = run
         self._guard = guard
         self._loop = asyncio.get_running_loop()
@@ -378,12 +383,22 @@ class Heartbeat:
 
     def close(self) -> None:
         """Writes the file a last time and ends the thread. Idempotent."""
-        if not self._ended.is_set():
-            self._ended.set()
-            self._thread.join(BEAT_SECONDS)
-            # A thread that is still alive hangs on a file server, which must not hold up the run's end.
-            if not self._thread.is_alive():
-                self._write()
+        if self._stopped():
+            self._write()
+
+    def withdraw(self) -> None:
+        """Ends the thread and puts back the file of the earlier start."""
+        if self._stopped() and self._guard():
+            self._replace(self._earlier)
+
+    def _stopped(self) -> bool:
+        """Ends the thread. Returns whether the caller may write the file now."""
+        if self._ended.is_set():
+            return False
+        self._ended.set()
+        self._thread.join(BEAT_SECONDS)
+        # A thread that is still alive hangs on a file server, which must not hold up the run's end.
+        return not self._thread.is_alive()
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
@@ -410,9 +425,12 @@ class Heartbeat:
         if not self._guard():
             return
         self._beats += 1
+        self._replace(files.json_line({**self._run.view(), "beat": self._beats}))
+
+    def _replace(self, content: bytes) -> None:
         partial = self._file.with_suffix(".partial")
         try:
-            partial.write_bytes(files.json_line({**self._run.view(), "beat": self._beats}))
+            partial.write_bytes(content)
             # Replaced in one step: a reader sees the old content or the new one, never a part.
             partial.replace(self._file)
         except OSError as error:
