@@ -95,8 +95,14 @@ def assign(
       progress: receives a line about each simulation.
 
     Raises:
-      ConfigError: no assignment holds the run's contexts, or the run would cut its rollouts short.
+      ConfigError: no assignment holds the run's contexts, the run would cut its rollouts short, or it does not keep
+        its layout.
     """
+    for name, value in (("planner.period", run.planner.period), ("elastic.hybrid", run.elastic.hybrid)):
+        if value:
+            raise protocols.ConfigError(
+                f"config.{name}: {value} changes a run's layout, and {FIELD} compares fixed layouts; set it to 0"
+            )
     run = dataclasses.replace(run, scheduler=dataclasses.replace(run.scheduler, max_remaining_tokens=()))
     work, size = comparison.workload(run), run.coordinator.group_size
     tasks = run.steps * run.coordinator.groups_per_step

@@ -78,3 +78,16 @@ def test_no_fewer_accelerators_train_than_hold_the_trainers_state():
 def test_accelerators_that_hold_no_context_are_refused():
     with pytest.raises(protocols.ConfigError, match=r"--inventory: no division .* rollout\.max_context = 131072"):
         inventory.assign(small_run(), {"v5e": 2}, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"planner": configuration.PlannerConfig(period=5)}, "planner.period: 5"),
+        ({"elastic": configuration.ElasticConfig(hybrid=1)}, "elastic.hybrid: 1"),
+    ],
+)
+def test_a_run_that_changes_its_layout_is_refused_by_the_setting_that_was_given(changed, name):
+    run = dataclasses.replace(small_run(tensor_parallel=(1, 1)), **changed)
+    with pytest.raises(protocols.ConfigError, match=rf"^config\.{name} .* --inventory compares fixed layouts"):
+        inventory.assign(run, {"h800": 16}, 1)
