@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TextIO
@@ -121,7 +122,7 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
     Args:
       step: Step that has ended.
       pace: Pace of the run.
-      scalars: Numbers of the step. `tokens_per_second` is that of the last steps.
+      scalars: Numbers of the step, but the mean `tokens_per_second` of the last steps.
     """
     # Padded to the width of the last step, so that columns stay aligned over the run.
     parts = {"step": f"step {step:>{len(str(pace.steps))}}/{pace.steps}"}
@@ -130,7 +131,7 @@ def step_line(step: int, pace: Pace, scalars: Mapping[str, float]) -> str:
     if (evaluation := scalars.get("evaluation/accuracy")) is not None:
         parts["held-out"] = f"held-out {evaluation:z.3f}"
     if rate := scalars.get("tokens_per_second"):
-        parts["speed"] = f"{rate:,.0f} tokens/s"
+        parts["speed"] = f"mean {rate:,.0f} tokens/s"
     if (trained := scalars.get("train/tokens_per_second")) is not None:
         # On one device both speeds are the same, and one of them is enough.
         each = scalars.get("train/tokens_per_second_per_device", trained)
@@ -217,7 +218,7 @@ class PlainConsole(sinks.Sink):
             return
         held, self._held = self._held, {}
         text = "; ".join(f"{worker}: {doing}" for worker, doing in held.items())
-        self.note(text if len(text) <= WIDTH else text[: WIDTH - 3] + "...")
+        self.note(textwrap.shorten(text, WIDTH, placeholder=" ..."))
 
     def close(self) -> None:
         """Stops the timer. The stream stays open, as it belongs to the process."""

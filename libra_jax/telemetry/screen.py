@@ -32,7 +32,7 @@ SPARK_STEPS = 40
 NUMBERS = {
     "reward/mean": ("reward", ".3f"),
     "evaluation/accuracy": ("held-out", ".3f"),
-    "tokens_per_second": ("tokens/s", ",.0f"),
+    "tokens_per_second": ("mean tokens/s", ",.0f"),
     "train/tokens_per_second": ("trained/s", ",.0f"),
     "train/tokens_per_second_per_device": ("a device", ",.0f"),
     "train/mfu": ("MFU", ".0%"),

@@ -128,7 +128,7 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     assert 2 <= len(statuses) <= 3
     steps = [line for line in lines if line.startswith("step")]
     assert steps[0] == (
-        "step  1/12  reward 0.625  11,812 tokens/s  staleness 1  loss 0.0123  wait 3.1 s, train 1.8 s, sync 0.2 s"
+        "step  1/12  reward 0.625  mean 11,812 tokens/s  staleness 1  loss 0.0123  wait 3.1 s, train 1.8 s, sync 0.2 s"
     )
     assert steps[2].startswith("step  3/12")
     assert steps[2].endswith("45 s left")
@@ -136,6 +136,24 @@ def test_a_pipe_gets_one_plain_line_a_step_and_a_status_now_and_then(tmp_path, c
     assert "The run begins." in lines
     assert lines[-1] == "It is done."
     assert not any("\x1b" in line for line in lines)
+
+
+def test_a_long_status_line_is_cut_between_words():
+    async def main() -> None:
+        one = console.PlainConsole("demo", 2, stream, lambda: asyncio.get_running_loop().time(), lambda *_: None)
+        one.status("rollout-0", "starting its process")
+        for index in range(1, 8):
+            one.status(f"rollout-{index}", "loading the inference engine and the model")
+        await asyncio.sleep(0.1)
+        one.close()
+
+    stream = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "STATUS_SECONDS", 0.05)
+        asyncio.run(main())
+    line = stream.getvalue().splitlines()[-1]
+    assert len(line) <= console.WIDTH
+    assert line.endswith("rollout-2: loading the ...")
 
 
 @pytest.mark.parametrize("make", [console.PlainConsole, screen.LiveConsole])
