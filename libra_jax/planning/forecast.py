@@ -52,6 +52,8 @@ class Setting:
       policy: scheduling policy, by which requests find their instances.
       cache_share: share of a cache that the policy fills; 0: any number of contexts.
       ageing: seconds after which a waiting request takes any free slot, whether or not the cache has room.
+      part_tokens: fewest tokens of finished groups on which a step begins (`trainer.stream`); None: steps take whole
+        batches.
     """
 
     model: costs.CostModel
@@ -68,6 +70,12 @@ class Setting:
     policy: str = "cmlfq"
     cache_share: float = 0.9
     ageing: float = math.inf
+    part_tokens: int | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training overlaps with rollout."""
+        return self.staleness > 0 or self.part_tokens is not None
 
     @classmethod
     def of_run(
@@ -118,6 +126,7 @@ class Setting:
         if profile is not None:
             degrees = profile.measured(degrees)
         given = configuration.slots_by_degree(run.rollout.tensor_parallel, slots or run.rollout.instance_slots)
+        micro_batch = run.trainer.rows_per_micro_batch * run.trainer.row_tokens
         return cls(
             model,
             meshes.Trainer.of_run(run, model.sheet),
@@ -133,6 +142,7 @@ class Setting:
             run.scheduler.policy,
             confusion.cache_share(run.scheduler),
             run.scheduler.ageing_seconds,
+            {"off": None, "group": 0, "micro_batch": micro_batch}[run.trainer.stream],
         )
 
 
@@ -174,7 +184,7 @@ class Prediction:
 
     Attributes:
       train: time of the trainer's step, without the weight sync.
-      rollout: time of the step's requests: at max staleness 0 that in which no step trains, else an
+      rollout: time of the step's requests: if no training overlaps with it, that in which no step trains, else an
         estimate by the instances' throughput and the longest path, at most the step.
       step: time of the whole step.
     """
@@ -245,13 +255,18 @@ class Work:
         batches = max(1, min(BATCHES, len(contexts) // count))
         # Spread evenly over the kept trajectories, so that the sample has their lengths.
         lengths = [contexts[index * len(contexts) // (count * batches)] for index in range(count * batches)]
-        self.training = meshes.Training(setting.model, lengths, setting.trainer, batches)
+        streams, size = setting.part_tokens is not None, min(setting.group_size, setting.requests)
+        parts = setting.requests // size if streams else 0
+        self.training = meshes.Training(setting.model, lengths, setting.trainer, batches, parts)
         self._tools = any(turn.tool is not None for one in turns for turn in one)
         self._engines = setting.model if setting.profile is None else setting.profile.rollout(setting.model)
         slots = dict(zip(setting.degrees, setting.slots, strict=True))
         pauses = {degree: setting.model.load_seconds(degree) for degree in setting.degrees}
         self._pools = serving.Pools(self._engines, self._sample, slots, room=setting.cache_share, pauses=pauses)
-        self._steps: dict[tuple[object, ...], float] = {}
+        self._steps: dict[tuple[object, ...], pipeline.Steps] = {}
+        # A rollout's longest context is what is trained of it.
+        self._tokens = self._sample.peak.tolist() if streams else []
+        self._least = (setting.part_tokens or 0) / (setting.requests * float(self._sample.peak.mean()))
         self._sequences: dict[int, tuple[pipeline.Integers, list[int], float]] = {}  # by groups of a step
         front = search.front_of(self.training, setting.devices, mesh=setting.mesh, reach=setting.reach)
         fastest = front[-1]
@@ -261,7 +276,7 @@ class Work:
             setting.degrees,
             setting.slots,
             staleness=setting.staleness,
-            after=fastest.seconds + self.besides(fastest.devices, Levels()),
+            after=fastest.seconds - fastest.early + self.besides(fastest.devices, Levels()),
         )
         self.search = search.Search(
             rollout, front, setting.devices, staleness=setting.staleness, step=self._step, simpler=SIMPLER
@@ -299,29 +314,52 @@ class Work:
     def predict(self, plan: protocols.Plan, levels: Levels) -> Prediction:
         """Predicts the seconds of both stages, each at its level, and of the step; infinite if a context fits no
         instance."""
-        train = levels.train * self.training.seconds(plan.data, plan.fsdp, plan.tensor)
+        mesh = self.training.mesh(plan.data, plan.fsdp, plan.tensor)
+        train = levels.train * mesh.seconds
         rollout = levels.rollout * self.search.rollout_seconds(plan.rollout)
         if not math.isfinite(rollout):
             return Prediction(train, rollout, math.inf)
         # Only the ratio of the stages matters, so rollout keeps the sheet's scale.
-        cycle = train + self.besides(plan.train_devices, levels)
-        step = levels.rollout * self._step(plan.rollout, cycle / levels.rollout, level=levels.rollout)
+        besides, ratio = self.besides(plan.train_devices, levels), levels.train / levels.rollout
+        cycle = train + besides
+        scaled = dataclasses.replace(
+            mesh, seconds=cycle / levels.rollout, early=ratio * mesh.early, part=ratio * mesh.part
+        )
+        steps = self._follow(plan.rollout, scaled, level=levels.rollout)
+        step = levels.rollout * steps.seconds
+        if mesh.early:  # parts take longer than the whole
+            train = levels.rollout * steps.train - besides
         # Stages that take turns add up.
-        return Prediction(train, min(rollout, step) if self._setting.staleness else step - cycle, step)
+        return Prediction(train, min(rollout, step) if self._setting.overlaps else step - cycle, step)
 
     def _step(
-        self, buckets: Sequence[protocols.PlannedBucket], cycle: float, *, rough: bool = False, level: float = 1.0
+        self, buckets: Sequence[protocols.PlannedBucket], train: meshes.Mesh, *, rough: bool, level: float = 1.0
     ) -> float:
-        """Returns the seconds of a step with these instances and `cycle` seconds of training and weight sync, both on
-        the sheet's scale of rollout, whose measured level is `level`."""
+        """Returns the seconds of a step; see `_follow`."""
+        return self._follow(buckets, train, rough=rough, level=level).seconds
+
+    def _follow(
+        self, buckets: Sequence[protocols.PlannedBucket], train: meshes.Mesh, *, rough: bool = False, level: float
+    ) -> pipeline.Steps:
+        """Returns the times of steps with these instances and this mesh, whose seconds are those of training and weight
+        sync, both on the sheet's scale of rollout, whose measured level is `level`."""
         setting = self._setting
-        key = (tuple(buckets), cycle, rough, level)
+        key = (tuple(buckets), train.seconds, train.early, train.part, rough, level)
         if key not in self._steps:
             # A large cluster is followed at a smaller scale.
             size = min(setting.group_size, setting.requests)
             whole = max(1, setting.requests // size)
             groups = min(whole, max(1, (ROUGHLY if rough else FOLLOWED) // size))
-            rules = pipeline.Cycle(groups, size, setting.staleness, cycle, setting.ageing / level)
+            rules = pipeline.Cycle(
+                groups,
+                size,
+                setting.staleness,
+                train.seconds,
+                setting.ageing / level,
+                train.early if groups > 1 else 0.0,
+                train.part,
+                self._least,
+            )
             if groups not in self._sequences:
                 sequence = self._sequence(rules, setting.requests)
                 # Requests that are followed may be longer than all are on average: they get as much more to run on.
@@ -333,7 +371,7 @@ class Work:
             if bounds := [bucket.max_remaining_tokens for bucket in buckets[:-1]]:
                 bands = np.searchsorted(bounds, self._sample.tokens[sequence])
                 wanted = self.confusion(len(buckets)).wanted(bands).tolist()
-            self._steps[key] = pipeline.step_seconds(pools, drawn, wanted, rules)
+            self._steps[key] = pipeline.follow(pools, drawn, wanted, rules, self._tokens)
         return self._steps[key]
 
     def _sequence(self, rules: pipeline.Cycle, requests: int) -> pipeline.Integers:

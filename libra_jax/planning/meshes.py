@@ -170,6 +170,9 @@ class Mesh:
       seconds: seconds of a step.
       memory_bytes: bytes on each device.
       context: ways the tokens of a row are split.
+      early: seconds of `seconds` that a streamed step may spend on groups that finish before its last one; 0 if steps
+        take whole batches.
+      part: seconds of each part of a streamed step beyond its share of `early`: micro-batches that it does not fill.
     """
 
     data: int
@@ -178,6 +181,8 @@ class Mesh:
     seconds: float
     memory_bytes: float
     context: int = 1
+    early: float = 0.0
+    part: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -233,13 +238,16 @@ class Training:
       trainer: rows and memory.
       batches: steps among which the sequences are dealt out in turn. Times are their means: one batch fills its last
         micro-batch by chance.
+      parts: groups of a step that takes them one by one, as they finish; 0 if steps take whole batches.
 
     Raises:
       DataError: there is no sequence.
       ConfigError: a sequence is longer than the longest row.
     """
 
-    def __init__(self, model: costs.CostModel, lengths: Sequence[int], trainer: Trainer, batches: int = 1) -> None:
+    def __init__(
+        self, model: costs.CostModel, lengths: Sequence[int], trainer: Trainer, batches: int = 1, parts: int = 0
+    ) -> None:
         if not len(lengths):
             raise protocols.DataError("a plan needs the lengths of a training step's sequences, and there is none")
         if max(lengths) > trainer.lengths[-1] + 1:
@@ -256,6 +264,8 @@ class Training:
             for batch in range(batches)
             for length, squares in _squares(np.asarray(lengths, np.int64)[batch::batches] - 1, trainer)
         ]
+        self._parts = min(parts, len(lengths) // batches)
+        self._part = Training(model, lengths, trainer, batches * self._parts) if self._parts > 1 else None
 
     def memory_bytes(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the bytes on each device."""
@@ -283,13 +293,27 @@ class Training:
 
     def seconds(self, data: int, fsdp: int, tensor: int) -> float:
         """Returns the seconds of a step."""
+        known, sums = self._model.coefficients, self.sum_seconds(data, fsdp, tensor)
+        turns = self._turns(data, fsdp, tensor) * (self._trainer.updates * (1 + self._trainer.critic))
+        rate = self._model.sheet.memory_bytes_per_second * known.memory_share
+        # An update reads and writes weights, summed gradients and moments.
+        numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
+        update = turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * self._trainer.context * rate)
+        return known.train_overhead + sums + update
+
+    def _turns(self, data: int, fsdp: int, tensor: int) -> float:
+        """Returns the number of devices that take turns on a core; 1 on accelerators."""
+        devices, cores = data * fsdp * tensor * self._trainer.context, self._trainer.cores
+        return 1.0 if cores is None else max(1.0, devices / cores)
+
+    def sum_seconds(self, data: int, fsdp: int, tensor: int) -> float:
+        """Returns the seconds of a step's sums of gradients, without the update."""
         case = self._trainer.case(self._model, (data, fsdp, tensor))
         known, shape = self._model.coefficients, self._model.shape
         again = RECOMPUTED[self._trainer.remat]
         each = -(-self._trainer.rows // (data * fsdp))
         cores, context, total = self._trainer.cores, self._trainer.context, 0.0
-        devices = data * fsdp * tensor * context
-        turns = 1.0 if cores is None else max(1.0, devices / cores)
+        turns = self._turns(data, fsdp, tensor)
         further, epochs, critic = self._further_operations(), self._trainer.epochs, self._trainer.critic
         for length, squares in self._rows:
             # Rows are sorted by their squares, so every n-th is the slowest of its micro-batch. Attention stays inside
@@ -307,12 +331,7 @@ class Training:
             hidden *= epochs
             total += float((np.maximum(busy, hidden) if cores is None else busy + hidden).sum())
             total += epochs * len(slowest) * exposed
-        rate = self._model.sheet.memory_bytes_per_second * known.memory_share
-        # An update reads and writes weights, summed gradients and moments.
-        numbers = 2 * self._model.trained_parameters + self._trainer.moment_numbers(self._model)
-        turns *= self._trainer.updates * (1 + critic)
-        update = turns * 2 * VALUE_BYTES * numbers / (fsdp * tensor * context * rate)
-        return known.train_overhead + total / self._batches + update
+        return total / self._batches
 
     def _further_operations(self) -> float:
         """Returns the operations of a token beyond the passes of a dense model whose weights are all trained."""
@@ -329,12 +348,18 @@ class Training:
         # Shares the packed rows, which do not depend on costs.
         other = copy.copy(self)
         other._model = model
+        other._part = None if self._part is None else self._part.costing(model)
         return other
 
     def mesh(self, data: int, fsdp: int, tensor: int) -> Mesh:
         """Returns the mesh of these sizes, even if it does not fit."""
         seconds, held = self.seconds(data, fsdp, tensor), self.memory_bytes(data, fsdp, tensor)
-        return Mesh(data, fsdp, tensor, seconds, held, self._trainer.context)
+        early = part = 0.0
+        if self._part is not None:
+            # k groups at once take about part + k * (early - part) / groups: right for one group, and for all.
+            early, one = self.sum_seconds(data, fsdp, tensor), self._part.sum_seconds(data, fsdp, tensor)
+            part = max(0.0, (self._parts * one - early) / (self._parts - 1))
+        return Mesh(data, fsdp, tensor, seconds, held, self._trainer.context, early, part)
 
     def front(self, most: int, *, whole_rows: bool = False) -> tuple[Mesh, ...]:
         """Returns meshes over at most `most` devices, fewest first, each faster than all with fewer.

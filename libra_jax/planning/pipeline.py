@@ -4,7 +4,11 @@ A step trains on the groups that were dispatched `staleness` steps before, and w
 slowest request takes `path` seconds after its dispatch, then over `staleness` + 1 steps
 T >= (path + train + sync) / (staleness + 1). `path` is no constant. A request first waits for a slot, and then shares
 its instance. Both depend on what the other steps left unfinished, so long and short steps alternate. A formula of
-means misses this, so `step_seconds` follows some steps, request by request, on sampled requests.
+means misses this, so `follow` follows some steps, request by request, on sampled requests.
+
+With `Cycle.early` the trainer streams: while it waits for the oldest batch, it takes all groups of this batch that have
+finished, again and again. So at max staleness 0 a step takes rollout + train less what it trained before the last group
+ended. No step trains groups of a later batch: the bound of staleness leaves no room for that once all slots are full.
 
 Requests start in the order of their dispatch, on the pool with the most free slots that has room in its cache. A
 request that is predicted to belong to a pool starts there if it can, and otherwise moves there as soon as there is room
@@ -56,6 +60,9 @@ class Cycle:
       staleness: max staleness.
       train: seconds from a complete batch to the next version on the instances.
       ageing: seconds of waiting after which a request starts without room.
+      early: seconds of `train` that may be spent on finished groups of an incomplete batch; 0: none.
+      part: seconds of each part of a step beyond its share of `early`.
+      least: share of a batch's tokens that a part before the last has at least.
     """
 
     groups: int
@@ -63,6 +70,9 @@ class Cycle:
     staleness: int
     train: float
     ageing: float = math.inf
+    early: float = 0.0
+    part: float = 0.0
+    least: float = 0.0
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -78,11 +88,67 @@ class Cycle:
         return (sum(self.steps) + self.staleness + 1) * self.groups * self.size
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Mean times of the followed steps.
+
+    Attributes:
+      seconds: seconds of a step.
+      train: seconds of a step in which the trainer trains and syncs weights.
+    """
+
+    seconds: float
+    train: float
+
+
+class _Stream:
+    """The finished groups that the trainer has not begun, by batch, and the share of each batch that it has begun."""
+
+    def __init__(self, sequence: Sequence[int], tokens: Sequence[float], cycle: Cycle) -> None:
+        self._cycle = cycle
+        size, groups = cycle.size, cycle.groups
+        starts = range(0, len(sequence) - size + 1, size)
+        self._tokens = [sum([tokens[request] for request in sequence[start : start + size]]) for start in starts]
+        self._open = [size] * len(self._tokens)  # unfinished requests of each group
+        batches = range(0, len(self._tokens) - groups + 1, groups)
+        self._whole = [sum(self._tokens[first : first + groups]) for first in batches]
+        self._ready, self._begun = [0.0] * len(self._whole), [0.0] * len(self._whole)
+
+    def finished(self, number: int) -> None:
+        """Counts a finished request."""
+        group = number // self._cycle.size
+        self._open[group] -= 1
+        if not self._open[group]:
+            batch = group // self._cycle.groups
+            self._ready[batch] += self._tokens[group] / self._whole[batch]
+
+    def part_seconds(self, batch: int) -> float:
+        """Returns the seconds of the part of an incomplete batch that the trainer begins now; -1 if it waits."""
+        cycle, share = self._cycle, self._ready[batch]
+        if share <= 0.0 or share < cycle.least:
+            return -1.0
+        self._ready[batch] = 0.0
+        self._begun[batch] += share
+        return cycle.part + share * (cycle.early - cycle.part)
+
+    def rest_seconds(self, batch: int) -> float:
+        """Returns the seconds from a complete batch to the next version."""
+        cycle, begun = self._cycle, self._begun[batch]
+        if not begun:
+            return cycle.train
+        return cycle.train - cycle.early + cycle.part + (1.0 - begun) * (cycle.early - cycle.part)
+
+
 class _Run:
     """The requests of a run on their way through the pools."""
 
     def __init__(
-        self, layout: Sequence[pools.Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle
+        self,
+        layout: Sequence[pools.Pool],
+        sequence: Sequence[int],
+        wanted: Sequence[int],
+        cycle: Cycle,
+        tokens: Sequence[float],
     ) -> None:
         self._sequence, self._wanted, self._cycle = sequence, wanted, cycle
         self._lines = [pools.Line(pool) for pool in layout]
@@ -97,11 +163,13 @@ class _Run:
         self._by_age: collections.deque[tuple[float, int]] = collections.deque()
         self._by_number: list[int] = []
         self._joined: list[collections.deque[tuple[int, float]]] = [collections.deque() for _ in layout]
+        self._stream = _Stream(sequence, tokens, cycle) if cycle.early else None
 
-    def seconds(self) -> float:
-        """Returns the mean seconds of a step."""
+    def steps(self) -> Steps:
+        """Returns the means of the counted steps."""
         warm, taken = self._cycle.steps
         now, trained, ends = 0.0, math.inf, [0.0]
+        whole, busy, train, stream = False, 0.0, self._cycle.train, self._stream
         before, single = 0.0, self._lines[0] if len(self._lines) == 1 else None
         self._sent = [now] * (self._cycle.staleness + 1)
         self._start(now)
@@ -109,11 +177,20 @@ class _Run:
             line.plan()
         while len(ends) <= warm + taken:
             # A step trains on the oldest batch, and waits for all of it.
-            if trained == math.inf and not self._open[len(ends) - 1]:
-                trained = now + self._cycle.train
+            if trained == math.inf:
+                batch = len(ends) - 1
+                whole, took = not self._open[batch], train
+                if stream is not None:
+                    took = stream.rest_seconds(batch) if whole else stream.part_seconds(batch)
+                if whole or (stream is not None and took >= 0.0):
+                    trained = now + took
+                    busy += took if batch >= warm else 0.0
             line = single or min(self._lines, key=_next)
             if trained == line.next == math.inf:
-                return math.inf  # some request fits no pool
+                return Steps(math.inf, train)  # some request fits no pool
+            if trained <= line.next and not whole:  # a part of a step is summed
+                now, trained = trained, math.inf
+                continue
             if trained <= line.next:
                 now, trained = trained, math.inf
                 ends.append(now)
@@ -134,14 +211,17 @@ class _Run:
         # Where steps wait for rollout, one of several waits for the slowest requests of them all. Requests finish more
         # evenly than steps end, so few steps tell the rate of finished work better than the mean step.
         ratio = sum(self._done[warm : warm + taken]) / (sum(self._done) - before)
-        waits = min(1.0, (1.0 - self._cycle.train / mean) / WAITED)
-        return mean * (1.0 + waits * (ratio - 1.0))
+        train = train if stream is None else busy / taken
+        waits = min(1.0, (1.0 - train / mean) / WAITED)
+        return Steps(mean * (1.0 + waits * (ratio - 1.0)), train)
 
     def _finished(self, now: float, number: int) -> None:
         """Counts a finished request; its place may go to one that is predicted to belong there."""
         own, _ = self._place.pop(number)
         batch = number // self._batch
         self._open[batch] -= 1
+        if self._stream is not None:
+            self._stream.finished(number)
         self._done[batch] += self._lines[0].pool.requests[self._sequence[number]].ticks  # on any pool, but one for all
         if self._strays[own]:
             self._gather(now, own)
@@ -262,12 +342,26 @@ class _Run:
 
 
 def step_seconds(layout: Sequence[pools.Pool], sequence: Sequence[int], wanted: Sequence[int], cycle: Cycle) -> float:
-    """Returns the mean seconds of a training step.
+    """Returns the mean seconds of a training step; see `follow`."""
+    return follow(layout, sequence, wanted, cycle).seconds
+
+
+def follow(
+    layout: Sequence[pools.Pool],
+    sequence: Sequence[int],
+    wanted: Sequence[int],
+    cycle: Cycle,
+    tokens: Sequence[float] | None = None,
+) -> Steps:
+    """Follows some training steps.
 
     Args:
       layout: the instances of each degree.
       sequence: sampled request of each dispatched one, at least `cycle.requests`; members of a group follow each other.
       wanted: number of the pool that each dispatched request is predicted to belong to; -1 if nothing is predicted.
       cycle: the trainer's side.
+      tokens: trained tokens of each sampled request, for `Cycle.early`; None: all have equally many.
     """
-    return _Run(layout, sequence, wanted, cycle).seconds()
+    if tokens is None:
+        tokens = [1.0] * (max(sequence) + 1) if cycle.early else []
+    return _Run(layout, sequence, wanted, cycle, tokens).steps()

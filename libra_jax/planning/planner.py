@@ -222,7 +222,7 @@ class GlobalPlanner:
             self.levels = dataclasses.replace(self.levels, train=train / bare_train)
             self._measured.add("train")
         if wait > WAITED * step:  # otherwise training hid rollout, and its time is not known
-            rollout = step if self._setting.staleness else wait
+            rollout = step if self._setting.overlaps else wait
             self.levels = dataclasses.replace(self.levels, rollout=rollout / bare_rollout)
             self._measured.add("rollout")
         return work
@@ -231,7 +231,7 @@ class GlobalPlanner:
         """Returns the seconds that rollout takes by the sheet, on the scale of what is measured of it: with overlap the
         whole step, in turn the wait of the trainer."""
         levels = self.levels
-        if not self._setting.staleness:
+        if not self._setting.overlaps:
             return expected.rollout / levels.rollout
         if measured.wait <= WAITED * measured.step:
             return expected.step / levels.rollout

@@ -6,7 +6,8 @@ The search has two halves. Bounds propose layouts, and `step` predicts what each
   A longer T needs fewer devices in both stages. So the search looks for the shortest T at which the fewest training
   devices (`meshes`) and the fewest rollout devices (`partition`) fit together. At max staleness 0 one stage waits for
   the other and their times add up. Then each mesh of the front is tried, if its rollout could still beat the best so
-  far. This layout mixes degrees as if all lengths were known.
+  far. This layout mixes degrees as if all lengths were known. If steps stream, rollout may hide all of training but
+  the update.
 - Further proposals have instances of one degree, beside each mesh of the front.
 
 The proposals with the shortest bounds, one for each mesh, are predicted. From the best, the search climbs over the next
@@ -55,12 +56,12 @@ SURE = 2
 class Step(Protocol):
     """Predicts steps."""
 
-    def __call__(self, buckets: Sequence[protocols.PlannedBucket], cycle: float, *, rough: bool) -> float:
+    def __call__(self, buckets: Sequence[protocols.PlannedBucket], train: meshes.Mesh, *, rough: bool) -> float:
         """Returns the seconds of a step.
 
         Args:
           buckets: the instances.
-          cycle: seconds of training and weight sync.
+          train: the mesh, whose seconds are those of training and weight sync.
           rough: allows an error of some percent, for speed.
         """
         ...
@@ -159,7 +160,13 @@ class Search:
         other = copy.copy(self)
         other._step = step
         other._front = tuple(
-            dataclasses.replace(mesh, seconds=ratio * mesh.seconds + besides(mesh.devices)) for mesh in self._front
+            dataclasses.replace(
+                mesh,
+                seconds=ratio * mesh.seconds + besides(mesh.devices),
+                early=ratio * mesh.early,
+                part=ratio * mesh.part,
+            )
+            for mesh in self._front
         )
         return other
 
@@ -264,7 +271,7 @@ class Search:
             first = last
         if math.isfinite(seconds):
             ranged = self._ascending(buckets[::-1])
-            yield Split(mesh, ranged, seconds, self._joined(mesh.seconds, seconds))
+            yield Split(mesh, ranged, seconds, self._joined(mesh, seconds))
 
     def _proposals(self, devices: int) -> Iterator[Split]:
         """Yields layouts with bounds of their steps."""
@@ -299,7 +306,7 @@ class Search:
         else:
             for mesh in self._front:
                 # Rollout may take only as long as would still beat the best step.
-                below = math.inf if best is None else best.step_seconds - mesh.seconds
+                below = math.inf if best is None else best.step_seconds - (mesh.seconds - mesh.early)
                 if mesh.devices >= devices or below <= 0:
                     continue
                 served = self._partitions.fastest(devices - mesh.devices, below=below)
@@ -311,13 +318,15 @@ class Search:
         """Returns the split with `count` instances of one degree, with the bound of its step."""
         buckets = (protocols.PlannedBucket(degree, count, math.ceil(self.demand.tokens[0])),)
         seconds = self.rollout_seconds(buckets)
-        return Split(mesh, buckets, seconds, self._joined(mesh.seconds, seconds))
+        return Split(mesh, buckets, seconds, self._joined(mesh, seconds))
 
-    def _joined(self, train: float, rollout: float) -> float:
-        return max(train, rollout) if self._staleness else train + rollout
+    def _joined(self, mesh: meshes.Mesh, rollout: float) -> float:
+        """Returns the bound of a step."""
+        after = 0.0 if self._staleness else mesh.seconds - mesh.early
+        return max(mesh.seconds, after + rollout)
 
     def _predicted(self, split: Split, rough: bool = True) -> Split:
-        step = self._step(split.rollout, split.train.seconds, rough=rough)
+        step = self._step(split.rollout, split.train, rough=rough)
         return dataclasses.replace(split, step_seconds=step, rollout_seconds=min(step, split.rollout_seconds))
 
     def cheapest(self, seconds: float, devices: int) -> Split:
@@ -441,7 +450,7 @@ class Search:
         """Returns the split with the bound of its step."""
         buckets = self._buckets(served)
         seconds = self.rollout_seconds(buckets) if len(buckets) == 1 else served.seconds
-        return Split(mesh, buckets, seconds, self._joined(mesh.seconds, seconds))
+        return Split(mesh, buckets, seconds, self._joined(mesh, seconds))
 
     def _buckets(self, served: partition.Partition) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the runs by degree, the narrowest first; each degree's longest request bounds its bucket.

@@ -170,8 +170,8 @@ class Serving:
       degrees: degrees that instances may have.
       slots: slots of an instance of each degree.
       staleness: max staleness; a request's path may take that many steps more.
-      after: seconds of training and weight sync that follow a request's path, at least. At max staleness 0 they are no
-        part of the time.
+      after: seconds of training and weight sync that follow a request's path, at least, without what a streamed step
+        may begin before. At max staleness 0 they are no part of the time.
     """
 
     def __init__(

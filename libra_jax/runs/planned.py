@@ -66,6 +66,7 @@ SHARED = (
     "trainer.row_buckets",
     "trainer.row_tokens",
     "trainer.rows_per_micro_batch",
+    "trainer.stream",
 )
 OF_SIMULATION = (*SHARED, "simulation", "workload")
 """Fields of a simulated run's config that a plan reads; the name of a group covers all of its fields."""

@@ -49,9 +49,10 @@ class OnMesh:
     trainer: meshes.Trainer
     resize_seconds: float
 
-    def train_seconds(self, lengths: Sequence[int]) -> float:
-        """Returns the seconds of a step on sequences of these lengths."""
-        return meshes.Training(self.model, lengths, self.trainer).seconds(*self.sizes)
+    def train_seconds(self, lengths: Sequence[int], *, update: bool = True) -> float:
+        """Returns the seconds of a step on sequences of these lengths; without `update`, of its sums alone."""
+        training = meshes.Training(self.model, lengths, self.trainer)
+        return training.seconds(*self.sizes) if update else training.sum_seconds(*self.sizes)
 
 
 @dataclass(eq=False)
@@ -129,7 +130,7 @@ class Trainer:
         """Takes one step's time and logs the batch. Computes late shares itself."""
         begun = training_side.trained(batch.of(batch.begun), self.masks)
         if self._begun != batch.begun:
-            await self._train([training_side.own_tokens(trajectory) for trajectory in begun])
+            await self._train([training_side.own_tokens(trajectory) for trajectory in begun], update=False)
         self._begun = ()
         trajectories = training_side.trained(batch.rest, self.masks)
         lengths = [training_side.own_tokens(trajectory) for trajectory in trajectories]
@@ -169,7 +170,8 @@ class Trainer:
 
     async def accumulate(self, batch: protocols.TrainBatch) -> None:
         """Takes the time of some groups of the next step."""
-        await self._train([training_side.own_tokens(one) for one in training_side.trained(batch, self.masks)])
+        lengths = [training_side.own_tokens(one) for one in training_side.trained(batch, self.masks)]
+        await self._train(lengths, update=False)
         self._begun += tuple(group.group_id for group in batch.groups)
 
     async def _collect(
@@ -193,14 +195,14 @@ class Trainer:
                 taken[share.worker] = part
         return taken
 
-    async def _train(self, lengths: Sequence[int]) -> None:
+    async def _train(self, lengths: Sequence[int], *, update: bool = True) -> None:
         # A step of masked rollouts only, or of shares only, has no work of its own and no fixed time either.
         if not lengths:
             return
         if self.mesh is None:
             seconds = self.model.train_seconds(lengths, self.devices)
         else:
-            seconds = self.mesh.train_seconds(lengths)
+            seconds = self.mesh.train_seconds(lengths, update=update)
         await asyncio.sleep(seconds)
         self.log.busy_seconds += seconds
 

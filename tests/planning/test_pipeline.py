@@ -124,6 +124,55 @@ def test_half_of_a_cluster_takes_as_long_for_half_of_the_groups(ticks, staleness
     assert seconds([one], half, sampled=4) <= 1.5 * seconds([two], rules, sampled=4)
 
 
+def test_a_streamed_step_hides_what_it_trains_before_its_last_group_ends():
+    whole = pipeline.Cycle(groups=2, size=1, staleness=0, train=20.0)
+    streamed = dataclasses.replace(whole, early=18.0)
+    assert seconds([pool([10.0, 100.0])], whole, sampled=2) == pytest.approx(120.0)
+    # Half of 18 s hides, the other half and 2 s of update and sync follow.
+    assert seconds([pool([10.0, 100.0])], streamed, sampled=2) == pytest.approx(111.0)
+    # The first part, from 10 s to 19 s, is not done when the last group ends.
+    assert seconds([pool([10.0, 15.0])], streamed, sampled=2) == pytest.approx(30.0)
+    # Nothing hides if all groups end together.
+    assert seconds([pool([15.0])], streamed) == pytest.approx(35.0)
+
+
+def test_parts_of_a_streamed_step_cost_their_micro_batches_and_wait_for_enough_tokens():
+    rules = pipeline.Cycle(groups=2, size=1, staleness=0, train=20.0, early=18.0, part=4.0)
+    # Each of two parts takes 4 + 14 / 2 s.
+    assert seconds([pool([10.0, 100.0])], rules, sampled=2) == pytest.approx(113.0)
+    large = dataclasses.replace(rules, least=0.6)
+    assert seconds([pool([10.0, 100.0])], large, sampled=2) == pytest.approx(120.0)
+    # A group with more of the tokens takes more of the time: here 3 of 4.
+    sequence = [number % 2 for number in range(rules.requests)]
+    steps = pipeline.follow([pool([10.0, 100.0])], sequence, [-1] * len(sequence), large, [3.0, 1.0])
+    assert steps.seconds == pytest.approx(100.0 + 2.0 + 4.0 + 14.0 / 4)
+    assert steps.train == pytest.approx(24.0)
+
+
+@hypothesis.given(
+    st.lists(st.floats(1.0, 100.0), min_size=8, max_size=8), st.integers(0, 2), st.floats(1.0, 50.0), st.floats(0.1, 1)
+)
+def test_a_streamed_step_is_between_its_longest_stage_and_a_whole_one(ticks, staleness, train, early):
+    whole = pipeline.Cycle(4, 2, staleness, train)
+    streamed = dataclasses.replace(whole, early=early * train)
+    found = seconds([pool(ticks)], streamed, sampled=8)
+    assert found <= seconds([pool(ticks)], whole, sampled=8) * (1 + 1e-9)
+    assert found >= max(train, (max(ticks) + train - early * train) / (staleness + 1)) * (1 - 1e-9)
+
+
+def test_a_plan_counts_what_streamed_steps_hide():
+    plan = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14, 40_000),))
+    off = work(0, 8).predict(plan, forecast.Levels())
+    group = work(0, 8, part_tokens=0).predict(plan, forecast.Levels())
+    batch = work(0, 8, part_tokens=10**9).predict(plan, forecast.Levels())
+    assert max(group.train, group.rollout) < group.step < 0.95 * off.step
+    assert group.train >= off.train, "parts fill their last micro-batches less"
+    assert batch.step == pytest.approx(off.step), "no group fills a part"
+    made = work(0, 8, part_tokens=0)
+    best, other = (each.best(forecast.Levels()) for each in (made, work(0, 8)))
+    assert made.predict(best, forecast.Levels()).step <= made.predict(other, forecast.Levels()).step
+
+
 def work(staleness: int, turns: int, **changes) -> forecast.Work:
     model = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B", "model"))
     setting = forecast.Setting(
@@ -164,7 +213,8 @@ def test_a_large_cluster_is_followed_at_a_smaller_scale():
     large._setting = dataclasses.replace(large._setting, requests=512 * 16, devices=48 * 16)
     plan = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14, 40_000),))
     wide = protocols.Plan(1, 5, 4, (protocols.PlannedBucket(2, 14 * 16, 40_000),))
-    one, many = small._step(plan.rollout, 100.0), large._step(wide.rollout, 100.0)
+    mesh = meshes.Mesh(1, 5, 4, 100.0, 1e9)
+    one, many = (made._step(which.rollout, mesh, rough=False) for made, which in ((small, plan), (large, wide)))
     assert many == pytest.approx(one, rel=0.15)
 
 

@@ -23,9 +23,9 @@ def searched(tokens: list[int], staleness: int, most: int) -> search.Search:
     """A search whose steps take exactly their bounds."""
     rollout, training = parts(tokens, staleness)
 
-    def step(buckets, cycle, *, rough):
+    def step(buckets, train, *, rough):
         served = made.rollout_seconds(buckets)
-        return max(cycle, served) if staleness else cycle + served
+        return max(train.seconds, served) if staleness else train.seconds + served
 
     made = search.Search(rollout, search.front_of(training, most), most, staleness=staleness, step=step)
     return made
@@ -68,10 +68,10 @@ def test_no_other_mesh_partition_or_single_degree_has_a_shorter_step(tokens, dev
 def test_the_degrees_whose_steps_are_shortest_are_found_though_bounds_name_others(wanted):
     rollout, training = parts([2_000] * 30 + [20_000], 1)
 
-    def step(buckets, cycle, *, rough):
+    def step(buckets, train, *, rough):
         held = [bucket.tensor_parallel for bucket in buckets]
         apart = sum(abs(math.log2(ours) - math.log2(theirs)) for ours in held for theirs in wanted)
-        return cycle + made.rollout_seconds(buckets) * (1 + apart + 2 * abs(len(held) - len(wanted)))
+        return train.seconds + made.rollout_seconds(buckets) * (1 + apart + 2 * abs(len(held) - len(wanted)))
 
     made = search.Search(rollout, search.front_of(training, 32), 32, staleness=1, step=step)
     assert tuple(bucket.tensor_parallel for bucket in made.best(32).rollout) == wanted
@@ -82,7 +82,8 @@ def test_a_rough_prediction_is_near_a_careful_one_where_instances_are_full():
     work = predictions.work_of(run)
     buckets = (protocols.PlannedBucket(2, 14, 80_000),)
     for cycle in (400.0, 600.0, 800.0):
-        rough, careful = (work._step(buckets, cycle, rough=rough) for rough in (True, False))
+        mesh = meshes.Mesh(1, 5, 4, cycle, 1e9)
+        rough, careful = (work._step(buckets, mesh, rough=rough) for rough in (True, False))
         assert rough == pytest.approx(careful, rel=0.08)
 
 
@@ -133,7 +134,7 @@ def test_a_context_that_no_instance_holds_is_refused_with_its_length():
     _, training = parts([1_000], 1)
     with pytest.raises(protocols.ConfigError, match=rf"holds a context of {tokens + 500} tokens .* degree 8"):
         search.Search(
-            rollout, search.front_of(training, 8), 8, staleness=1, step=lambda buckets, cycle, *, rough: cycle
+            rollout, search.front_of(training, 8), 8, staleness=1, step=lambda buckets, train, *, rough: train.seconds
         )
 
 

@@ -165,6 +165,19 @@ def test_stages_that_take_turns_may_differ_as_much_as_they_like():
     assert not any(decision for decision, _ in steps(made, measured, 4_000, 30))
 
 
+def test_levels_are_found_where_streamed_steps_hide_training_behind_rollout():
+    setting = forecast.Setting(MODEL, TRAINER, (1, 2, 4), (32, 32, 32), 16, 64, 0, group_size=4, part_tokens=0)
+    right, rollouts = forecast.Levels(1.5, 2.0, sync=5.0), trained(8_000)
+    work = forecast.Work(setting, [100] * len(rollouts), [list(one.turns) for one in rollouts])
+    expected = work.predict(NARROW, right)
+    assert expected.train > 100.0
+    wait = expected.step - expected.train - 5.0
+    made = make(setting=setting, shadow=True)
+    steps(made, planner.Measured(expected.step, expected.train, wait, sync=5.0, slots=448), 8_000, 8)
+    assert made.levels.train == pytest.approx(right.train, rel=0.05)
+    assert made.levels.rollout == pytest.approx(right.rollout, rel=0.05)
+
+
 def test_what_it_knows_survives_a_restart():
     made, measured = make(), planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
     assert any(decision and decision.moved for decision, _ in steps(made, measured, 8_000, 8))
