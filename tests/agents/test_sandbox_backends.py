@@ -9,7 +9,7 @@ import pytest
 import sandboxes
 from sandboxes import with_session
 
-from libra_jax import protocols
+from libra_jax import protocols, scratch
 from libra_jax.agents.sandbox import backends, limits, pool, supervisor, worker
 
 REQUIRED = "LIBRA_JAX_REQUIRE_SANDBOX"
@@ -131,7 +131,8 @@ def test_none_runs_python_and_shell_without_containment(tmp_path, monkeypatch):
     texts, late, found = with_session(work, backend="none", allow_unsafe=True)
     assert (texts, late) == (["42\n", pool.NO_OUTPUT, "2\n"], "timeout")
     assert not sandboxes.alive(found)
-    assert not list(tmp_path.iterdir())
+    (of_process,) = tmp_path.iterdir()
+    assert [path.name for path in of_process.iterdir()] == [scratch.LOCK]
 
 
 def test_a_container_is_cut_off_and_limited_and_removed_by_name(monkeypatch):

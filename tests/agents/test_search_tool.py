@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, scratch
 from libra_jax.agents.tools import bm25, search, toolbox, toolkit
 
 ROWS = [
@@ -272,7 +272,8 @@ def test_a_run_that_ends_while_the_index_is_built_ends_the_build(monkeypatch, tm
         await asyncio.wait_for(tool.close(), 20)  # it waits for the thread
 
     asyncio.run(body())
-    assert list(tmp_path.iterdir()) == []
+    (of_process,) = tmp_path.iterdir()
+    assert [path.name for path in of_process.iterdir()] == [scratch.LOCK]
 
 
 # What goes wrong ----------------------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, scratch
 from libra_jax.agents.sandbox import limits as limits_module
 from libra_jax.agents.sandbox import seccomp
 
@@ -388,7 +387,7 @@ class Unconfined(Backend):
 
     def launch(self, *, group: bool) -> Launch:
         """See `Backend`."""
-        directory = os.path.realpath(tempfile.mkdtemp(prefix="libra-sandbox-"))
+        directory = os.path.realpath(scratch.folder("sandbox"))
         program, environment = self._first_process(directory, group=group)
         return Launch([*_PYTHON, "-c", *program], environment, directory=directory)
 

@@ -18,13 +18,12 @@ import functools
 import json
 import logging
 import shutil
-import tempfile
 import weakref
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, scratch
 from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import backends, worker
 from libra_jax.agents.sandbox import limits as limits_module
@@ -89,7 +88,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
         # Sockets in this folder are a sandbox's only way out. Sandboxes see it read-only, and this user alone writes.
-        self.door = Path(tempfile.mkdtemp(prefix="libra-door-"))
+        self.door = scratch.folder("door")
         self.door.chmod(0o755)
         # Also for a pool that is never started, as those of a dry run.
         weakref.finalize(self, shutil.rmtree, self.door, ignore_errors=True)

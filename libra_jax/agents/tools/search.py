@@ -17,7 +17,6 @@ import os
 import shutil
 import sqlite3
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, scratch
 from libra_jax.agents import deadlines, resolving, tables
 from libra_jax.agents.tools import bm25, toolbox
 
@@ -202,7 +201,7 @@ class Search:
 
     def _open(self) -> None:
         with self._opening:
-            folder = None if self._path else Path(tempfile.mkdtemp(prefix="libra-search-"))
+            folder = None if self._path else scratch.folder("search")
             try:
                 if folder:
                     place = folder / "index"

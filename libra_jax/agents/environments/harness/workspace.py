@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra_jax import protocols
+from libra_jax import protocols, scratch
 from libra_jax.agents.repair import snapshots
 
 FOLDERS = ("work", "home", "tmp")
@@ -37,7 +36,7 @@ def task_files(task: protocols.Task, field: str, most_bytes: int) -> snapshots.S
 
 def fresh() -> Path:
     """Returns a new folder of one rollout, with empty `FOLDERS`."""
-    root = Path(tempfile.mkdtemp(prefix="libra-harness-"))
+    root = scratch.folder("harness")
     for name in FOLDERS:
         (root / name).mkdir()
     return root

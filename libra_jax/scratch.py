@@ -1,20 +1,22 @@
-"""A temporary folder for one process. If the process is killed, the next process removes the folder.
+"""Temporary folders of one process. If the process is killed, the next process removes its folders.
 
 A file lock shows whether a folder's process lives. Process ids would mean nothing to other containers that share the
 temporary directory. The kernel releases a lock when its process ends in any way.
 
-The folder also lists the named shared memory of the process's engine. vLLM unlinks its own segments, for example those
+A folder also lists the named shared memory of the process's engine. vLLM unlinks its own segments, for example those
 of `cpu_communicator._CPUSHMDistributed` (vllm_dist_*), unless it is killed. Their names are random, and no variable of
 vLLM turns them off. So only this list shows their owner.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,7 +31,7 @@ OF_ENGINES = ("vllm_dist_", "psm_")
 
 
 class Scratch:
-    """The temporary folder of this process.
+    """A temporary folder of this process.
 
     Attributes:
       path: path of the folder.
@@ -75,3 +77,18 @@ class Scratch:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+_making = threading.Lock()
+_own: list[Scratch] = []
+"""The folder in which `folder` makes others, once there is one."""
+
+
+def folder(name: str) -> Path:
+    """Makes a new folder, whose name begins with `name`, in a temporary folder of this process."""
+    with _making:
+        # Cleaners of temporary files may have removed the last one, and tests have temporary directories of their own.
+        if not _own or not (_own[-1].path.is_dir() and _own[-1].path.parent == Path(tempfile.gettempdir())):
+            _own.append(Scratch())
+            atexit.register(_own[-1].close)
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_own[-1].path))

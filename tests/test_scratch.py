@@ -1,7 +1,8 @@
-"""Temporary folders of engines: gone with their processes, however those end."""
+"""Temporary folders: gone with their processes, however those end."""
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,11 +10,11 @@ import tempfile
 
 import pytest
 
-from libra_jax.engines import scratch
+from libra_jax import scratch
 
 HOLDER = """
 import time
-from libra_jax.engines import scratch
+from libra_jax import scratch
 kept = scratch.Scratch()
 print(kept.path, flush=True)
 time.sleep(60)
@@ -22,7 +23,7 @@ time.sleep(60)
 
 SEGMENT_HOLDER = """
 import pathlib, sys, time
-from libra_jax.engines import scratch
+from libra_jax import scratch
 kept = scratch.Scratch()
 names = sys.argv[1:]
 for name in names:
@@ -63,6 +64,30 @@ def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(tmp_
             holder.kill()
             holder.wait(10)
             holder.stdout.close()
+
+
+@pytest.mark.multiprocess
+def test_an_idle_sandbox_leaves_nothing_to_the_process_after_a_killed_one(tmp_path):
+    code = "import time; from libra_jax.agents.sandbox import pool; made = pool.Sandbox(); print(made.door, flush=True)"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; time.sleep(60)"], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        door = pathlib.Path(holder.stdout.readline().strip())
+        assert door.is_dir()
+    finally:
+        holder.kill()
+        holder.wait(10)
+        holder.stdout.close()
+    made = scratch.folder("door")
+    assert list(tmp_path.iterdir()) == [made.parent]
+
+
+def test_folders_of_a_process_lie_in_one_that_is_made_again_if_it_is_gone(tmp_path):
+    one, other = scratch.folder("door"), scratch.folder("door")
+    assert one.parent == other.parent
+    shutil.rmtree(one.parent)
+    assert scratch.folder("door").parent.parent == tmp_path
 
 
 @pytest.mark.multiprocess
