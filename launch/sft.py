@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import protocols
-from libra_jax.runs import supervised
+from libra_jax.runs import huge_pages, supervised
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that names model, tokenizer, trainer and optimizer.", lock_config=True
@@ -31,6 +31,7 @@ _HOLDOUT = flags.DEFINE_float("holdout", 0.05, "Share of the chats that are held
 
 def main() -> None:
     config = overrides.config(flags.FLAGS["config"])
+    huge_pages.restart(config)
     if _DATA.value is None:
         raise protocols.ConfigError("--data: names no table of chats; give a JSONL, Parquet or CSV file")
     output = Path(_OUTPUT.value or f"runs/sft-{config.name}")

@@ -28,7 +28,7 @@ from libra_jax.agents import rehearsal
 from libra_jax.agents.rewards import trial
 from libra_jax.coordinator import stopping
 from libra_jax.models import hub
-from libra_jax.runs import api, changes, dry_run, observing, preflight, wiring, workdirs
+from libra_jax.runs import api, changes, dry_run, huge_pages, observing, preflight, wiring, workdirs
 from libra_jax.telemetry import escapes
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -61,6 +61,7 @@ def main() -> int:
         return 0
     if found.problems:
         raise protocols.DataError("; ".join(found.problems))
+    huge_pages.restart(found.config)
     for note in found.notes:
         print(f"{note[0].upper()}{note[1:]}.")
     preflight.validate(found.config, need_weights=True)

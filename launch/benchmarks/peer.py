@@ -4,9 +4,8 @@ Runs under an interpreter that has google-tunix, reads one JSON object on standa
 output. So the two projects never share an environment. Upstream: tunix.rl.algo_core.grpo_loss_fn, run by the jitted
 train step of tunix.sft.peft_trainer.PeftTrainer; a fixed seed draws weights and batch.
 
-Input: `model` (tunix ModelConfig fields), `batch` (rows), `prompt_length`, `completion_length` (tokens, no padding
-inside: real tokens equal slots for both sides), `learning_rate`, `steps`. Output: `tokens_per_second`, `seconds`
-(each step's), `loss`, `version`.
+Input: `model` (tunix ModelConfig fields), `prompt_length` and `completion_lengths` (tokens; tunix pads
+completions to the longest one), `learning_rate`, `steps`. Output: `seconds` (the median step's), `loss`, `version`.
 """
 
 from __future__ import annotations
@@ -48,13 +47,14 @@ def measure(request: Mapping[str, Any]) -> Mapping[str, object]:
     train_step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)
 
     rng = np.random.default_rng(0)
-    rows, prompt, completion = request["batch"], request["prompt_length"], request["completion_length"]
+    lengths = np.array(request["completion_lengths"])
+    rows, prompt, completion = len(lengths), request["prompt_length"], int(lengths.max())
     vocabulary = request["model"]["vocab_size"]
     example = common.TrainExample(
         prompt_ids=jnp.asarray(rng.integers(2, vocabulary, (rows, prompt)), jnp.int32),
         prompt_mask=jnp.ones((rows, prompt), jnp.int32),
         completion_ids=jnp.asarray(rng.integers(2, vocabulary, (rows, completion)), jnp.int32),
-        completion_mask=jnp.ones((rows, completion), jnp.int32),
+        completion_mask=jnp.asarray(np.arange(completion) < lengths[:, None], jnp.int32),
         advantages=jnp.asarray(rng.standard_normal(rows), jnp.float32),
         ref_per_token_logps=None,
         old_per_token_logps=jnp.full((rows, completion), -5.0, jnp.float32),
@@ -65,11 +65,8 @@ def measure(request: Mapping[str, Any]) -> Mapping[str, object]:
         value, _, _ = train_step(example)
         jax.block_until_ready(value)
         seconds.append(time.perf_counter() - start)
-    seconds = seconds[2:]
-    tokens = rows * (prompt + completion)
     return {
-        "tokens_per_second": tokens / sorted(seconds)[len(seconds) // 2],
-        "seconds": seconds,
+        "seconds": sorted(seconds[2:])[len(seconds[2:]) // 2],
         "loss": float(value),
         "version": importlib.metadata.version("google-tunix"),
     }

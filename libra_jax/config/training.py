@@ -13,6 +13,9 @@ from libra_jax.config.group import group
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Projections of a layer, as Hugging Face names them."""
 
+DEFAULT_ROWS = 8
+"""Rows in a micro-batch if neither the config nor a processor's cache decides."""
+
 MOST_RANK = 512
 """Largest rank that vLLM's LoRA runtime serves (vllm/config/lora.py, 0.32)."""
 
@@ -120,7 +123,9 @@ class TrainerConfig:
     # Further row lengths in tokens, ascending, all above row_tokens. Their programs compile in the background from the
     # trainer's start on.
     row_buckets: tuple[int, ...] = ()
-    rows_per_micro_batch: int = 8  # rows in a micro-batch, over all data and fsdp shards
+    # Rows in a micro-batch, over all data and fsdp shards. 0: with platform=cpu, what the processor's cache holds
+    # (docs/guides/cpu.md), else 8, or the next multiple of the shards.
+    rows_per_micro_batch: int = 0
     # Dtype of the sums of gradients over micro-batches: float32, or bfloat16, which takes 2 bytes a parameter less and
     # rounds every sum.
     accumulation_dtype: str = "float32"
@@ -131,6 +136,9 @@ class TrainerConfig:
     # slower than cuDNN's by more than that saves: for CPUs.
     share_prompt: bool = False
     pack: bool = True  # several trajectories in a row, separated by segment ids
+    # Huge pages for the memory of a trainer on CPUs (platform=cpu), from glibc's malloc. launch/train.py then starts
+    # itself a second time, because malloc reads GLIBC_TUNABLES only at a program's start. False leaves malloc as it is.
+    huge_pages: bool = True
     cores: tuple[int, ...] = ()  # CPU cores to which the trainer's threads are pinned; empty: not pinned
     # Share of each GPU's memory that JAX reserves at its start (CUDA). The rest is for CUDA's context, NCCL and the
     # buffers of weight sync. Lower it if another program uses the trainer's GPUs. XLA_CLIENT_MEM_FRACTION in the
@@ -154,7 +162,7 @@ class TrainerConfig:
         check_choice(self.accumulation_dtype, ("float32", "bfloat16"), "trainer.accumulation_dtype")
         check_choice(self.stream, ("off", "group", "micro_batch"), "trainer.stream")
         check_choice(self.platform, ("auto", "cpu", "cuda", "tpu"), "trainer.platform")
-        for name in ("processes", "data", "fsdp", "tensor", "context", "row_tokens", "rows_per_micro_batch"):
+        for name in ("processes", "data", "fsdp", "tensor", "context", "row_tokens"):
             check(getattr(self, name) > 0, f"trainer.{name}", f"must be positive, not {getattr(self, name)}")
         check(
             self.devices % self.processes == 0,
@@ -186,14 +194,20 @@ class TrainerConfig:
                 f"{length} does not divide over {named}; use {-(-length // fitting) * fitting}, the next multiple of "
                 f"{fitting}{other}",
             )
-        shards = self.data * self.fsdp
+        check(self.rows_per_micro_batch >= 0, "trainer.rows_per_micro_batch", "must not be negative")
+        shards, rows = self.data * self.fsdp, self.micro_batch_rows
         check(
-            self.rows_per_micro_batch % shards == 0,
+            rows % shards == 0,
             "trainer.rows_per_micro_batch",
-            f"{self.rows_per_micro_batch} does not divide over data x fsdp = {shards} shards; use "
-            f"{multiples(shards, self.rows_per_micro_batch)}, or a data x fsdp of "
-            f"{divisors(self.rows_per_micro_batch, shards)}",
+            f"{rows} does not divide over data x fsdp = {shards} shards; use {multiples(shards, rows)}, or a data x "
+            f"fsdp of {divisors(rows, shards)}",
         )
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows in a micro-batch: those of the setting, or 8 rounded up to the shards if it is 0."""
+        shards = self.data * self.fsdp
+        return self.rows_per_micro_batch or -(-DEFAULT_ROWS // shards) * shards
 
     @property
     def replica_devices(self) -> int:

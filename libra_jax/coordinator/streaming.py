@@ -32,7 +32,7 @@ class Stream:
         config = run.config.trainer
         self.taken: list[int] = []
         self._on = config.stream != "off"
-        self._least = config.rows_per_micro_batch * config.row_tokens if config.stream == "micro_batch" else 0
+        self._least = config.micro_batch_rows * config.row_tokens if config.stream == "micro_batch" else 0
         self._trainer = trainer
         self._recovery = recovery
         self._recorder = run.recorder

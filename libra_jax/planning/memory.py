@@ -36,7 +36,7 @@ def wire_bytes(config: libra_config.RunConfig, shape: model_config.TransformerCo
     """Returns the bytes that each of the trainer's devices sends in a micro-batch of the longest rows, by formula."""
     sheet, trainer = hardware.SHEETS[0], config.trainer  # bytes do not depend on the accelerator
     made = meshes.Training(costs.CostModel(sheet, shape), [2], meshes.Trainer.of_run(config, sheet))
-    rows = -(-trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp))  # on each shard
+    rows = -(-trainer.micro_batch_rows // (trainer.data * trainer.fsdp))  # on each shard
     columns = rows * (trainer.row_tokens, *trainer.row_buckets)[-1] // trainer.context
     return made.volumes(trainer.data, trainer.fsdp, trainer.tensor, columns).total
 

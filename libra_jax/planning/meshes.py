@@ -133,7 +133,7 @@ class Trainer:
             if run.algorithm.teacher_directory
             else 0,
             frozen_bytes=value if run.model.lora.rank else 0,
-            rows=run.trainer.rows_per_micro_batch,
+            rows=run.trainer.micro_batch_rows,
             cores=(len(run.trainer.cores) or sheet.devices_per_node) if sheet.name == hardware.THIS_MACHINE else None,
             compiled=programs.read(Path(run.planner.compiled)) if run.planner.compiled else (),
             context=run.trainer.context,

@@ -75,6 +75,7 @@ class Setting:
 def candidates(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> Iterator[Setting]:
     """Yields changed configurations that the model can be divided by, the gentlest change first."""
     seen, before = set(), config.trainer
+    before = dataclasses.replace(before, rows_per_micro_batch=before.micro_batch_rows)
     for change in _CHANGES:
         fsdp, tensor = change.fsdp * before.fsdp, change.tensor * before.tensor
         context = change.context * before.context

@@ -22,7 +22,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import tables, tokenizers
 from libra_jax.models import hub
-from libra_jax.runs import wiring
+from libra_jax.runs import cpu_rows, wiring
 
 if TYPE_CHECKING:
     from libra_jax.training import learner as learner_lib
@@ -122,6 +122,7 @@ def tune(
         algorithm=libra_config.AlgorithmConfig(),
         critic=libra_config.CriticConfig(),
     )
+    config = cpu_rows.sized(config, wiring.policy_shape(config, need_weights=True))
     steps = max(1, round(asked.epochs * len(trained) / asked.batch_size))
     # Read by JAX when it is first used, so before the training modules are imported.
     os.environ.update(wiring.trainer_spec(config, asked.output).environment)

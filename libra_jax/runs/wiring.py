@@ -27,7 +27,7 @@ from libra_jax.gateway import fronts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, planner, plans, profiles
-from libra_jax.runs import background_trials, chat_formats, observing, trial
+from libra_jax.runs import background_trials, chat_formats, cpu_rows, huge_pages, observing, trial
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, status
@@ -84,7 +84,11 @@ def trainer_spec(config: libra_config.RunConfig, workdir: Path, process: int = 0
     set_by_user = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & set(os.environ)
     environment = {
         "auto": {},
-        "cpu": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(len(devices) + spare)},
+        "cpu": {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(len(devices) + spare),
+            **huge_pages.environment(config.trainer),
+        },
         "cuda": {
             "JAX_PLATFORMS": "cuda,cpu",
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, local)),
@@ -132,7 +136,11 @@ def training_side_specs(config: libra_config.RunConfig, workdir: Path) -> list[p
     instances = list(enumerate(placement.partition(config).instances))
     for place, (number, devices) in enumerate(instances[-count:]):
         host, local = placement.place(config, devices)
-        environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(needed)}
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(needed),
+            **huge_pages.environment(trainer),
+        }
         if trainer.platform == "cuda":
             visible = ",".join(map(str, local[:needed]))
             # The allocator must return freed memory to the device, because the engine needs rollout.gpu_memory_fraction
@@ -262,6 +270,7 @@ async def train(
         check that works without workers. A result of None disables fencing.
       at_signal: called at once on SIGINT and SIGTERM.
     """
+    config = cpu_rows.sized(config, policy_shape(config, need_weights=True))
     parts = _parts(config, workdir, tools, demonstrator)
     fencing_token = take_fencing_token()
     with observing.observed(config, workdir, fencing_token) as watcher:

@@ -128,7 +128,7 @@ def calibrate(recorded: recording.Recording, steps: int) -> measured_costs.Calib
         by_degree[recorded.degree(stream.instance)][stream.instance].append(stream)
     engines = {degree: calibration.fit_engine(list(mine.values())) for degree, mine in by_degree.items()}
     first, trainer = recorded.steps[:steps], recorded.config.trainer
-    shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.rows_per_micro_batch, trainer.pack)
+    shape = rows.Shape((trainer.row_tokens, *trainer.row_buckets), trainer.micro_batch_rows, trainer.pack)
     columns = [rows.processed_columns(step.lengths, shape) for step in first]
     return measured_costs.Calibration(
         engines=engines,

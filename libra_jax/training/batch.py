@@ -259,7 +259,7 @@ def pack(
     packed = packing.pack(examples, config.trainer)
     if not packed.micro_batches and may_be_empty:
         # The step still happens: its number is the policy version, and hybrid workers split its micro-batches.
-        shape = (config.trainer.rows_per_micro_batch, config.trainer.row_tokens)
+        shape = (config.trainer.micro_batch_rows, config.trainer.row_tokens)
         return dataclasses.replace(packed, micro_batches=(packing.empty(shape),), padding_fraction=1.0)
     if not packed.micro_batches:
         raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")

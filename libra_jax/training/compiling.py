@@ -51,7 +51,7 @@ def case(
     made = learner.Learner(dataclasses.replace(config, trainer=trainer), model, devices)
     row_tokens, most = made.inputs.row_shapes()[-1]
     # Experts take the tokens of all devices of `fsdp`, and each device has a part of the experts.
-    tokens = trainer.rows_per_micro_batch // trainer.data * row_tokens // trainer.context
+    tokens = trainer.micro_batch_rows // trainer.data * row_tokens // trainer.context
     taken = tokens * model.experts_per_token / trainer.fsdp
     iterations = 0.0
     if taken:
@@ -65,7 +65,7 @@ def case(
         vocabulary=model.vocab_size,
         hidden=model.hidden_size,
         # Of one device: rows are split over data and fsdp, their tokens over context.
-        tokens=trainer.rows_per_micro_batch // (trainer.data * trainer.fsdp) * row_tokens // trainer.context,
+        tokens=trainer.micro_batch_rows // (trainer.data * trainer.fsdp) * row_tokens // trainer.context,
         logits_chunk=config.model.logits_chunk,
         expert_iterations=iterations,
     )
@@ -92,7 +92,7 @@ def case(
         data=trainer.data,
         fsdp=trainer.fsdp,
         tensor=trainer.tensor,
-        rows=trainer.rows_per_micro_batch,
+        rows=trainer.micro_batch_rows,
         row_tokens=row_tokens,
         packed=trainer.pack,
         remat=config.model.remat,

@@ -124,7 +124,7 @@ class Inputs:
           most: sequences that a row may hold; None for the fewest of `row_shapes`.
           trees: a micro-batch of trees.
         """
-        shape = (self.config.trainer.rows_per_micro_batch, row_tokens or self.config.trainer.row_tokens)
+        shape = (self.config.trainer.micro_batch_rows, row_tokens or self.config.trainer.row_tokens)
         batch: dict[str, np.ndarray] = dict(vars(packing.empty(shape, trees)))
         # The rows of NORMS hold a sequence each, whose attention needs no list of them; nor does attention of trees.
         if self.lists_sequences and name != step.NORMS and not trees:

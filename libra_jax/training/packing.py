@@ -259,7 +259,7 @@ def joined(parts: Sequence[Packed]) -> Packed:
 
 
 def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packed:
-    """Packs `examples` into micro-batches of `config.rows_per_micro_batch` rows; empty rows fill the last.
+    """Packs `examples` into micro-batches of `config.micro_batch_rows` rows; empty rows fill the last.
 
     A sequence goes into the first row with room. If no row has room, it opens a row of the shortest length that fits.
 
@@ -296,7 +296,7 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
         numbers = [number for number in sorted(firsts) if (layouts[number].until_C is not None) == trees_only]
         together = [_following(number, beside) for number in numbers]
         columns = np.array([sum(layouts[member].columns for member in members) for members in together], np.int64)
-        fit, each = rows.fit(columns, lengths, config.pack), config.rows_per_micro_batch
+        fit, each = rows.fit(columns, lengths, config.pack), config.micro_batch_rows
         slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
         # A micro-batch has one shape, so all of its rows have one length.
         for length in sorted(set(fit.length)):

@@ -153,11 +153,14 @@ def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_pat
         (model / "generation_config.json").unlink()
 
 
+ON_CPUS = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
 @pytest.mark.parametrize(
     ("platform", "environment"),
     [
         ("auto", {}),
-        ("cpu", {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}),
+        ("cpu", ON_CPUS),
         ("cuda", {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "0,1", "XLA_CLIENT_MEM_FRACTION": "0.8"}),
         ("tpu", {"JAX_PLATFORMS": "tpu,cpu"}),
     ],
@@ -193,7 +196,7 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
 @pytest.mark.parametrize(
     ("platform", "shares", "gpus"),
     [
-        ("cpu", [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}] * 2, 0),
+        ("cpu", [ON_CPUS] * 2, 0),
         (
             "cuda",
             [
