@@ -6,6 +6,8 @@ a kill. This module needs neither JAX nor torch, so that engine processes import
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -19,6 +21,13 @@ from libra_jax import machine, protocols
 
 HOST_VARIABLE = "LIBRA_JAX_HOST"
 """Environment variable with the host's name, for several emulated hosts on one machine."""
+
+
+HUGE_BYTES = 2 * 2**20
+"""Bytes of a huge page on x86-64, and on ARM with base pages of 4 KiB."""
+
+_COLLAPSE = 25
+"""`MADV_COLLAPSE` (Linux 6.1), which Python 3.11 does not name. It does not ask what sysfs says of huge pages."""
 
 
 class SharedMemoryError(protocols.LibraError):
@@ -60,7 +69,8 @@ def too_little(purpose: str, nbytes: int, free: int) -> SharedMemoryError:
 class Owner:
     """Memory that this process writes and other processes may map. Not thread-safe.
 
-    Every page is reserved and mapped at once, so that later writes neither fail nor fault.
+    Every page is reserved and mapped at once, so that later writes neither fail nor fault. Pages are huge if the kernel
+    has some: a copy to them takes three quarters of the time.
 
     Args:
       nbytes: size in bytes, above zero.
@@ -82,9 +92,10 @@ class Owner:
         # Close-on-exec, or programs that are started later would hold the memory after this process has freed it.
         self._fd = os.memfd_create("libra-jax", os.MFD_CLOEXEC)
         try:
+            huge = _in_huge_pages(self._fd, nbytes)
             # Allocated now, so that a full memory is an error here and not a SIGBUS at the first write to a page.
             os.posix_fallocate(self._fd, 0, nbytes)
-            self.buffer = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.buffer = huge or mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self._fd)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -119,6 +130,40 @@ class Owner:
         except BufferError:
             # A tensor still views the memory: the mapping goes with the last view.
             del self.buffer
+
+
+def _in_huge_pages(fd: int, nbytes: int) -> mmap.mmap | None:
+    """Returns a mapping of an empty memfd in huge pages, and grows the memfd to `nbytes`. None if there are none.
+
+    Raises:
+      OSError: there is too little memory.
+    """
+    if nbytes < HUGE_BYTES:
+        return None
+    os.ftruncate(fd, nbytes)
+    # The kernel places a mapping right below the one before. A small one between them moves the next to where a huge
+    # page may begin. Nothing depends on it but speed.
+    with contextlib.closing(mmap.mmap(fd, nbytes)) as probe:
+        beyond = _address(probe) % HUGE_BYTES
+    with contextlib.closing(mmap.mmap(-1, beyond)) if beyond else contextlib.nullcontext():
+        made = mmap.mmap(fd, nbytes)
+    if _address(made) % HUGE_BYTES == 0:
+        # A page in each place, because the kernel makes no huge page of nothing. Written to the file, where too little
+        # memory is an error and not a signal.
+        for place in range(0, nbytes, HUGE_BYTES):
+            os.pwrite(fd, b"\0", place)
+        with contextlib.suppress(OSError):
+            made.madvise(_COLLAPSE)
+            return made
+    made.close()
+    return None
+
+
+def _address(memory: mmap.mmap) -> int:
+    """Returns where a mapping begins."""
+    first = ctypes.c_char.from_buffer(memory)
+    # The view goes with this function's end: a mapping with views cannot be closed.
+    return ctypes.addressof(first)
 
 
 def open_peer(address: Mapping[str, Any]) -> mmap.mmap:

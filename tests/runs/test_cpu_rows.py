@@ -18,7 +18,10 @@ def caches(tmp_path):
 
 
 def rows(caches, shape=SHAPE, **trainer):
-    run = config.RunConfig(trainer=config.TrainerConfig(**{"platform": "cpu", "row_tokens": 128, **trainer}))
+    run = config.RunConfig(
+        rollout=config.RolloutConfig(max_context=128, max_tokens=64),
+        trainer=config.TrainerConfig(**{"platform": "cpu", "row_tokens": 128, **trainer}),
+    )
     return cpu_rows.sized(run, shape, caches).trainer.rows_per_micro_batch
 
 

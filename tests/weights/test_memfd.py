@@ -87,3 +87,16 @@ except memfd.SharedMemoryError as error:
 """
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "needs 8.0 MiB of shared memory, which the kernel refused" in output
+
+
+@pytest.mark.parametrize("collapse", [memfd._COLLAPSE, -1])
+def test_memory_is_whole_with_and_without_huge_pages(collapse, monkeypatch):
+    monkeypatch.setattr(memfd, "_COLLAPSE", collapse)  # no kernel knows -1
+    nbytes = 3 * memfd.HUGE_BYTES + 12_345
+    owner = memfd.Owner(nbytes, "a test")
+    assert bytes(owner.buffer) == bytes(nbytes)
+    owner.buffer[:] = written = os.urandom(nbytes)
+    read = memfd.open_peer(owner.address)
+    assert read[:] == written
+    owner.close()
+    assert read[:] == written
