@@ -1,24 +1,14 @@
-"""The settings of a whole run, their consistency checks, and the digest that names a run."""
+"""The settings of a whole run, whether they fit each other, and the digest that names a run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax.config import engine_arguments
-from libra_jax.config.algorithm import (
-    BASELINES,
-    BATCH_LOSSES,
-    CRITIC_ADVANTAGES,
-    GROUP_ADVANTAGES,
-    TOKEN_LOSSES,
-    WHITENED_ADVANTAGES,
-    AlgorithmConfig,
-    CriticConfig,
-)
+from libra_jax.config import objective_checks
+from libra_jax.config.algorithm import BATCH_LOSSES, AlgorithmConfig, CriticConfig
 from libra_jax.config.checks import check
 from libra_jax.config.coordination import (
     CheckpointConfig,
@@ -117,9 +107,9 @@ class RunConfig:
             f"{self.task.answer_tokens} leaves no room for anything else in rollout.max_context = "
             f"{self.rollout.max_context}; lower it, or set task.context_policy=stop",
         )
-        self._check_algorithm()
+        objective_checks.check_algorithm(self)
         if self.algorithm.routing_replay != "off":
-            self._check_routing_replay()
+            objective_checks.check_routing_replay(self)
         for name in ("python", "shell", "edit"):
             check(
                 name not in self.tools.use or self.sandbox.seconds < self.task.call_seconds,
@@ -136,10 +126,10 @@ class RunConfig:
             "elastic.hybrid to 0, or leave it empty",
         )
         self._check_lora()
-        self._check_critic()
-        self._check_stream()
-        self._check_shared_prompts()
-        self._check_teacher()
+        objective_checks.check_critic(self)
+        objective_checks.check_stream(self)
+        objective_checks.check_shared_prompts(self)
+        objective_checks.check_teacher(self)
         self.algorithm.check_replay(self.coordinator.max_staleness)
         longest = max((self.trainer.row_tokens, *self.trainer.row_buckets))
         check(
@@ -163,248 +153,6 @@ class RunConfig:
     def most_tokens(self) -> int:
         """Largest number of tokens that a rollout may generate, if its context does not end it before."""
         return self.task.max_tokens or self.rollout.max_tokens * self.task.max_turns
-
-    def _check_algorithm(self) -> None:
-        """Refuses settings of the objective that have no effect, and quantised engines that it would not correct."""
-        algorithm, defaults = self.algorithm, AlgorithmConfig()
-        unmoved = algorithm.objective == "decoupled" and algorithm.proximal == "recompute" and algorithm.updates == 1
-        for name in ("clip_low", "clip_high", "dual_clip") if unmoved else ():
-            value, default = getattr(algorithm, name), getattr(defaults, name)
-            check(
-                value == default,
-                f"algorithm.{name}",
-                f"{value} never binds with algorithm.objective=decoupled and one update a batch: the ratio to the "
-                "proximal policy is 1; set algorithm.minibatches or algorithm.epochs above 1, or leave it at "
-                f"{default} and bound the importance weight by algorithm.correction and correction_cap, or set "
-                "algorithm.objective=behaviour",
-            )
-        check(
-            self.coordinator.group_size > 1 or algorithm.filter != "zero_variance",
-            "algorithm.filter",
-            "zero_variance replaces every group of one rollout, which has one reward; set coordinator.group_size to 2 "
-            "or more",
-        )
-        check(
-            algorithm.budget == "uniform"
-            or algorithm.budget_least <= self.coordinator.group_size <= self.most_rollouts,
-            "coordinator.group_size",
-            f"{self.coordinator.group_size} is the mean number of rollouts of a prompt, and algorithm.budget gives "
-            f"{algorithm.budget_least} to {self.most_rollouts} (algorithm.budget_least, budget_most); change either",
-        )
-        replays = algorithm.replay != "none"
-        for name, read in (("success_reward", self.uses_success or replays), ("success_window", self.uses_success)):
-            check(
-                read or getattr(algorithm, name) == getattr(defaults, name),
-                f"algorithm.{name}",
-                f"has no effect: nothing looks at success rates; leave it at {getattr(defaults, name):g}, or set "
-                "algorithm.budget=knapsack or task.order=success",
-            )
-        check(
-            algorithm.overlong_buffer <= self.most_tokens,
-            "algorithm.overlong_buffer",
-            f"{algorithm.overlong_buffer} tokens exceed the {self.most_tokens} that a rollout may generate "
-            "(task.max_tokens, or rollout.max_tokens x task.max_turns)",
-        )
-        check(
-            not algorithm.overlong_buffer or self.most_tokens - algorithm.overlong_buffer < self.rollout.max_context,
-            "algorithm.overlong_buffer",
-            f"no rollout gets there: the penalty begins at {self.most_tokens - algorithm.overlong_buffer} generated "
-            f"tokens, and rollout.max_context is {self.rollout.max_context}; set task.max_tokens to what a rollout may "
-            "generate within its context",
-        )
-        check(
-            algorithm.loss not in BATCH_LOSSES or algorithm.proximal == "recompute",
-            "algorithm.proximal",
-            f"interpolate moves with the policy, and algorithm.loss={algorithm.loss} takes statistics of a fixed "
-            "proximal policy; set it to recompute, or take another loss",
-        )
-        check(
-            algorithm.correction_level == "token"
-            or algorithm.objective == "decoupled"
-            or algorithm.correction == "masked",
-            "algorithm.correction_level",
-            f"{algorithm.correction_level} cannot truncate with algorithm.objective=behaviour, whose ratio is that of "
-            "a token; set algorithm.objective=decoupled, or algorithm.correction=masked",
-        )
-        check(
-            algorithm.minibatches <= self.coordinator.groups_per_step,
-            "algorithm.minibatches",
-            f"{algorithm.minibatches} parts of whole groups cannot be made of coordinator.groups_per_step = "
-            f"{self.coordinator.groups_per_step} groups; lower it, or raise that",
-        )
-        for name, reads, partner, instead in (
-            ("clip_low", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
-            ("clip_high", algorithm.loss not in ("sapo", "kl_cov"), "loss", "clipped"),
-            ("dual_clip", algorithm.loss not in ("cispo", "sapo", "gmpo", "kl_cov"), "loss", "clipped or gspo"),
-            ("correction_cap", algorithm.correction != "none", "correction", "truncated or masked"),
-            ("correction_floor", algorithm.correction == "masked", "correction", "masked"),
-            ("correction_level", algorithm.correction != "none", "correction", "truncated or masked"),
-            ("sequence_length_constant", algorithm.aggregation == "sequence_sum", "aggregation", "sequence_sum"),
-            ("proximal", algorithm.objective == "decoupled", "objective", "decoupled"),
-        ):
-            value, default = getattr(algorithm, name), getattr(defaults, name)
-            shown, usual = (f"{item:g}" if isinstance(item, float) else item for item in (value, default))
-            check(
-                reads or value == default,
-                f"algorithm.{name}",
-                f"{shown} has no effect with algorithm.{partner}={getattr(algorithm, partner)}; leave it at "
-                f"{usual}, or set algorithm.{partner}={instead}",
-            )
-        arguments = self.rollout.engine_arguments
-        quantises = [name for name in ("quantization", "quantization_config") if arguments.get(name)]
-        if arguments.get("kv_cache_dtype", "auto") not in engine_arguments.PLAIN_CACHES:
-            quantises.append("kv_cache_dtype")
-        check(
-            not quantises or algorithm.correction != "none",
-            engine_arguments.FIELD,
-            f"{''.join(quantises[:1])} makes the engine sample from another policy than the trainer's, and "
-            "algorithm.correction=none ignores the difference; set algorithm.correction=truncated or masked",
-        )
-
-    def _check_routing_replay(self) -> None:
-        """Refuses engines that return no experts."""
-        rollout, name = self.rollout, "algorithm.routing_replay"
-        check(rollout.engine == "vllm", name, f"rollout.engine={rollout.engine} returns no experts; use vllm, or off")
-        check(
-            rollout.kv_transfer == "none",
-            name,
-            f"vLLM returns no experts of contexts that rollout.kv_transfer={rollout.kv_transfer} brings; set that to "
-            "none, or this to off",
-        )
-        check(
-            rollout.engine_arguments.get("enable_prefix_caching", True) is not False,
-            name,
-            "vLLM returns experts only with prefix caching; leave enable_prefix_caching out of "
-            "rollout.engine_arguments, or set this to off",
-        )
-
-    def _check_teacher(self) -> None:
-        """Refuses a teacher that nothing reads or that is no URL, and a distillation without one."""
-        algorithm = self.algorithm
-        check(
-            "://" not in algorithm.teacher or re.match(r"https?://[^/:]", algorithm.teacher) is not None,
-            "algorithm.teacher",
-            f"{algorithm.teacher!r} is no URL of a server; write http://host:port/v1",
-        )
-        check(
-            not algorithm.teacher or algorithm.kl_coefficient > 0,
-            "algorithm.teacher",
-            "has no effect with algorithm.kl_coefficient=0; set a coefficient above 0, or leave it out",
-        )
-        check(
-            algorithm.teacher_served or not algorithm.teacher_arguments,
-            "algorithm.teacher_arguments",
-            "are those of a teacher behind a URL; leave them empty, or set algorithm.teacher to http://host:port/v1",
-        )
-        check(
-            not algorithm.teacher_served or self.rollout.temperature == 1,
-            "rollout.temperature",
-            f"{self.rollout.temperature:g} cannot be compared with a teacher behind a URL, which scores at temperature "
-            "1; set it to 1, or algorithm.teacher to a directory",
-        )
-        if algorithm.advantage != "distillation":
-            return
-        for name, right, value in (
-            ("teacher", bool(algorithm.teacher), "a Hugging Face directory or a URL"),
-            ("kl_in_reward", algorithm.kl_in_reward, "True"),
-            ("kl_estimator", algorithm.kl_estimator == "k1", "k1"),
-        ):
-            check(
-                right,
-                f"algorithm.{name}",
-                f"must be {value} with algorithm.advantage=distillation, whose advantage is minus the KL of each token",
-            )
-
-    def _check_stream(self) -> None:
-        """Refuses a streamed step with what looks at the whole batch, or updates several times."""
-        algorithm = self.algorithm
-        of_groups = [name for name in GROUP_ADVANTAGES if name not in WHITENED_ADVANTAGES]
-        check(
-            self.trainer.stream == "off" or self.coordinator.groups_per_step > 1,
-            "coordinator.groups_per_step",
-            "1 group is a whole batch, on which no step can begin early; set it to 2 or more, or trainer.stream=off",
-        )
-        batch = "may look at the whole batch"
-        for name, right, why in (
-            ("algorithm.minibatches", algorithm.minibatches == 1, "mini-batches divide a whole batch; set it to 1"),
-            ("algorithm.epochs", algorithm.epochs == 1, "a second pass takes the whole batch; set it to 1"),
-            ("critic.enabled", not self.critic.enabled, "a critic learns from the whole batch; set it to False"),
-            (
-                "algorithm.advantage",
-                algorithm.advantage in (*of_groups, "distillation"),
-                f"{algorithm.advantage} {batch}; use one of {', '.join(of_groups)}",
-            ),
-            (
-                "algorithm.baseline",
-                ":" not in algorithm.baseline,
-                f"{algorithm.baseline} {batch}; use one of {', '.join(BASELINES)}",
-            ),
-            ("algorithm.loss", algorithm.loss not in BATCH_LOSSES, f"{algorithm.loss} {batch}; use another loss"),
-        ):
-            check(self.trainer.stream == "off" or right, name, f"{why}, or set trainer.stream=off")
-
-    def _check_shared_prompts(self) -> None:
-        """Refuses shared prompts with what takes the sequences of a row for single rollouts."""
-        algorithm = self.algorithm
-        for name, right, value, wanted in (
-            ("trainer.pack", self.trainer.pack, self.trainer.pack, "True"),
-            ("algorithm.aggregation", algorithm.aggregation == "token_mean", algorithm.aggregation, "token_mean"),
-            ("algorithm.loss", algorithm.loss in TOKEN_LOSSES, algorithm.loss, f"one of {', '.join(TOKEN_LOSSES)}"),
-            ("algorithm.correction_level", algorithm.correction_level == "token", algorithm.correction_level, "token"),
-            ("algorithm.ess_scaling", algorithm.ess_scaling == "off", algorithm.ess_scaling, "off"),
-            ("critic.enabled", not self.critic.enabled, self.critic.enabled, "False"),
-        ):
-            check(
-                not self.trainer.share_prompt or right,
-                name,
-                f"{value} looks at single rollouts, and trainer.share_prompt makes one sequence of several; set it to "
-                f"{wanted}, or trainer.share_prompt=False",
-            )
-
-    def _check_critic(self) -> None:
-        """Refuses a critic that nothing reads, and what cannot move or share a critic."""
-        advantage, enabled = self.algorithm.advantage, self.critic.enabled
-        check(
-            enabled or advantage not in CRITIC_ADVANTAGES,
-            "critic.enabled",
-            f"algorithm.advantage={advantage} needs the values of a critic; set it to True, or take another advantage",
-        )
-        bootstraps = self.task.cut_off == "bootstrap"
-        check(
-            not bootstraps or advantage == "egae" or ":" in advantage,
-            "task.cut_off",
-            f"bootstrap needs an advantage without the rollout's reward, and algorithm.advantage is {advantage}; set "
-            "that to egae, or this to mask",
-        )
-        check(
-            not bootstraps or bool(self.task.cut_off_limits),
-            "task.cut_off_limits",
-            "must name the limits whose rollouts task.cut_off=bootstrap is for, such as ('max_tokens', 'length')",
-        )
-        check(
-            bootstraps or advantage != "egae",
-            "algorithm.advantage",
-            f"egae is for rollouts that a limit cuts off, and task.cut_off={self.task.cut_off} leaves it none; set "
-            "task.cut_off=bootstrap (limits: task.cut_off_limits), or take gae",
-        )
-        if not enabled:
-            return
-        check(
-            advantage in CRITIC_ADVANTAGES or ":" in advantage,
-            "critic.enabled",
-            f"algorithm.advantage={advantage} reads no values; set algorithm.advantage=gae, or this to False",
-        )
-        check(
-            self.critic.warmup_steps < self.steps,
-            "critic.warmup_steps",
-            f"{self.critic.warmup_steps} leaves the policy no step of steps = {self.steps}; lower it",
-        )
-        for name, off in (
-            ("elastic.hybrid", self.elastic.hybrid == 0),
-            ("elastic.resize", not self.elastic.resize),
-            ("model.lora.rank", self.model.lora.rank == 0),
-        ):
-            check(off, "critic.enabled", f"a critic does not work with {name}; switch one of the two off")
 
     def _check_lora(self) -> None:
         lora = self.model.lora
