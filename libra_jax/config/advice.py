@@ -82,7 +82,7 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool, cores: int 
     if config.rollout.full_sync_every > 1 and config.rollout.dtype == "float32":
         found.append(
             "config.rollout.full_sync_every: in float32 (rollout.dtype) nearly every weight changes in every step, so "
-            "weight syncs send whole chunks in any case; set rollout.dtype=bfloat16, or set it to 1"
+            "chunks are sent whole in any case; set rollout.dtype=bfloat16, or set it to 1"
         )
     if config.model.remat == "none" and parameters >= LARGE_PARAMETERS:
         found.append(

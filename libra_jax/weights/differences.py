@@ -23,12 +23,18 @@ COUNT_BYTES = 8
 BLOCK_ELEMENTS = 2**19
 """Elements that one thread compares at a time. The block and its intermediate results fit a core's cache."""
 
+DENSE_SHARE = 0.25
+"""Share of changed elements from which on a chunk is sent whole: to find them would take longer than to send them."""
+
+SAMPLE = 4096
+"""Elements of the sample by which a dense chunk is known, at least."""
+
 _ELEMENT = np.dtype("<u2")
 _LACE = 255
 
 
 def encode(old: np.ndarray, new: np.ndarray, threads: futures.Executor) -> np.ndarray | None:
-    """Returns the difference that turns `old` into `new`; None if it is not smaller than `new`.
+    """Returns the difference that turns `old` into `new`; None if most elements change, or if it saves nothing.
 
     Args:
       old: vector of bytes, an even number.
@@ -36,11 +42,11 @@ def encode(old: np.ndarray, new: np.ndarray, threads: futures.Executor) -> np.nd
       threads: compares blocks side by side.
     """
     before, after = old.view(_ELEMENT), new.view(_ELEMENT)
+    some = slice(None, None, max(1, len(after) // SAMPLE))
+    if np.count_nonzero(before[some] != after[some]) > DENSE_SHARE * len(after[some]):
+        return None
     compared = threads.map(functools.partial(_places, before, after), range(0, len(after), BLOCK_ELEMENTS))
     places = np.concatenate([np.zeros(0, np.int64), *compared])
-    # A gap takes a byte at least.
-    if COUNT_BYTES + len(places) * (1 + _ELEMENT.itemsize) >= len(new):
-        return None
     gaps = np.diff(places, prepend=-1) - 1
     ends = np.cumsum(gaps // _LACE + 1)
     laces = int(ends[-1]) if len(ends) else 0

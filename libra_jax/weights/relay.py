@@ -51,6 +51,7 @@ class _Link(NamedTuple):
 class _Compared(NamedTuple):
     """A copy of the last compared chunk of a number."""
 
+    version: int
     checksum: str
     data: np.ndarray
 
@@ -229,8 +230,9 @@ class Relay(protocols.Relay):
             if len(data) > free:
                 raise memfd.too_little(purpose, len(data), free)
             self._differences.pop(chunk.index, None)
-            copy = _Compared(chunk.checksum, data.copy())
-        elif copy.checksum != chunk.checksum:
+            copy = _Compared(chunk.policy_version, chunk.checksum, data.copy())
+        # A version that changes nothing has an empty difference. A chunk that is asked for again keeps the one it has.
+        elif (copy.version, copy.checksum) != (chunk.policy_version, chunk.checksum):
             self._differences.pop(chunk.index, None)
             encoded = differences.encode(copy.data, data, self._comparers)
             if encoded is None:
@@ -238,7 +240,7 @@ class Relay(protocols.Relay):
             else:
                 differences.apply(copy.data, encoded)
                 self._differences[chunk.index] = _Difference(copy.checksum, chunk.checksum, encoded)
-            copy = _Compared(chunk.checksum, copy.data)
+            copy = _Compared(chunk.policy_version, chunk.checksum, copy.data)
         self._compared[chunk.index] = copy
         made = self._differences.get(chunk.index)
         return None if made is None else protocols.WeightDifference(made.base, made.data.nbytes)

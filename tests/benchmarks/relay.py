@@ -27,7 +27,7 @@ LINK_SECONDS = 60.0
 
 
 def _relay(host: int) -> protocols.ActorSpec:
-    arguments = {"name": f"relay-{host}", "link_seconds": LINK_SECONDS, "host": "127.0.0.1"}
+    arguments = {"name": f"relay-{host}", "link_seconds": LINK_SECONDS, "cluster": "127.0.0.1:1"}
     return protocols.ActorSpec(f"relay-{host}", "libra_jax.weights.relay:create", arguments, cpus=0.0, host=host)
 
 

@@ -3,7 +3,9 @@
 Trainer, relays and replica are real; the engines are doubles, which reach for each chunk's memory. A relay is killed
 between two versions, one while a chunk is on its way to it and its engine sleeps, and one whose engine serves.
 
-  PYTHONPATH=.:launch:tests/common python relayed_hybrid_run.py WORKDIR STEPS
+  PYTHONPATH=.:launch:tests/common python relayed_hybrid_run.py WORKDIR STEPS [FULL_SYNC_EVERY]
+
+With FULL_SYNC_EVERY, weights travel in bfloat16 as differences, and the learning rate is one of a large model.
 
 Prints a line for each kill.
 """
@@ -39,6 +41,8 @@ class Reader(fake_engine.FakeEngine):
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
         with memfd.open_peer(chunk.transport) as memory:
             assert any(memory[: chunk.nbytes])
+            with memoryview(memory) as data:
+                assert chunk.checksum is None or memfd.digest(data[: chunk.nbytes]) == chunk.checksum
         await super().update_weights(chunk)
 
 
@@ -48,14 +52,21 @@ def engine(**arguments: Any) -> fake_engine.FakeEngine:
     return made
 
 
-def config(steps: int, address: str) -> libra_config.RunConfig:
+def config(steps: int, address: str, full_sync_every: int = 1) -> libra_config.RunConfig:
     run = restless_run.config(steps)
+    rollout = dataclasses.replace(run.rollout, chunk_mib=1)
+    if full_sync_every > 1:
+        rollout = dataclasses.replace(rollout, full_sync_every=full_sync_every, dtype="bfloat16", checksum=True)
+        optimizer = dataclasses.replace(run.optimizer, learning_rate=1e-6)
+        # A replica computes with what engines get.
+        model = dataclasses.replace(run.model, compute_dtype="bfloat16")
+        run = dataclasses.replace(run, optimizer=optimizer, model=model)
     cluster = dataclasses.replace(run.cluster, address=address, accelerators_per_host=1)
     return dataclasses.replace(
         run,
         name="relayed-hybrid",
         cluster=cluster,
-        rollout=dataclasses.replace(run.rollout, chunk_mib=1),
+        rollout=rollout,
         checkpoint=libra_config.CheckpointConfig(every=0),
     )
 
@@ -79,9 +90,9 @@ def kill_relays() -> None:
     async def during(
         self: relay_tree.RelayTree, above: Any, relay: Any, source: protocols.WeightChunk, *further: Any
     ) -> Any:
-        if (relay.host, source.policy_version, source.index) == (2, ASLEEP, 1):
+        if (relay.host, source.policy_version, source.index) == (2, ASLEEP, source.count - 1):
             kill(self, "relay-2", "on the way")
-        if (relay.host, source.policy_version, source.index) == (1, SERVING, 1):
+        if (relay.host, source.policy_version, source.index) == (1, SERVING, source.count - 1):
             kill(self, "relay-1", "on the way while its engine serves")
         return await transfer(self, above, relay, source, *further)
 
@@ -94,7 +105,7 @@ def main() -> None:
     kill_relays()
     with emulated.EmulatedHosts(3, accelerators=1) as hosts:
         os.environ.update(hosts.environment)  # before Ray is imported, which reads it then
-        run = config(int(sys.argv[2]), hosts.address)
+        run = config(int(sys.argv[2]), hosts.address, *map(int, sys.argv[3:]))
         preflight.validate(run, need_weights=True)
         tools = toolkit.Toolkit(run.tools, run.sandbox)
         asyncio.run(wiring.train(run, workdirs.open_workdir(run, str(Path(sys.argv[1]))), tools))

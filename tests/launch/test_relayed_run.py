@@ -79,11 +79,10 @@ def test_with_differences_engines_load_what_the_trainer_staged_and_few_bytes_com
 
 @pytest.mark.drill
 @pytest.mark.timeout(600)
-def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays_cost_nothing_trained(
-    tmp_path,
-):
+@pytest.mark.parametrize("every", [1, 1_000], ids=["whole chunks", "differences"])
+def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays_cost_nothing_trained(tmp_path, every):
     workdir, steps = tmp_path / "run", 20
-    done = real_runs.run("relayed_hybrid_run.py", workdir, str(steps), actors=6)
+    done = real_runs.run("relayed_hybrid_run.py", workdir, str(steps), str(every), actors=6)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed relay-1 between two versions" in done.stdout
     assert "killed relay-2 on the way" in done.stdout
@@ -94,6 +93,8 @@ def test_a_replica_on_another_host_trains_with_its_relays_copy_and_killed_relays
 
     taken = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
     assert [step["step"] for step in taken] == list(range(1, steps + 1))
+    sent = [step["sync/sent_share"] for step in taken if "sync/sent_share" in step]
+    assert (max(sent[-5:]) < 0.2) if every > 1 else (set(sent) == {1.0}), sent
     # Sums of other parameters than those that were published would be refused by their digest.
     assert sum(step.get("shares/micro_batches", 0) for step in taken) > 0
     assert sum(step.get("shares/refused", 0) for step in taken) == 0

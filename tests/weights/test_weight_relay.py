@@ -15,7 +15,7 @@ import pytest
 from libra_jax import protocols
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
-from libra_jax.weights import gradient_channel, memfd, relay, snapshot
+from libra_jax.weights import differences, gradient_channel, memfd, relay, snapshot
 
 SECONDS = 20.0
 
@@ -176,6 +176,11 @@ def test_relays_with_differences_hold_what_relays_with_whole_chunks_hold(steps):
                 if made is not None:
                     sent.append(made.nbytes)
                     whole.append(chunk.nbytes)
+        same = dataclasses.replace(chunk, policy_version=6)
+        made = await root.compare(same)
+        assert made.base == chunk.checksum
+        assert made.nbytes == differences.COUNT_BYTES
+        assert content(await change(root, first, "relay-1", same, made)) == content(chunk)
 
     chain(body, 4)
     assert len(sent) > 8
