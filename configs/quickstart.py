@@ -5,7 +5,7 @@ with that. A short supervised warm start leaves the policy right in a third to a
 learning does the rest.
 
 Expected: the reward (mean of 5 steps) rises from 0.36-0.56 to 0.95 or more. The held-out accuracy rises from 0.29-0.48
-to 0.95 or more. It takes 5 to 6 minutes on 2 quiet cores with AVX-512; the first set-up takes 2 to 5 more.
+to 0.95 or more. A run takes 4 to 6 minutes on 2 quiet cores with AVX-512; the first set-up takes 1 to 5 more.
 
   bash launch/quickstart.sh
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small language model to use a calculator, with real vLLM and JAX on CPU: about ten minutes on two cores,
-# set-up included. Further arguments go to launch/train.py:
+# Trains a small language model to use a calculator, with real vLLM and JAX on CPU: about six minutes on two quiet
+# cores, set-up included. Further arguments go to launch/train.py:
 #   bash launch/quickstart.sh --workdir=DIR --config.seed=1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
