@@ -81,6 +81,15 @@ class ActorClient:
         """Name of the actor."""
         return self._spec.name
 
+    @property
+    def address(self) -> protocols.ActorAddress:
+        """Place of the actor, for other processes. Raises WorkerLost if it has not been made."""
+        return self._actor.address
+
+    def reach(self, address: protocols.ActorAddress) -> None:
+        """Calls an actor that another process has made, from now on."""
+        self._handle = address.handle()
+
     async def make(self) -> None:
         """Makes the actor.
 

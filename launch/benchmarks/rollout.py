@@ -20,6 +20,7 @@ from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import vllm_launch
+from libra_jax.loops import streams
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
@@ -50,11 +51,12 @@ async def measure(rounds: int) -> workload.Figures:
         bare_engine = await loop.run_in_executor(vllm_launch.STARTER, launch.start)
         engines.engines[NAME].state = "serving"  # random weights will do, so the engine serves without a weight sync
         dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
+        sampler = streams.Streams(run, dispatcher=dispatcher, engines=engines)
         run.events.announce(protocols.EnginesChanged(engines.serving()))
 
         ours_seconds, bare_seconds = await workload.alternate_async(
             rounds,
-            lambda: run.scope.race(_through_coordinator(dispatcher, config)),
+            lambda: run.scope.race(_through_coordinator(sampler, config)),
             lambda: _bare(bare_engine, config),
         )
     finally:
@@ -70,7 +72,7 @@ async def measure(rounds: int) -> workload.Figures:
     }
 
 
-async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configuration.RunConfig) -> None:
+async def _through_coordinator(sampler: streams.Streams, config: configuration.RunConfig) -> None:
     tokenizer = workload.NeverStops()
     limits = agent_loop.Limits(
         max_turns=1, max_tokens=TOKENS, max_context=256, tool_seconds=10.0, temperature=config.rollout.temperature
@@ -79,18 +81,18 @@ async def _through_coordinator(dispatcher: dispatch.Dispatcher, config: configur
     async def rollout(index: int) -> None:
         name = uuid.uuid4().hex
         trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
-        dispatcher.open(trajectory, group_id=index, dispatch_version=0)
+        sampler.open(trajectory, group_id=index, dispatch_version=0)
         try:
             await agent_loop.run_rollout(
                 trajectory=trajectory,
                 task=protocols.Task(name, {"prompt": PROMPTS[index]}),
                 environment=workload.Turns(),
                 tokenizer=tokenizer,
-                sampler=dispatcher,
+                sampler=sampler,
                 limits=limits,
             )
         finally:
-            dispatcher.finish(name)
+            sampler.finish(name)
         if trajectory.generated_tokens != TOKENS:
             raise protocols.LibraError(f"{trajectory.generated_tokens} tokens came instead of {TOKENS}")
 

@@ -24,6 +24,7 @@ from libra_jax.cluster import inprocess
 from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import fake_engine
 from libra_jax.gateway import fronts
+from libra_jax.loops import streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -65,6 +66,7 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
     await engines.start()
     engines.engines[NAME].state = "serving"
     dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
+    sampler = streams.Streams(run, dispatcher=dispatcher, engines=engines)
     run.events.announce(protocols.EnginesChanged(engines.serving()))
     gateway, form = fronts.Fronts(run, "policy"), chat_format.CharacterFormat(tokenizers.CharacterTokenizer())
     limits = loop.Limits(max_turns=100, max_tokens=OUTPUT, max_context=CONTEXT, tool_seconds=600.0, temperature=1.0)
@@ -75,7 +77,7 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
         session.Session(
             protocols.Trajectory("first", "first"),
             form=form,
-            sampler=dispatcher,
+            sampler=sampler,
             limits=limits,
             read_status=wire.status,
         )
@@ -87,14 +89,14 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
             lives += 1
             for secret in secrets:
                 trajectory = protocols.Trajectory(f"{secret}/{lives}", secret)
-                dispatcher.open(trajectory, len(opened) // 8, 0)
-                one = session.Session(trajectory, form=form, sampler=dispatcher, limits=limits, read_status=wire.status)
+                sampler.open(trajectory, len(opened) // 8, 0)
+                one = session.Session(trajectory, form=form, sampler=sampler, limits=limits, read_status=wire.status)
                 opened[trajectory.trajectory_id] = one, await gateway.open(one, secret)
         elif command == "close":
             for name, (one, endpoint) in opened.items():
                 await gateway.close(endpoint)
                 one.close()
-                dispatcher.finish(name)
+                sampler.finish(name)
             opened.clear()
             await asyncio.sleep(0.5)  # closed connections are noticed
         gc.collect()

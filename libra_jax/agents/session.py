@@ -442,13 +442,8 @@ class Session:
             kept = max(seen, needed.get(id(segment), 0))
             segment.cut(kept)
             del segment.turns[len(known.outputs) if known is not None else 0 :]
-            for at in range(seen, kept):
-                # Context of a child, which another output than this rollout's may have led to.
-                segment.loss_mask[at], segment.log_probs[at] = 0, 0.0
-                segment.sources[at], segment.policy_versions[at] = (
-                    int(protocols.TokenSource.PROMPT),
-                    protocols.NO_VERSION,
-                )
+            # Context of a child, which another output than this rollout's may have led to.
+            segment.disown(seen, kept)
             if not kept:
                 # Of a resumed rollout, whose harness went another way. What it shared may be gone as well.
                 segment.parent, segment.shared = None, 0

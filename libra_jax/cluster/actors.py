@@ -28,7 +28,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
-from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
+from libra_jax.protocols import ActorAddress, ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -375,6 +375,7 @@ class Handle:
       kinds: public methods of the actor.
       call: runs a sync or async method by its name.
       stream: runs a stream method by its name.
+      address: place of the actor for other processes; None: this handle, because there are none.
     """
 
     def __init__(
@@ -383,11 +384,22 @@ class Handle:
         kinds: Mapping[str, MethodKind],
         call: Callable[..., Awaitable[Any]],
         stream: Callable[..., AsyncGenerator[Any, None]],
+        address: ActorAddress | None = None,
     ) -> None:
         self.name = name
+        self._address = address
         self._kinds = kinds
         self._call = call
         self._stream = stream
+
+    @property
+    def address(self) -> ActorAddress:
+        """Place of the actor, for other processes."""
+        return self._address or self
+
+    def handle(self) -> Handle:
+        """Returns the handle itself: an actor of this process."""
+        return self
 
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs

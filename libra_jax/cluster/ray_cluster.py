@@ -11,37 +11,26 @@ import logging
 import os
 import pathlib
 import sys
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from libra_jax.cluster import actors, ray_batches, ray_host, ray_placement, ray_runtime
+from libra_jax.cluster import actors, ray_batches, ray_calls, ray_host, ray_placement, ray_runtime
 from libra_jax.protocols import ActorSpec, ConfigError, DeadlineMissed, WorkerLost
 
 _log = logging.getLogger(__name__)
 
 _CONCURRENT_CALLS = 10_000  # calls to one actor; open streams count too, and other calls must never queue behind them
 
+DRIVER = "driver"
+"""Name of this process among the callers of an actor."""
+
 _Host = ray.remote(ray_host.RayHost)
 
 
-@dataclass
-class _Reader:
-    """The driver's end of a stream.
-
-    Attributes:
-      came: batches of items in order; None ends the stream, WorkerLost fails it.
-      ended: True once the end is in `came`, so that the actor's end needs no call to close.
-    """
-
-    came: asyncio.Queue[ray_host.Outcome | WorkerLost | None] = field(default_factory=asyncio.Queue)
-    ended: bool = False
-
-
-class _Actor:
+class _Actor(ray_calls.Caller):
     """The driver's end of one actor process."""
 
     def __init__(self, spec: ActorSpec, where: Mapping[str, Any], batches: ray_batches.Batches) -> None:
@@ -53,7 +42,6 @@ class _Actor:
           batches: the cluster's batches in the object store.
         """
         self.spec = spec
-        self._batches = batches
         options: dict[str, Any] = {
             "num_cpus": spec.cpus,
             "num_gpus": spec.gpus,
@@ -66,107 +54,20 @@ class _Actor:
         if spec.environment:
             options["runtime_env"] = {"env_vars": dict(spec.environment)}
         # Absolute, because the process may start in another folder.
-        self.handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
+        handle: Any = _Host.options(**options).remote(spec, [os.path.abspath(path) for path in sys.path])
+        super().__init__(spec.name, handle, caller=DRIVER, birth=ray_host.Birth(), batches=batches)
         self.death: asyncio.Future[Any] = asyncio.ensure_future(self.handle.until_death.remote())
         # Retrieved here, so that asyncio does not report the error of a call that nobody awaits.
         self.death.add_done_callback(lambda death: death.cancelled() or death.exception())
-        self.birth = ray_host.Birth()
         self.stopping = False
-        self._streams = 0
-        self._readers: dict[int, _Reader] = {}
-        self._receiving: asyncio.Task[None] | None = None
 
-    def _lost(self, error: BaseException | None = None) -> WorkerLost:
+    @property
+    def gone(self) -> bool:
+        return self.stopping or self.death.done()
+
+    def lost(self, error: BaseException | None = None) -> WorkerLost:
         """Returns the error of every call after the process is gone."""
-        if self.stopping:
-            return actors.lost(self.spec.name, "has been stopped")
-        if not self.birth.pid:
-            why = actors.summary(error) if error else "Ray gives no reason"
-            return actors.lost(self.spec.name, f"is lost: its process did not start ({why})")
-        why = "cannot be reached" if isinstance(error, ray.exceptions.ActorUnavailableError) else "died"
-        return actors.lost(self.spec.name, f"is lost: its process {self.birth.pid} {why}")
-
-    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of a sync or async method. Raises the errors of `actors.Handle.call`."""
-        if self.stopping or self.death.done():
-            raise self._lost()
-        async with self._batches.replacing(args) as sent:
-            return await self.remote(self.handle.call, method, sent, kwargs)
-
-    async def remote(self, host_method: Any, *args: Any) -> Any:
-        """Calls a method of the host process. If the caller cancels the call, cancels it there too.
-
-        Raises:
-          WorkerLost: the process is gone.
-          LibraError: the method failed.
-        """
-        reference = host_method.remote(*args)
-        try:
-            outcome = await reference
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
-        except ray.exceptions.RayError as error:
-            raise self._lost(error) from error
-        return outcome.unwrap() if isinstance(outcome, ray_host.Outcome) else outcome
-
-    async def stream(self, method: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Yields the items of a stream method. Closing the generator closes the actor's generator.
-
-        Raises:
-          WorkerLost: the actor is gone.
-          LibraError: the method raised an error.
-        """
-        if self.stopping or self.death.done():
-            raise self._lost()
-        number, reader = self._streams, _Reader()
-        self._streams += 1
-        self._readers[number] = reader
-        if self._receiving is None:
-            self._receiving = asyncio.get_running_loop().create_task(self._receive())
-        opening = asyncio.ensure_future(self.handle.open_stream.remote(number, method, args, kwargs))
-
-        def opened(_: asyncio.Future[Any]) -> None:
-            # A stream that could not be opened sends no news.
-            if not opening.cancelled() and (error := opening.exception()) is not None:
-                reader.came.put_nowait(self._lost(error))
-                reader.ended = True
-
-        opening.add_done_callback(opened)
-        taken = 0
-        try:
-            while (outcome := await reader.came.get()) is not None:
-                if isinstance(outcome, WorkerLost):
-                    raise outcome
-                taken += 1
-                # Acknowledged at half of UNREAD, so that the actor's end rarely has to wait for the acknowledgement.
-                if taken % (ray_host.UNREAD // 2) == 0:
-                    self.handle.read_stream.remote(number, ray_host.UNREAD // 2)
-                for item in outcome.unwrap():
-                    yield item
-        finally:
-            del self._readers[number]
-            if not reader.ended:
-                with contextlib.suppress(ray.exceptions.RayError):  # the process is gone, and its streams with it
-                    await self.handle.close_stream.remote(number)
-
-    async def _receive(self) -> None:
-        """Asks for news of all streams while the actor lives."""
-        while True:
-            try:
-                news: ray_host.News = await self.handle.news.remote()
-            except ray.exceptions.RayError as error:
-                self._receiving = None
-                for reader in self._readers.values():
-                    reader.came.put_nowait(self._lost(error))
-                    reader.ended = True
-                return
-            for number, outcomes in news.items():
-                # The stream may have been closed here while its last news were on the way.
-                if number in self._readers:
-                    for outcome in outcomes:
-                        self._readers[number].came.put_nowait(outcome)
-                    self._readers[number].ended |= outcomes[-1] is None
+        return actors.lost(self.name, "has been stopped") if self.stopping else super().lost(error)
 
     async def kill(self, seconds: float) -> bool:
         """Ends the process and its leftovers; returns False if they still exist after `seconds`."""
@@ -176,11 +77,7 @@ class _Actor:
         if running:
             ray.kill(self.handle, no_restart=True)
             await asyncio.wait({self.death}, timeout=seconds)
-        if self._receiving is not None:
-            # The call for news fails by itself when Ray has noticed the end of the process.
-            await asyncio.wait({self._receiving}, timeout=seconds if running else 0.0)
-        if self._receiving is not None:
-            self._receiving.cancel()
+        await self.end_receiving(seconds if running else 0.0)
         if not running:
             return True
         deadline = asyncio.get_running_loop().time() + seconds
@@ -264,6 +161,7 @@ class RayCluster:
                     "all; ask for less, or raise config.deadlines.cluster_start"
                 ) from None
             methods = await actor.remote(actor.handle.make)
+            address = ray_calls.Address(spec.name, methods, actor.handle, actor.birth)
         except BaseException:
             if self._placement is not None and not actor.stopping:
                 self._placement.doubt(spec.host)
@@ -271,12 +169,17 @@ class RayCluster:
                 del self._actors[spec.name]
             await actor.kill(self._shutdown_seconds)
             raise
-        return actors.Handle(spec.name, methods, actor.call, actor.stream)
+        return actors.Handle(spec.name, methods, actor.call, actor.stream, address)
 
     def _ended(self, actor: _Actor) -> None:
         """Warns at once of an unexpected end, because the next caller of the actor may notice it much later."""
         if actor.birth.pid and not actor.stopping:
             _log.warning("Actor %s has ended unasked (process %d).", actor.spec.name, actor.birth.pid)
+        # Streams of other actors that the process read go on without a reader. At the end of a run, all actors end.
+        if ray.is_initialized():
+            for other in self._actors.values():
+                if not other.gone:
+                    other.handle.forget.remote(actor.handle._actor_id.hex())
         # The host may be gone with the actor.
         if self._placement is not None and not actor.stopping:
             self._placement.doubt(actor.spec.host)

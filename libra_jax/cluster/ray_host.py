@@ -2,7 +2,7 @@
 
 A stream of Ray's own costs about a millisecond in each process, and the same again to close. Here, one call opens a
 stream. From then on, one call is always pending (`RayHost.news`); its answer carries the new items of all streams of
-the actor. `ray_cluster` holds the driver's end.
+the actor for one caller. `ray_calls` holds the caller's end.
 """
 
 from __future__ import annotations
@@ -103,6 +103,23 @@ class _Opened:
     relay: asyncio.Task[None] | None = None
 
 
+@dataclass
+class _Reader:
+    """A process that reads streams of the actor.
+
+    Attributes:
+      opened: its streams, by its own numbers.
+      news: items that it has not got yet.
+      told: set while there are any.
+    """
+
+    opened: dict[int, _Opened] = field(default_factory=dict)
+    news: collections.defaultdict[int, list[Outcome | None]] = field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class RayHost:
     """An async Ray actor. Its methods interleave on one event loop; the real actor's sync methods have a thread."""
 
@@ -110,9 +127,7 @@ class RayHost:
         """Prepares the process. `import_path`: the driver's `sys.path`, so that its factories are found here too."""
         sys.path.extend(path for path in import_path if path not in sys.path)
         self._host = actors.ActorHost(spec)
-        self._opened: dict[int, _Opened] = {}
-        self._news: collections.defaultdict[int, list[Outcome | None]] = collections.defaultdict(list)
-        self._told = asyncio.Event()
+        self._readers: collections.defaultdict[str, _Reader] = collections.defaultdict(_Reader)
         # Ray sets OMP_NUM_THREADS to the CPU reservation, but our reservations only order placement. A value in the
         # process's initial environment comes from the user or the spec, and stays.
         started_with = pathlib.Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -155,40 +170,71 @@ class RayHost:
         """Stops the actor within `seconds`; the process lives until Ray kills it."""
         return await Outcome.of(self._host.stop(seconds))
 
-    async def open_stream(self, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Starts a stream method. All its results, including an error, arrive in `news` under this number."""
-        opened = self._opened[number] = _Opened()
-        opened.relay = asyncio.get_running_loop().create_task(self._relay(opened, number, method, args, kwargs))
+    async def open_stream(
+        self, caller: str, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Starts a stream method. All its results, including an error, arrive in the caller's `news`.
 
-    async def news(self) -> News:
-        """Waits for items of any stream since the last call and returns them."""
-        await self._told.wait()
+        Args:
+          caller: name of the calling process.
+          number: number that the caller gives the stream.
+          method: name of the method.
+          args: its arguments.
+          kwargs: its keyword arguments.
+        """
+        reader = self._readers[caller]
+        opened = reader.opened[number] = _Opened()
+        relay = self._relay(reader, opened, number, method, args, kwargs)
+        opened.relay = asyncio.get_running_loop().create_task(relay)
+
+    async def news(self, caller: str) -> News:
+        """Waits for items of any stream of the caller since its last call and returns them."""
+        reader = self._readers[caller]
+        await reader.told.wait()
         await asyncio.sleep(GATHER_SECONDS)
-        self._told.clear()
+        reader.told.clear()
         # Emptied in one step, because streams go on telling while the answer travels.
-        news, self._news = self._news, collections.defaultdict(list)
+        news, reader.news = reader.news, collections.defaultdict(list)
         return dict(news)
 
-    async def read_stream(self, number: int, batches: int) -> None:
+    async def read_stream(self, caller: str, number: int, batches: int) -> None:
         """Records that a stream's reader has taken `batches` batches."""
-        if (opened := self._opened.get(number)) is not None:
+        if (opened := self._readers[caller].opened.get(number)) is not None:
             opened.unread -= batches
             opened.room.set()
 
-    async def close_stream(self, number: int) -> None:
+    async def close_stream(self, caller: str, number: int) -> None:
         """Closes the actor's generator and so the stream. Does nothing if the stream has ended."""
-        opened = self._opened.get(number)
+        opened = self._readers[caller].opened.get(number)
         if opened is not None and opened.relay is not None:
             # The relay's `finally` closes the actor's generator and sends the end of the stream.
             opened.relay.cancel()
             await asyncio.wait({opened.relay})
 
+    async def forget(self, caller: str) -> None:
+        """Closes all streams of a process that has ended."""
+        if (reader := self._readers.pop(caller, None)) is None:
+            return
+        relays = [opened.relay for opened in reader.opened.values() if opened.relay is not None]
+        for relay in relays:
+            relay.cancel()
+        # Its last call for news, which nobody awaits, ends too.
+        reader.told.set()
+        if relays:
+            await asyncio.wait(relays)
+
     async def _relay(
-        self, opened: _Opened, number: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        reader: _Reader,
+        opened: _Opened,
+        number: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> None:
         def tell(outcome: Outcome | None) -> None:
-            self._news[number].append(outcome)
-            self._told.set()
+            reader.news[number].append(outcome)
+            reader.told.set()
 
         try:
             pump = self._host.open(method, args, kwargs)
@@ -204,7 +250,7 @@ class RayHost:
         except LibraError as error:
             tell(Outcome.of_failure(error))
         finally:
-            del self._opened[number]
+            del reader.opened[number]
             tell(None)
 
 

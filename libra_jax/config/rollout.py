@@ -52,6 +52,9 @@ class RolloutConfig:
     # compare it in any case.
     checksum: bool = False
     kv_transfer: str = "none"  # KV of a moved request: none (prefills again), nixl (vLLM's connector brings it; GPU)
+    # Processes that run the agent loops (environments, tools, rewards) beside the engines; 0: the coordinator does.
+    # Several machines share them, those that roll out (docs/concepts/loop_workers.md).
+    loop_workers: int = 0
     generation_retries: int = 8  # times a request may be resumed after its engine failed
     restarts: int = 3  # times that a dead engine is restarted
     health_seconds: float = 10.0  # seconds between two health checks of an instance
@@ -81,7 +84,7 @@ class RolloutConfig:
         )
         for name in ("slots", "max_context", "max_tokens", "stream_interval", "chunk_mib", "full_sync_every"):
             check(getattr(self, name) > 0, f"rollout.{name}", f"must be positive, not {getattr(self, name)}")
-        for name in ("generation_retries", "restarts", "top_k"):
+        for name in ("generation_retries", "restarts", "top_k", "loop_workers"):
             check(getattr(self, name) >= 0, f"rollout.{name}", f"must not be negative, not {getattr(self, name)}")
         given, instances = self.slots_by_instance, len(self.tensor_parallel)
         check(

@@ -147,7 +147,7 @@ class PlanFollower:
             # Groups begin right after the weight sync, before an evaluation and a checkpoint, during which nobody waits
             # for them.
             wait=times.rollout if self._synchronous else times.wait,
-            waiting=report.counts.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
+            waiting=report.streams.waited_seconds / step_seconds if step_seconds > 0 else 0.0,
             slots=sum(instance.slots for instance in self._engines.serving()),
             lost=lost,
             disturbed=moving or self.disturbed or lost > 0,
@@ -337,7 +337,7 @@ class Elasticity:
             metrics |= self.follower.after(step, report)
         if self.hybrid is not None:
             times, evaluation = report.times, report.evaluation.get("evaluation/seconds", 0.0)
-            streams = report.counts.stream_seconds
+            streams = report.streams.stream_seconds
             took = hybrid.Step(times.step - evaluation, times.train, times.wait, times.rollout, streams)
             metrics |= self.hybrid.after(step, took)
         return metrics

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving, tokenizers
-from libra_jax.coordinator import parts, public, reports, rollouts, scores, stopping
+from libra_jax.coordinator import parts, public, reports, scores, stopping
+from libra_jax.loops import rollouts
 
 FIRST_TASK = 1_000_000_000
 """Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""
@@ -107,7 +108,7 @@ class Evaluation:
 async def evaluate(
     config: configuration.RunConfig,
     *,
-    runner: rollouts.Rollouts,
+    runner: rollouts.Runner,
     tasks: protocols.TaskSource,
     version: int,
     status: Callable[[str], None] = lambda _: None,
@@ -272,7 +273,7 @@ async def serve_alone(
         raise protocols.LibraError("The agent has no gateway to serve by.")
     async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
         limits = factories.limits(run.config, run.config.evaluation.temperature)
-        endpoint = await host.gateway.open(public.Public(wired.dispatcher, await host.form(), limits, version), secret)
+        endpoint = await host.gateway.open(public.Public(wired.streams, await host.form(), limits, version), secret)
         stop = asyncio.Event()
         with stopping.caught(lambda *_: stop.set()):
             ready(endpoint)

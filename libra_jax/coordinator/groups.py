@@ -15,11 +15,11 @@ from libra_jax.coordinator import (
     prompts,
     records,
     replay,
-    rollouts,
     saving,
     streaming,
     success,
 )
+from libra_jax.loops import rollouts
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
@@ -53,7 +53,7 @@ class Groups:
     """
 
     def __init__(
-        self, run: protocols.RunContext, runner: rollouts.Rollouts, rates: success.Rates, replays: replay.Replay
+        self, run: protocols.RunContext, runner: rollouts.Runner, rates: success.Rates, replays: replay.Replay
     ) -> None:
         self._config = run.config
         self._recorder = run.recorder
@@ -301,7 +301,7 @@ class Batches:
         prompts: prompts.Prompts,
         replays: replay.Replay,
         groups: Groups,
-        runner: rollouts.Rollouts,
+        runner: rollouts.Runner,
         weight_sync: sync.WeightSync,
         saver: saving.Saver,
         recovery: recovery_lib.Recovery,

@@ -96,7 +96,8 @@ class Instances:
 
     Args:
       run: what the parts of the run share (`rollout`, `deadlines`). Events get EnginesChanged, EnginesReplanned,
-        EngineLost, and EngineLoaded for each engine that needs weights. The run ends if no engine can ever serve again.
+        EngineUpdated, EngineLost, and EngineLoaded for each engine that needs weights. The run ends if no engine can
+        ever serve again.
       specs: one spec for each engine.
       make_spec: makes engines that a plan adds. Without it, no plan can be followed.
       hybrid: names of the engines whose devices also train.
@@ -303,6 +304,30 @@ class Instances:
         added = [Engine(spec) for spec in specs]
         self.engines.update({engine.name: engine for engine in added})
         await deadlines.together(*(self._start(engine) for engine in added))
+
+    def answered(self, name: str, life: int) -> None:
+        """Takes in that a life of an engine has sent a first token (`protocols.StreamEngines.answered`)."""
+        engine = self.engines.get(name)
+        if engine is None or engine.life != life:
+            return
+        # A life with a token clears the fault, so that another restart makes sense.
+        engine.answered_life, engine.fault = life, ""
+        engine.answered = engine.answered or self._clock()
+
+    def failed(self, name: str, life: int, error: BaseException) -> None:
+        """Takes a failed engine out of service (`protocols.StreamEngines.failed`)."""
+        if (engine := self.engines.get(name)) is not None:
+            self.lost(engine, life, error)
+
+    def froze(self, engine: Engine) -> None:
+        """Takes in that decoding of an engine is frozen, for a weight update."""
+        engine.paused = True
+        self._events.announce(protocols.EngineUpdated(engine.name))
+
+    def went_on(self, engine: Engine, version: int) -> None:
+        """Takes in that decoding of an engine goes on, under the weights of this version."""
+        engine.policy_version, engine.paused = version, False
+        self._events.announce(protocols.EngineUpdated(engine.name))
 
     def await_first_token(self, name: str) -> None:
         """Resets `Engine.answered`, which then records the engine's next token."""

@@ -17,8 +17,8 @@ from libra_jax.coordinator import (
     dispatch,
     elasticity,
     instances,
+    loop_workers,
     replay,
-    rollouts,
     saving,
     stopping,
     streaming,
@@ -27,6 +27,7 @@ from libra_jax.coordinator import (
 from libra_jax.coordinator import groups as groups_lib
 from libra_jax.coordinator import prompts as prompts_lib
 from libra_jax.elastic import training_sides
+from libra_jax.loops import rollouts, streams
 from libra_jax.trainer_control import client, handover, resize
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import relay_tree, sync
@@ -57,6 +58,7 @@ class WorkerSpecs:
       training_sides: each makes the training side of a hybrid worker (`protocols.TrainingSide`). The last engines are
         the rollout sides, in the same order.
       relays: by host, what makes its weight relay; empty on a single host.
+      loop_workers: each makes a `protocols.LoopWorker`; empty: rollouts run in the coordinator's process.
       make_engine: makes the engines that a plan adds; needed with a planner.
       make_trainer: makes the processes of a trainer that may have several or move to others; None: `trainer` alone.
     """
@@ -65,6 +67,7 @@ class WorkerSpecs:
     engines: Sequence[protocols.ActorSpec]
     training_sides: Sequence[protocols.ActorSpec] = ()
     relays: Mapping[int, protocols.ActorSpec] = field(default_factory=dict)
+    loop_workers: Sequence[protocols.ActorSpec] = ()
     make_engine: instances.MakeSpec | None = None
     make_trainer: client.MakeTrainer | None = None
 
@@ -175,7 +178,7 @@ class Workers:
         specs, engines = self.specs, getattr(self, "engines", None)
         # A plan may have started more engines than the config has. Each worker has its own time to end.
         started = max(len(self._engine_specs), 0 if engines is None else len(engines.engines))
-        count = 1 + len(specs.training_sides) + len(specs.relays) + started
+        count = 1 + len(specs.training_sides) + len(specs.relays) + len(specs.loop_workers) + started
         seconds = min(most, self._run.config.deadlines.shutdown * count)
         try:
             ending = self._run.cluster.shutdown()
@@ -191,6 +194,7 @@ class Parts:
     Attributes:
       trainer: trains.
       dispatcher: places requests on instances.
+      streams: samples tokens for rollouts of this process.
       runner: runs rollouts.
       groups: groups in flight and finished groups.
       prompts: chooses tasks and the sizes of their groups.
@@ -206,7 +210,8 @@ class Parts:
 
     trainer: protocols.TrainerClient
     dispatcher: dispatch.Dispatcher
-    runner: rollouts.Rollouts
+    streams: streams.Streams
+    runner: rollouts.Runner
     groups: groups_lib.Groups
     prompts: prompts_lib.Prompts
     replays: replay.Replay
@@ -254,7 +259,12 @@ def wire(
     resizing = resize.Resizing(run, trainer=trainer, sizes=workers.sizes, checkpoint=saver, successors=successors)
     recovery = recovery_lib.Recovery(run, trainer=trainer, checkpoints=saver, weights=weight_sync, resizing=resizing)
     dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
-    runner = rollouts.Rollouts(run, agent, dispatcher)
+    tokens = streams.Streams(run, dispatcher=dispatcher, engines=engines)
+    runner: rollouts.Runner = rollouts.Rollouts(run, agent, tokens)
+    if workers.specs.loop_workers:
+        runner = loop_workers.LoopWorkers(
+            run, agent, workers.specs.loop_workers, dispatcher=dispatcher, engines=engines
+        )
     rates = success.Rates(run.config)
     replays = replay.Replay(run.config)
     groups = groups_lib.Groups(run, runner, rates, replays)
@@ -283,6 +293,7 @@ def wire(
     return Parts(
         trainer=trainer,
         dispatcher=dispatcher,
+        streams=tokens,
         runner=runner,
         groups=groups,
         prompts=prompts,

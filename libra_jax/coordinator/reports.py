@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.coordinator import dispatch, routing
+from libra_jax.coordinator import routing
 
 MOST_TOOLS = 16
 """Number of tools that a step reports one by one."""
@@ -49,7 +49,8 @@ class StepReport:
       sync_bytes: bytes that each engine loaded in the weight sync after the step.
       sync_paused: seconds for which an engine stopped in it, a mean.
       sync_sent: bytes that weight relays sent to other hosts in it, and bytes of the chunks that these brought.
-      counts: counts of the dispatcher since the step before.
+      streams: counts of the streams since the step before.
+      scheduling_seconds: seconds of scheduling decisions since the step before.
       routing: counts of routing since the step before.
       replaced: number of groups replaced since the step before, by reason.
       replaced_tokens: tokens generated in replaced groups.
@@ -69,7 +70,8 @@ class StepReport:
     sync_bytes: int = 0
     sync_paused: float = 0.0
     sync_sent: tuple[int, int] = (0, 0)
-    counts: dispatch.Counts = field(default_factory=dispatch.Counts)
+    streams: protocols.StreamCounts = field(default_factory=protocols.StreamCounts)
+    scheduling_seconds: float = 0.0
     routing: routing.RoutingCounts = field(default_factory=routing.RoutingCounts)
     replaced: Mapping[str, int] = field(default_factory=dict)
     replaced_tokens: int = 0
@@ -89,7 +91,7 @@ class StepReport:
         staleness = [self.version - group.dispatch_version for group in self.groups]
         generated = [trajectory.sampled_tokens for trajectory in trajectories]
         masked = [self.task.masks(trajectory.finish) for trajectory in trajectories]
-        counts, times, (sent, whole) = self.counts, self.times, self.sync_sent
+        counts, times, (sent, whole) = self.streams, self.times, self.sync_sent
         finishes = collections.Counter(trajectory.finish for trajectory in trajectories)
         rate = counts.tokens / times.step if times.step > 0 else 0.0
         return {
@@ -117,9 +119,9 @@ class StepReport:
             "sync/paused_seconds": self.sync_paused,
             **({"sync/sent_bytes": sent, "sync/sent_share": sent / whole} if whole else {}),
             "checkpoint/seconds": times.checkpoint,
-            "coordinator/seconds_per_request": counts.seconds / counts.requests if counts.requests else 0.0,
+            "coordinator/seconds_per_request": (self.scheduling_seconds / counts.requests if counts.requests else 0.0),
             "rollout/resumed": counts.resumed,
-            **self.routing.metrics(),
+            **routing.metrics(self.routing, counts),
             "groups/rollouts_least": min(sizes),
             "groups/rollouts_most": max(sizes),
             "groups/replaced": sum(self.replaced.values()),

@@ -21,9 +21,9 @@ from libra_jax.coordinator import (
     fencing,
     parts,
     reports,
-    rollouts,
     stopping,
 )
+from libra_jax.loops import rollouts
 from libra_jax.trainer_control import handover
 
 OLDER = "verify older checkpoints"
@@ -370,7 +370,8 @@ class Coordinator:
         report.replaced, report.replaced_tokens = replaced, self._parts.groups.replaced_tokens - self._reported_tokens
         self._reported, self._reported_tokens = self._parts.groups.replaced.copy(), self._parts.groups.replaced_tokens
         report.voids = self._parts.runner.take_voids()
-        report.counts = self._parts.dispatcher.take_counts()
+        report.streams = self._parts.runner.take_counts()
+        report.scheduling_seconds = self._parts.dispatcher.take_seconds()
         report.routing = self._parts.dispatcher.routing.take_counts()
         report.times.step = self._clock() - self._step_began
         report.times.rollout = self._parts.groups.busy_seconds()

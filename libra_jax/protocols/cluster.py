@@ -39,6 +39,14 @@ class ActorSpec:
     host: int | None = None
 
 
+class ActorAddress(Protocol):
+    """Place of an actor that was made. Another process of the run can take it, and calls the actor from there."""
+
+    def handle(self) -> ActorHandle:
+        """Returns a handle of the actor, in the process that asks."""
+        ...
+
+
 class ActorHandle(Protocol):
     """Calls an actor. Only actor clients hold a handle; all other code holds a client with typed methods.
 
@@ -49,6 +57,11 @@ class ActorHandle(Protocol):
     @property
     def name(self) -> str:
         """The name of the actor in its cluster."""
+        ...
+
+    @property
+    def address(self) -> ActorAddress:
+        """Place of the actor, for other processes."""
         ...
 
     async def call(
@@ -75,11 +88,23 @@ class ActorHandle(Protocol):
 
 
 class DirectHandle:
-    """`ActorHandle` of an object on the caller's own event loop, for a virtual clock or a test double."""
+    """`ActorHandle` of an object on the caller's own event loop, for a virtual clock or a test double.
+
+    It is its own address, because no other process can call the object.
+    """
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self._actor = actor
+
+    @property
+    def address(self) -> DirectHandle:
+        """The handle itself."""
+        return self
+
+    def handle(self) -> DirectHandle:
+        """Returns the handle itself."""
+        return self
 
     async def call(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs

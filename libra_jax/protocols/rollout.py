@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from libra_jax.protocols.cluster import ActorAddress
 from libra_jax.protocols.weights import WeightReceiver
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -162,6 +163,11 @@ class EngineClient(RolloutEngine, Protocol):
     @property
     def name(self) -> str:
         """The engine's name."""
+        ...
+
+    @property
+    def address(self) -> ActorAddress:
+        """Place of the engine, for other processes."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:

@@ -122,6 +122,17 @@ class EngineLost:
 
 
 @dataclass(frozen=True)
+class EngineUpdated:
+    """Decoding of an engine was frozen for a weight update, or goes on.
+
+    Attributes:
+      name: name of the engine.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
 class EngineLoaded:
     """An engine is up and holds no useful weights. The handlers return once it has the current ones.
 

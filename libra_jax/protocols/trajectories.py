@@ -193,6 +193,7 @@ class Segment:
       shared: number of tokens shared with `parent`: the first ones of the parent's context.
       reward: reward of the segment's tokens, compared with the group's rollouts in place of the rollout's reward; None:
         the rollout's reward.
+      revision: number of times that own tokens were dropped or changed, rather than appended.
     """
 
     trajectory_id: str
@@ -210,6 +211,7 @@ class Segment:
     parent: Segment | None = field(default=None, repr=False, compare=False)
     shared: int = 0
     reward: float | None = None
+    revision: int = field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, code in COLUMNS.items():
@@ -261,9 +263,17 @@ class Segment:
 
     def cut(self, length: int) -> None:
         """Drops all own tokens from position `length` on, and their experts. Leaves the turns to the caller."""
+        self.revision += length < len(self.token_ids)
         for name in COLUMNS:
             del getattr(self, name)[length:]
         del self.routing[length:]
+
+    def disown(self, first: int, last: int) -> None:
+        """Turns own tokens from position `first` to before `last` into a prompt, which is not trained."""
+        self.revision += first < last
+        for at in range(first, last):
+            self.loss_mask[at], self.log_probs[at] = 0, 0.0
+            self.sources[at], self.policy_versions[at] = int(TokenSource.PROMPT), NO_VERSION
 
     def context(self) -> Sequence[int]:
         """Returns a copy of the current tokens for an engine to continue; later changes do not affect the copy.

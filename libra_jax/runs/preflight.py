@@ -282,6 +282,7 @@ def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
             f"out over {len(layout.hosts)} hosts (config.cluster.accelerators_per_host); use 'memfd', which relays "
             "carry, or 'nccl'"
         )
+    _check_loop_workers(config)
     # `TrainerConfig` has already checked that the devices divide among the processes.
     if trainer.processes == 1:
         return
@@ -298,6 +299,21 @@ def _check_placement(config: libra_config.RunConfig, *, here: bool) -> None:
     if trainer.cores:
         raise protocols.ConfigError(
             f"config.trainer.cores: pins one process, and trainer.processes is {trainer.processes}; leave it empty"
+        )
+
+
+def _check_loop_workers(config: libra_config.RunConfig) -> None:
+    if not config.rollout.loop_workers:
+        return
+    if config.cluster.backend == "inprocess":
+        raise protocols.ConfigError(
+            f"config.rollout.loop_workers: {config.rollout.loop_workers} processes need cluster.backend=ray; embedded, "
+            "the coordinator's own process runs the agent loops: set it to 0"
+        )
+    if config.gateway.port:
+        raise protocols.ConfigError(
+            f"config.gateway.port: each loop worker serves its own sessions, and two on one machine cannot both have "
+            f"port {config.gateway.port}; set it to 0 (any), or rollout.loop_workers={config.rollout.loop_workers} to 0"
         )
 
 

@@ -20,10 +20,11 @@ from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import create as cluster
 from libra_jax.cluster import hosts, placement
-from libra_jax.coordinator import checkpoint_store, checkpoints, evaluation, fencing, rollouts, stopping
+from libra_jax.coordinator import checkpoint_store, checkpoints, evaluation, fencing, stopping
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
 from libra_jax.gateway import fronts
+from libra_jax.loops import rollouts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, planner, plans, profiles
@@ -37,6 +38,7 @@ from libra_jax.trainer_control import client
 TRAINER = "libra_jax.training.trainer:create"
 TRAINING_SIDE = "libra_jax.training.training_side:create"
 RELAY = "libra_jax.weights.relay:create"
+LOOP_WORKER = "libra_jax.runs.loop_worker:create"
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
@@ -183,6 +185,20 @@ def relay_specs(config: libra_config.RunConfig) -> dict[int, protocols.ActorSpec
     }
 
 
+def loop_worker_specs(config: libra_config.RunConfig, workdir: Path) -> list[protocols.ActorSpec]:
+    """Describes the loop workers of `rollout.loop_workers`, spread over the hosts whose accelerators roll out.
+
+    They reserve no CPU, like the relays: a host's CPUs are for its engines' processes, its tools and its agent loops.
+    """
+    layout = hosts.layout(config)
+    places = [host.number for host in layout.of_role("rollout")] if layout is not None else [None]
+    arguments = {"config": libra_config.to_dict(config), "workdir": str(workdir.resolve())}
+    return [
+        protocols.ActorSpec(f"loops-{number}", LOOP_WORKER, arguments, cpus=0.0, host=places[number % len(places)])
+        for number in range(config.rollout.loop_workers)
+    ]
+
+
 def scheduler(config: libra_config.RunConfig) -> protocols.Scheduler:
     """Makes the run's scheduler, with the costs of its engines and the kinds of its layout.
 
@@ -316,6 +332,7 @@ def _parts(
         engines=engines.specs(),
         training_sides=training_side_specs(config, workdir),
         relays=relay_specs(config),
+        loop_workers=loop_worker_specs(config, workdir),
         make_engine=engines.add,
         make_trainer=functools.partial(trainer_processes, config, workdir) if on_ray else None,
     )

@@ -19,8 +19,8 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import parts as parts_lib
-from libra_jax.coordinator import rollouts
 from libra_jax.coordinator import run as coordinator
+from libra_jax.loops import rollouts
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans, request_costs
@@ -256,9 +256,9 @@ def run(
         parts_lib.RunContext(config, Cluster(parts), recorder, pathlib.Path("simulated")),
         parts_lib.WorkerSpecs(spec, specs, sides, make_engine=fleet.spec),
         rollouts.Agent(
-            trajectory.NumberedTasks(),
-            lambda: environment(book),
-            trajectory.CountedText(),
+            tasks=trajectory.NumberedTasks(),
+            make_environment=lambda: environment(book),
+            tokenizer=trajectory.CountedText(),
             make_trajectory=book.make,
             run_rollout=branching.run_rollout,
         ),
@@ -293,6 +293,11 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
         not config.trainer.share_prompt,
         "trainer.share_prompt",
         "must be False in a simulated run, whose trainer computes every prompt",
+    )
+    configuration.check(
+        not config.rollout.loop_workers,
+        "rollout.loop_workers",
+        "must be 0 in a simulated run, whose rollouts run in the coordinator's process",
     )
     configuration.check(
         config.rollout.kv_transfer == "none",

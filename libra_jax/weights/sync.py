@@ -274,7 +274,7 @@ class _Update:
                 raise protocols.WorkerLost(f"engine {engine.name} was lost before its weight update")
             if verb == "begin":
                 self._start, self.begun = asyncio.get_running_loop().time(), True
-                engine.paused = True
+                self._engines.froze(engine)
                 await client.pause()
                 await client.start_weight_update(version)
             elif verb == "load":
@@ -287,7 +287,7 @@ class _Update:
                 end = asyncio.get_running_loop().time()
                 self.paused = end - self._start
                 if self.going:
-                    engine.policy_version, engine.paused = version, False
+                    self._engines.went_on(engine, version)
                     self._recorder.status(engine.name, f"serving version {version}")
                     self._recorder.span("weights", f"sync {engine.name}", self._start, end, {"policy_version": version})
         except Exception as error:  # after any failure the engine's weights cannot be trusted

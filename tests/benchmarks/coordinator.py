@@ -20,6 +20,7 @@ from libra_jax.agents import loop as agent_loop
 from libra_jax.agents import tokenizers
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, instances, parts
+from libra_jax.loops import streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -110,10 +111,11 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
         engines.engines[NAME].state = "serving"
         scheduler = registry.create(config.scheduler)
         dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)
+        sampler = streams.Streams(run, dispatcher=dispatcher, engines=engines)
         run.events.announce(protocols.EnginesChanged(engines.serving()))
         for _ in range(rounds + (rounds > 1)):
             start = time.process_time()
-            await asyncio.gather(*(_attempt(dispatcher, shape) for _ in range(requests)))
+            await asyncio.gather(*(_attempt(sampler, shape) for _ in range(requests)))
             seconds.append((time.process_time() - start) / requests)
     finally:
         await run.scope.cancel_background(config.deadlines.shutdown)
@@ -121,10 +123,10 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
     return seconds[-rounds:]
 
 
-async def _attempt(dispatcher: dispatch.Dispatcher, shape: Shape) -> None:
+async def _attempt(sampler: streams.Streams, shape: Shape) -> None:
     name = uuid.uuid4().hex
     trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
-    dispatcher.open(trajectory, group_id=0, dispatch_version=0)
+    sampler.open(trajectory, group_id=0, dispatch_version=0)
     limits = agent_loop.Limits(
         max_turns=shape.turns, max_tokens=shape.tokens, max_context=MAX_CONTEXT, tool_seconds=10.0, temperature=1.0
     )
@@ -134,10 +136,10 @@ async def _attempt(dispatcher: dispatch.Dispatcher, shape: Shape) -> None:
             task=protocols.Task(name, {"prompt": "1+1"}),
             environment=workload.Turns(shape.turns, shape.payload),
             tokenizer=tokenizers.CharacterTokenizer(),
-            sampler=dispatcher,
+            sampler=sampler,
             limits=limits,
         )
     finally:
-        dispatcher.finish(name)
+        sampler.finish(name)
     if len(made.turns) != shape.turns or made.finish != "answered":
         raise protocols.LibraError(f"an attempt of {shape} took {len(made.turns)} turns and ended by {made.finish}")

@@ -20,6 +20,7 @@ from libra_jax.agents import loop as agent_loop
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import client
+from libra_jax.loops import streams
 from libra_jax.models import config as models_config
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
@@ -73,13 +74,14 @@ async def measure() -> dict[str, Any]:
         await engines.start()
         publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=run.recorder)
         dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
+        sampler = streams.Streams(run, dispatcher=dispatcher, engines=engines)
 
         async def bring_weights(event: protocols.EngineLoaded) -> None:
             await publisher.catch_up(engines.engines[event.name])
 
         run.events.subscribe(protocols.EngineLoaded, bring_weights)
         await publisher.sync_weights(0)
-        load = _Load(dispatcher, engines)
+        load = _Load(sampler, engines)
         return await run.scope.race(load.around(_rounds(load, engines)))
     finally:
         await run.scope.cancel_background(config.deadlines.shutdown)
@@ -127,8 +129,8 @@ async def _seconds(change: Any) -> float:
 class _Load:
     """As many attempts under way as both engines have slots, and the tokens that come of them."""
 
-    def __init__(self, dispatcher: dispatch.Dispatcher, engines: instances.Instances) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, sampler: streams.Streams, engines: instances.Instances) -> None:
+        self._sampler = sampler
         self._loop = asyncio.get_running_loop()
         self._came: list[float] = []  # when each token did
         self._numbers = itertools.count()
@@ -164,18 +166,18 @@ class _Load:
         for number in self._numbers:
             name = f"attempt-{number}"
             trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
-            self._dispatcher.open(trajectory, group_id=number, dispatch_version=0)
+            self._sampler.open(trajectory, group_id=number, dispatch_version=0)
             try:
                 await agent_loop.run_rollout(
                     trajectory=trajectory,
                     task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
                     environment=workload.Turns(),
                     tokenizer=workload.NeverStops(),
-                    sampler=self._dispatcher,
+                    sampler=self._sampler,
                     limits=limits,
                 )
             finally:
-                self._dispatcher.finish(name)
+                self._sampler.finish(name)
 
 
 class _Counted(client.EngineClient):

@@ -14,7 +14,7 @@ from multiprocessing import shared_memory
 from typing import Any
 
 from libra_jax import turns
-from libra_jax.protocols import DataError, TrainBatch
+from libra_jax.protocols import ActorAddress, DataError, TrainBatch
 
 
 class Pickled:
@@ -235,3 +235,17 @@ def failing() -> Counter:
 
 
 not_callable = 3
+
+
+class Reader:
+    """An async actor that calls another one, by its address."""
+
+    async def read(self, address: ActorAddress, count: int) -> list[int]:
+        return [number async for number in address.handle().stream(Streamer.numbers, count)]
+
+    async def ask(self, address: ActorAddress) -> int:
+        return await address.handle().call(Streamer.pid)
+
+    async def hold(self, address: ActorAddress) -> None:
+        async for _ in address.handle().stream(Streamer.forever):
+            pass

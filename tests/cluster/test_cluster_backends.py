@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 import pytest
-from cluster_actors import Counter, Pickled, Streamer, Stubborn
+from cluster_actors import Counter, Pickled, Reader, Streamer, Stubborn
 
 from libra_jax.protocols import (
     ActorSpec,
@@ -102,6 +102,41 @@ def test_streams_keep_their_order_and_their_errors_come_after_their_items(with_a
         assert seen == [0, 1, 2]
 
     with_actors(body)
+
+
+def test_an_actor_calls_another_one_by_its_address(with_actors):
+    async def body(cluster, counter, streamer):
+        reader = await cluster.spawn(spec("reader", "Reader"))
+        assert await reader.call(Reader.ask, streamer.address) == await streamer.call(Streamer.pid)
+        # Both read at once, and neither gets what the other asked for.
+        theirs, ours = await asyncio.gather(
+            reader.call(Reader.read, streamer.address, 500), _numbers(streamer.stream(Streamer.numbers, 300))
+        )
+        await cluster.stop("reader")
+        return len(theirs), len(ours)
+
+    assert with_actors(body) == (500, 300)
+
+
+def test_streams_of_an_actor_that_has_ended_are_closed_in_the_one_that_it_read(with_actors):
+    async def body(cluster, counter, streamer):
+        reader = await cluster.spawn(spec("reader", "Reader"))
+        before = await streamer.call(Streamer.count_closed)
+        holding = asyncio.ensure_future(reader.call(Reader.hold, streamer.address))
+        await asyncio.sleep(0.5)
+        assert await streamer.call(Streamer.count_closed) == before
+        await cluster.kill("reader")
+        with pytest.raises(WorkerLost):
+            await holding
+        async with asyncio.timeout(20):
+            while await streamer.call(Streamer.count_closed) == before:  # noqa: ASYNC110 (another process counts)
+                await asyncio.sleep(0.05)
+
+    with_actors(body)
+
+
+async def _numbers(stream):
+    return [number async for number in stream]
 
 
 def test_closing_or_cancelling_a_stream_closes_the_actors_generator(with_actors):

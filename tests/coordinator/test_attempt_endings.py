@@ -18,9 +18,9 @@ from libra_jax import protocols
 def test_a_sampled_output_tells_of_its_tokens_as_they_come():
     seen = []
 
-    async def test(dispatcher, live):
+    async def test(sampler, live):
         made = trajectory()
-        await dispatcher.sample(made, LONG, lambda: seen.append(made.generated_tokens))
+        await sampler.sample(made, LONG, lambda: seen.append(made.generated_tokens))
         return made
 
     assert with_dispatcher(test, [engine()]).generated_tokens == 40
@@ -30,37 +30,37 @@ def test_a_sampled_output_tells_of_its_tokens_as_they_come():
 def test_an_output_that_is_cut_off_keeps_its_tokens_gets_no_more_and_frees_its_place():
     serving = engine(slots=1)
 
-    async def test(dispatcher, live):
+    async def test(sampler, live):
         first, second = trajectory("task-0/0"), trajectory("task-1/1")
-        cut = asyncio.ensure_future(dispatcher.sample(first, LONG))
-        waiting = asyncio.ensure_future(dispatcher.sample(second, LONG))
+        cut = asyncio.ensure_future(sampler.sample(first, LONG))
+        waiting = asyncio.ensure_future(sampler.sample(second, LONG))
         await asyncio.sleep(0.11)
         cut.cancel()
         await asyncio.wait({cut})
         kept = first.generated_tokens
-        await dispatcher.tool_called(first)
+        await sampler.tool_called(first)
         assert await waiting == "length"
         assert first.generated_tokens == kept == 10
-        dispatcher.finish("task-0/0")
+        sampler.finish("task-0/0")
 
     with_dispatcher(test, [serving])
     assert serving.most == 1
 
 
 def test_a_request_that_is_cut_off_while_it_waits_is_not_taken_for_one_passed_over():
-    async def test(dispatcher, live):
+    async def test(sampler, live):
         busy, given_up = trajectory("task-0/0"), trajectory("task-1/1")
-        held = asyncio.ensure_future(dispatcher.sample(busy, LONG))
-        waits = asyncio.ensure_future(dispatcher.sample(given_up, LONG))
+        held = asyncio.ensure_future(sampler.sample(busy, LONG))
+        waits = asyncio.ensure_future(sampler.sample(given_up, LONG))
         await asyncio.sleep(0.05)
         waits.cancel()
         await asyncio.wait({waits})
-        await dispatcher.tool_called(given_up)
+        await sampler.tool_called(given_up)
         assert await held == "length"
-        await dispatcher.tool_called(busy)
+        await sampler.tool_called(busy)
         await asyncio.sleep(5000.0)  # far past every patience with requests that wait beside a free slot
         assert given_up.generated_tokens == 0
-        dispatcher.finish("task-1/1")
+        sampler.finish("task-1/1")
 
     with_dispatcher(test, [engine(slots=1)])
 

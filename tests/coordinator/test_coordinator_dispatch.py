@@ -13,6 +13,7 @@ import pytest
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, instances
 from libra_jax.engines import fake_engine
+from libra_jax.loops import streams
 from libra_jax.scheduling import baselines
 
 SAMPLING = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=(2,))
@@ -26,19 +27,20 @@ def trajectory(name: str = "task-0/0") -> protocols.Trajectory:
 
 
 def with_dispatcher(
-    test: Callable[[dispatch.Dispatcher, instances.Instances], Coroutine[Any, Any, Any]],
+    test: Callable[[streams.Streams, instances.Instances], Coroutine[Any, Any, Any]],
     engines: Sequence[fake_engine.FakeEngine],
     scheduler: protocols.Scheduler | None = None,
     **rollout: Any,
 ) -> Any:
-    """Runs `test` with a dispatcher over engines that serve version 0."""
+    """Runs `test` with streams and a dispatcher over engines that serve version 0."""
 
     async def main() -> Any:
         config = doubles.make_config(rollout=rollout, deadlines={"first_token": 50.0})
         run = doubles.run_context(config)
         specs = [protocols.ActorSpec(engine.name, ":", {}) for engine in engines]
         live = instances.Instances(run, specs)
-        dispatcher = OpenDispatcher(run, scheduler=scheduler or baselines.LeastLoaded(), engines=live)
+        dispatcher = dispatch.Dispatcher(run, scheduler=scheduler or baselines.LeastLoaded(), engines=live)
+        sampler = OpenStreams(run, dispatcher=dispatcher, engines=live)
         for engine in engines:
             entry = live.engines[engine.name]
             entry.info, entry.state = await engine.start(), "loaded"
@@ -46,14 +48,14 @@ def with_dispatcher(
             engine._version = entry.policy_version = 0
             live.serve([entry])
         try:
-            return await run.scope.race(test(dispatcher, live))
+            return await run.scope.race(test(sampler, live))
         finally:
             await run.scope.cancel_background(1.0)
 
     return doubles.run_on_clock(main())
 
 
-class OpenDispatcher(dispatch.Dispatcher):
+class OpenStreams(streams.Streams):
     """Takes every attempt for one of group 0."""
 
     async def sample(self, segment: protocols.Segment, sampling: protocols.SamplingParams, heard: Any = None) -> Any:
@@ -84,16 +86,16 @@ def engine(name: str = "a", kind: type[fake_engine.FakeEngine] = Counting, slots
 def test_an_instance_never_decodes_more_requests_than_it_has_slots():
     serving = [engine("a", slots=2), engine("b", slots=3)]
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> None:
         async def attempt(name: str) -> None:
             made = trajectory(name)
-            assert await dispatcher.sample(made, SAMPLING) == "stop"
-            await dispatcher.tool_called(made)
+            assert await sampler.sample(made, SAMPLING) == "stop"
+            await sampler.tool_called(made)
             await asyncio.sleep(0.05)
             made.append_text([50], protocols.TokenSource.TOOL)
-            await dispatcher.tool_returned(made, protocols.CausalState("look", 1, "success"))
-            assert await dispatcher.sample(made, SAMPLING) == "stop"
-            dispatcher.finish(name)
+            await sampler.tool_returned(made, protocols.CausalState("look", 1, "success"))
+            assert await sampler.sample(made, SAMPLING) == "stop"
+            sampler.finish(name)
 
         await asyncio.gather(*(attempt(f"task-{index}/{index % 10}") for index in range(30)))
 
@@ -102,13 +104,13 @@ def test_an_instance_never_decodes_more_requests_than_it_has_slots():
 
 
 def test_a_request_whose_tool_runs_holds_no_slot():
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> None:
         away, other = trajectory("task-0/0"), trajectory("task-1/1")
-        await dispatcher.sample(away, SAMPLING)
-        waiting = asyncio.ensure_future(dispatcher.sample(other, SAMPLING))
+        await sampler.sample(away, SAMPLING)
+        waiting = asyncio.ensure_future(sampler.sample(other, SAMPLING))
         await asyncio.sleep(5.0)
         assert not waiting.done(), "the only slot is the first request's until it calls its tool"
-        await dispatcher.tool_called(away)
+        await sampler.tool_called(away)
         assert await waiting == "stop"
 
     with_dispatcher(test, [engine(slots=1)])
@@ -130,9 +132,9 @@ class Mover(baselines.LeastLoaded):
 def test_a_moved_request_goes_on_from_its_tokens():
     serving = [engine("a"), engine("b")]
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> protocols.Trajectory:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> protocols.Trajectory:
         made = trajectory()
-        assert await dispatcher.sample(made, LONG) == "length"
+        assert await sampler.sample(made, LONG) == "length"
         return made
 
     moved = with_dispatcher(test, serving, Mover())
@@ -172,10 +174,10 @@ def test_a_stream_that_breaks_off_is_taken_up_again(how):
     serving = engine(kind=Cutting)
     serving.how = how
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> protocols.Trajectory:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> protocols.Trajectory:
         made = trajectory()
-        assert await dispatcher.sample(made, LONG) == "length"
-        assert dispatcher.counts.resumed == 2
+        assert await sampler.sample(made, LONG) == "length"
+        assert sampler.counts.resumed == 2
         return made
 
     made = with_dispatcher(test, [serving])
@@ -193,9 +195,9 @@ def test_an_engine_that_dies_between_the_stop_token_and_its_finish_loses_nothing
 
     serving = engine(kind=LosesTheFinish)
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> protocols.Trajectory:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> protocols.Trajectory:
         made = trajectory()
-        assert await dispatcher.sample(made, SAMPLING) == "stop"
+        assert await sampler.sample(made, SAMPLING) == "stop"
         return made
 
     made = with_dispatcher(test, [serving])
@@ -206,15 +208,15 @@ def test_an_engine_that_dies_between_the_stop_token_and_its_finish_loses_nothing
 def test_a_cancelled_attempt_aborts_its_request_and_frees_its_slot():
     serving = engine(slots=1)
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> None:
         given_up = trajectory("task-0/0")
-        attempt = asyncio.ensure_future(dispatcher.sample(given_up, LONG))
+        attempt = asyncio.ensure_future(sampler.sample(given_up, LONG))
         await asyncio.sleep(0.1)
         attempt.cancel()
         await asyncio.gather(attempt, return_exceptions=True)
-        dispatcher.finish("task-0/0")
+        sampler.finish("task-0/0")
         held = len(given_up.token_ids)
-        assert await dispatcher.sample(trajectory("task-1/1"), LONG) == "length"
+        assert await sampler.sample(trajectory("task-1/1"), LONG) == "length"
         assert serving._running == 0
         assert len(given_up.token_ids) == held
 
@@ -232,14 +234,14 @@ def test_a_deadline_missed_by_one_request_alone_costs_that_request_and_not_the_e
 
     serving = engine(kind=SkipsOne)
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> None:
         async def keep_busy() -> None:
             for index in range(200):
-                await dispatcher.sample(trajectory(f"task-{index + 1}/1"), LONG)
-                dispatcher.finish(f"task-{index + 1}/1")
+                await sampler.sample(trajectory(f"task-{index + 1}/1"), LONG)
+                sampler.finish(f"task-{index + 1}/1")
 
         busy = asyncio.ensure_future(keep_busy())
-        assert await dispatcher.sample(trajectory("task-0/0"), LONG) == "length"
+        assert await sampler.sample(trajectory("task-0/0"), LONG) == "length"
         assert live.engines["a"].life == 0
         busy.cancel()
 
@@ -263,8 +265,8 @@ class Parking(baselines.LeastLoaded):
 
 
 def test_a_request_that_is_never_placed_while_slots_are_free_ends_the_run_with_a_sentence():
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
-        await dispatcher.sample(trajectory(), LONG)
+    async def test(sampler: streams.Streams, live: instances.Instances) -> None:
+        await sampler.sample(trajectory(), LONG)
 
     with pytest.raises(protocols.DeadlineMissed, match=r"task-0/0 was given no place for 12\d\d s.*\.placement"):
         with_dispatcher(test, [engine()], Parking())
@@ -274,22 +276,22 @@ def test_a_request_whose_age_nothing_reminded_the_scheduler_of_is_placed_in_the_
     scheduler = Parking()
     scheduler.friendly = True
 
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> float:
-        assert await dispatcher.sample(trajectory(), LONG) == "length"
+    async def test(sampler: streams.Streams, live: instances.Instances) -> float:
+        assert await sampler.sample(trajectory(), LONG) == "length"
         return asyncio.get_running_loop().time()
 
     assert 1200 <= with_dispatcher(test, [engine()], scheduler) < 1300
 
 
 def test_a_request_may_wait_for_ever_while_no_slot_is_free_or_its_tool_runs():
-    async def test(dispatcher: dispatch.Dispatcher, live: instances.Instances) -> None:
+    async def test(sampler: streams.Streams, live: instances.Instances) -> None:
         away, other = trajectory("task-0/0"), trajectory("task-1/1")
-        await dispatcher.sample(away, SAMPLING)
-        waiting = asyncio.ensure_future(dispatcher.sample(other, SAMPLING))
+        await sampler.sample(away, SAMPLING)
+        waiting = asyncio.ensure_future(sampler.sample(other, SAMPLING))
         await asyncio.sleep(5000.0)
-        await dispatcher.tool_called(away)
+        await sampler.tool_called(away)
         assert await waiting == "stop"
-        await dispatcher.tool_called(other)
+        await sampler.tool_called(other)
         await asyncio.sleep(5000.0)
 
     with_dispatcher(test, [engine(slots=1)])

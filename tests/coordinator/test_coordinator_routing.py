@@ -10,6 +10,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import routing
+from libra_jax.loops import moves
 
 INSTANCES = [protocols.Instance("narrow", 1, 4), protocols.Instance("wide", 2, 4)]
 
@@ -21,88 +22,88 @@ def make() -> routing.Routing:
     return made
 
 
-def placed(instance: str, source: str = "") -> protocols.Placement:
+def move(source: str, target: str) -> protocols.Move | None:
     """A decision, after `source` served the request."""
-    moves = source and source != instance
-    move = protocols.Move("task-1/0", source, instance, protocols.MoveReason.TOOL_RETURN) if moves else None
-    return protocols.Placement("task-1/0", instance, move)
+    moves = source and source != target
+    return protocols.Move("task-1/0", source, target, protocols.MoveReason.TOOL_RETURN) if moves else None
 
 
 @pytest.mark.parametrize(
     ("first", "generated", "right"), [("narrow", 110, 1), ("narrow", 111, 0), ("wide", 111, 1), ("wide", 110, 0)]
 )
 def test_the_first_decision_after_the_first_tool_return_is_judged_by_the_true_remaining_length(first, generated, right):
-    made, route = make(), routing.Route()
-    made.decided(route, placed("wide" if first == "narrow" else "narrow"))
-    made.returned(route, 10)
-    made.decided(route, placed(first))
-    made.returned(route, 60)
-    made.decided(route, placed("wide"))
-    made.finished(route, generated)
+    made, decision = make(), routing.Decision()
+    made.decided(decision, "wide" if first == "narrow" else "narrow")
+    made.returned(decision, 10)
+    made.decided(decision, first)
+    made.returned(decision, 60)
+    made.decided(decision, "wide")
+    made.finished(decision, generated)
     counts = made.take_counts()
     assert (counts.judged, counts.right) == (1, right)
     assert made.take_counts() == routing.RoutingCounts()
 
 
 def test_while_the_wide_instance_is_away_long_requests_are_judged_wrong():
-    made, route = make(), routing.Route()
+    made, decision = make(), routing.Decision()
     made.instances(INSTANCES[:1])
-    made.returned(route, 10)
-    made.decided(route, placed("narrow"))
-    made.finished(route, 500)
+    made.returned(decision, 10)
+    made.decided(decision, "narrow")
+    made.finished(decision, 500)
     assert (made.counts.judged, made.counts.right) == (1, 0)
 
 
 def test_an_attempt_without_a_tool_return_is_not_judged():
-    made, route = make(), routing.Route()
-    made.decided(route, placed("narrow"))
-    made.finished(route, 500)
+    made, decision = make(), routing.Decision()
+    made.decided(decision, "narrow")
+    made.finished(decision, 500)
     assert made.counts.judged == 0
-    assert "routing/one_shot_accuracy" not in made.counts.metrics()
+    assert "routing/one_shot_accuracy" not in routing.metrics(made.counts, protocols.StreamCounts())
 
 
 def test_moves_are_counted_with_their_context_when_another_instance_serves():
-    made, route = make(), routing.Route()
+    route, counts = moves.Route(), protocols.StreamCounts()
     places = [("", "narrow", 10), ("narrow", "narrow", 40), ("narrow", "wide", 90), ("wide", "narrow", 100)]
     for turn, (source, instance, context) in enumerate(places):
-        made.decided(route, placed(instance, source))
-        made.served(route, turn, context)
-    assert made.take_counts().metrics() == {"routing/moves": 2.0, "routing/moved_tokens": 190.0}
-    assert [(turn, move.source, move.target) for turn, move in route.moves] == [
+        route.placed(move(source, instance))
+        route.served(turn, context, counts)
+    shown = routing.metrics(routing.RoutingCounts(), counts)
+    assert shown == {"routing/moves": 2.0, "routing/moved_tokens": 190.0}
+    assert [(turn, each.source, each.target) for turn, each in route.moves] == [
         (2, "narrow", "wide"),
         (3, "wide", "narrow"),
     ]
 
 
 def test_of_moves_that_no_stream_followed_only_the_whole_way_counts():
-    made, route = make(), routing.Route()
-    for place in (placed("narrow"), placed("wide", "narrow")):  # moved before the first stream: nothing has to follow
-        made.decided(route, place)
-    made.served(route, 0, 10)
+    route, counts = moves.Route(), protocols.StreamCounts()
+    for way in (move("", "narrow"), move("narrow", "wide")):  # moved before the first stream: nothing has to follow
+        route.placed(way)
+    route.served(0, 10, counts)
     assert route.moves == []
-    made.decided(route, placed("narrow", "wide"))
-    made.decided(route, placed("other", "narrow"))
-    made.served(route, 0, 20)
-    assert [(move.source, move.target) for _, move in route.moves] == [("wide", "other")]
-    made.decided(route, placed("wide", "other"))
-    made.decided(route, placed("other", "wide"))
-    made.served(route, 0, 30)
-    assert made.counts.moves == 1
+    route.placed(move("wide", "narrow"))
+    route.placed(move("narrow", "other"))
+    route.served(0, 20, counts)
+    assert [(each.source, each.target) for _, each in route.moves] == [("wide", "other")]
+    route.placed(move("other", "wide"))
+    route.placed(move("wide", "other"))
+    route.served(0, 30, counts)
+    assert counts.moves == 1
 
 
 def test_waits_for_first_tokens_are_told_apart_by_whether_the_request_moved():
-    made, route = make(), routing.Route()
+    route, counts = moves.Route(), protocols.StreamCounts()
     waits = [("narrow", 9.0), ("narrow", 1.0), ("wide", 14.0), ("wide", 12.0), ("narrow", 6.0), ("wide", 19.0)]
     source = ""
     for instance, seconds in waits:
-        made.decided(route, placed(instance, source))
-        made.served(route, 0, 10)
-        made.answered(route, seconds)
+        route.placed(move(source, instance))
+        route.served(0, 10, counts)
+        route.answered(seconds, counts)
         source = instance
-    metrics = made.take_counts().metrics()
+    shown = routing.metrics(routing.RoutingCounts(), counts)
     assert len(route.moves) == 3
-    assert metrics["routing/move_seconds"] == pytest.approx((14 + 6 + 19) / 3)
-    assert metrics["routing/stay_seconds"] == pytest.approx((1 + 12) / 2), "the very first wait is neither"
+    assert shown["routing/move_seconds"] == pytest.approx((14 + 6 + 19) / 3)
+    assert shown["routing/stay_seconds"] == pytest.approx((1 + 12) / 2), "the very first wait is neither"
 
 
 def test_a_run_reports_its_routing(tmp_path):
@@ -111,8 +112,8 @@ def test_a_run_reports_its_routing(tmp_path):
     bench.run()
     steps = [scalars for _, scalars in bench.recorder.steps]
     assert sum(step["routing/moves"] for step in steps) > 0
-    moves = [step["agent/moves"] * 3 * 2 for step in steps]
-    assert moves == pytest.approx([step["routing/moves"] for step in steps]), (
+    moved = [step["agent/moves"] * 3 * 2 for step in steps]
+    assert moved == pytest.approx([step["routing/moves"] for step in steps]), (
         "synchronous: none is left to a later step"
     )
     assert all(step["routing/move_seconds"] > 0 for step in steps if step["routing/moves"])

@@ -16,9 +16,10 @@ from libra_jax import protocols
 from libra_jax.agents import chat_format, harness_loop, tokenizers
 from libra_jax.agents.environments import harness
 from libra_jax.cluster import inprocess
-from libra_jax.coordinator import checkpoints, parts, rollouts
+from libra_jax.coordinator import checkpoints, parts
 from libra_jax.coordinator import run as run_module
 from libra_jax.gateway import fronts
+from libra_jax.loops import rollouts
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import recorder
 

@@ -13,8 +13,9 @@ import pytest
 from libra_jax import protocols
 from libra_jax.agents import chat_format, harness_loop, tokenizers
 from libra_jax.cluster import inprocess
-from libra_jax.coordinator import evaluation, parts, rollouts
+from libra_jax.coordinator import evaluation, parts
 from libra_jax.gateway import fronts
+from libra_jax.loops import rollouts
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 

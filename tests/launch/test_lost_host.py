@@ -25,6 +25,7 @@ SETTINGS = (
     "--config.rollout.tensor_parallel=1,1",
     "--config.cluster.backend=ray",
     "--config.cluster.accelerators_per_host=1",
+    "--config.rollout.loop_workers=2",
 )
 
 

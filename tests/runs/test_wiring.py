@@ -11,8 +11,9 @@ from libra_jax import config, protocols
 from libra_jax.agents.rewards import scoring
 from libra_jax.agents.tools import toolkit
 from libra_jax.cluster import granted, hosts
-from libra_jax.coordinator import checkpoints, fencing, parts, rollouts
+from libra_jax.coordinator import checkpoints, fencing, parts
 from libra_jax.coordinator import run as coordinator
+from libra_jax.loops import rollouts
 from libra_jax.models import config as model_config
 from libra_jax.runs import dry_run, preflight, wiring
 

@@ -5,6 +5,7 @@ A crash of the environment counts as a failure of infrastructure, so its rollout
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import collections
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from libra_jax import protocols
 from libra_jax.agents import factories, harness_loop, resolving
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
-from libra_jax.coordinator import dispatch
+from libra_jax.loops import streams
 
 MakeTrajectory = Callable[[str, str], protocols.Trajectory]
 """Makes an empty trajectory from its id and its prompt's id."""
@@ -39,15 +40,13 @@ class RunRollout(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Agent:
-    """What the policy is asked to do, and how its rollouts are scored.
+@dataclass(frozen=True, kw_only=True)
+class RolloutAgent:
+    """What rollouts need of the agent, in the process that runs them.
 
     Attributes:
-      tasks: training and held-out tasks.
       make_environment: returns a fresh environment, or a fresh harness, at each call.
       tokenizer: the policy's tokenizer.
-      demonstrator: solves tasks for the warm start; None if there is none.
       reward: scores rollouts; None leaves them the environments' own rewards.
       teacher: scores the tokens of training rollouts; None unless the run has a teacher behind an endpoint.
       make_trajectory: returns an empty trajectory (those of the simulator hold no token lists).
@@ -55,10 +54,8 @@ class Agent:
       run_rollout: runs a rollout in an environment (those of the simulator may have several segments).
     """
 
-    tasks: protocols.TaskSource
     make_environment: Callable[[], protocols.Environment | protocols.Harness]
     tokenizer: protocols.Tokenizer
-    demonstrator: protocols.Demonstrator | None = None
     reward: scoring.Scorer | None = None
     teacher: protocols.Teacher | None = None
     make_trajectory: MakeTrajectory = protocols.Trajectory
@@ -66,30 +63,31 @@ class Agent:
     run_rollout: RunRollout = agent_loop.run_rollout
 
 
-class Rollouts:
-    """Runs rollouts, each in a fresh environment.
+@dataclass(frozen=True, kw_only=True)
+class Agent(RolloutAgent):
+    """What the policy is asked to do, and how its rollouts are scored.
 
-    Args:
-      run: what the parts of the run share (`task`, `rollout`). The recorder gets a note for each of the first crashes
-        that are retried, and one if a rollout could not resume after a restart of the run.
-      agent: what the policy is asked to do.
-      dispatcher: the source of sampled tokens.
+    Attributes:
+      tasks: training and held-out tasks.
+      demonstrator: solves tasks for the warm start; None if there is none.
     """
 
-    def __init__(self, run: protocols.RunContext, agent: Agent, dispatcher: dispatch.Dispatcher) -> None:
+    tasks: protocols.TaskSource
+    demonstrator: protocols.Demonstrator | None = None
+
+
+class Runner(abc.ABC):
+    """Runs rollouts: in this process (`Rollouts`) or on loop workers (`coordinator.loop_workers.LoopWorkers`).
+
+    Args:
+      run: what the parts of the run share (`task`).
+      agent: what the policy is asked to do.
+    """
+
+    def __init__(self, run: protocols.RunContext, agent: RolloutAgent) -> None:
         self._config = run.config
-        self._note = run.recorder.note
         self._clock = run.clock
         self._agent = agent
-        self._dispatcher = dispatcher
-        self._noted = self._told_temperature = False
-        self._crashes = resolving.FirstFew(run.recorder.note)
-        self._voids: collections.Counter[str] = collections.Counter()
-
-    def take_voids(self) -> collections.Counter[str]:
-        """Returns the number of rollouts that crashed since the last call, by prompt id."""
-        taken, self._voids = self._voids, collections.Counter()
-        return taken
 
     def begin(self, trajectory_id: str, task: protocols.Task) -> protocols.Trajectory:
         """Returns an empty trajectory for the task, started now."""
@@ -97,6 +95,7 @@ class Rollouts:
         trajectory.start_seconds = self._clock()
         return trajectory
 
+    @abc.abstractmethod
     async def run(
         self,
         trajectory: protocols.Trajectory,
@@ -112,33 +111,14 @@ class Rollouts:
           EnvironmentCrashed: the environment or its factory crashed `task.environment_retries` + 1 times, or the reward
             failed as often as the config allows.
         """
-        limits, retries = factories.limits(self._config, temperature), self._config.task.environment_retries
-        trajectory.goes_on_at(self._clock())
-        for retry in range(retries + 1):
-            # Exponential backoff; the rollout holds no engine slot meanwhile.
-            if retry:
-                await asyncio.sleep(self._config.task.retry_seconds * 2.0 ** (retry - 1))
-            # A rollout restored from a checkpoint may have its reward already.
-            if trajectory.reward is not None:
-                return
-            self._dispatcher.open(trajectory, group_id, dispatch_version)
-            try:
-                await self._run_once(trajectory, task, limits)
-                return
-            except protocols.EnvironmentCrashed as crash:
-                # By prompt, so that a single prompt that breaks the environment stands out.
-                self._voids[trajectory.prompt_id] += 1
-                # A failed reward has had its own retries, and a second rollout would meet the same reward function.
-                if retry == retries or isinstance(crash, protocols.RewardFailed):
-                    raise
-                self._crashes.tell(f"Rollout {trajectory.trajectory_id} begins again: {crash}")
-                # A fresh environment may answer differently, so no token of the crashed one is kept. Emptied in place,
-                # because the group and the dispatcher hold the same object.
-                trajectory.clear()
-                trajectory.metrics.clear()
-                trajectory.reward = trajectory.finish = trajectory.environment_reward = None
-            finally:
-                self._dispatcher.finish(trajectory.trajectory_id)
+
+    @abc.abstractmethod
+    def take_counts(self) -> protocols.StreamCounts:
+        """Returns the counts of the rollouts' streams since the last call."""
+
+    @abc.abstractmethod
+    def take_voids(self) -> collections.Counter[str]:
+        """Returns the number of rollouts that crashed since the last call, by prompt id."""
 
     async def teach(self, trajectory: protocols.Trajectory) -> None:
         """Records the teacher's log-probabilities of a finished rollout that will be trained, if there is a teacher.
@@ -155,6 +135,72 @@ class Rollouts:
             if not segment.teacher_log_probs:
                 segment.teacher_log_probs.extend((await teacher.log_probs(segment.context()))[segment.shared :])
         trajectory.metrics["teacher/seconds"] = self._clock() - began
+
+
+class Rollouts(Runner):
+    """Runs rollouts in this process, each in a fresh environment.
+
+    Args:
+      run: what the parts of the run share (`task`, `rollout`). The recorder gets a note for each of the first crashes
+        that are retried, and one if a rollout could not resume after a restart of the run.
+      agent: what the policy is asked to do.
+      sampler: the source of sampled tokens.
+    """
+
+    def __init__(self, run: protocols.RunContext, agent: RolloutAgent, sampler: streams.Streams) -> None:
+        super().__init__(run, agent)
+        self._note = run.recorder.note
+        self._streams = sampler
+        self._noted = self._told_temperature = False
+        self._crashes = resolving.FirstFew(run.recorder.note)
+        self._voids: collections.Counter[str] = collections.Counter()
+
+    def take_voids(self) -> collections.Counter[str]:
+        """Returns the number of rollouts that crashed since the last call, by prompt id."""
+        taken, self._voids = self._voids, collections.Counter()
+        return taken
+
+    def take_counts(self) -> protocols.StreamCounts:
+        """Returns the counts of the rollouts' streams since the last call."""
+        return self._streams.take_counts()
+
+    async def run(
+        self,
+        trajectory: protocols.Trajectory,
+        task: protocols.Task,
+        *,
+        group_id: int,
+        dispatch_version: int,
+        temperature: float,
+    ) -> None:
+        """Runs the rollout until it has a reward (`Runner.run`)."""
+        limits, retries = factories.limits(self._config, temperature), self._config.task.environment_retries
+        trajectory.goes_on_at(self._clock())
+        for retry in range(retries + 1):
+            # Exponential backoff; the rollout holds no engine slot meanwhile.
+            if retry:
+                await asyncio.sleep(self._config.task.retry_seconds * 2.0 ** (retry - 1))
+            # A rollout restored from a checkpoint may have its reward already.
+            if trajectory.reward is not None:
+                return
+            self._streams.open(trajectory, group_id, dispatch_version)
+            try:
+                await self._run_once(trajectory, task, limits)
+                return
+            except protocols.EnvironmentCrashed as crash:
+                # By prompt, so that a single prompt that breaks the environment stands out.
+                self._voids[trajectory.prompt_id] += 1
+                # A failed reward has had its own retries, and a second rollout would meet the same reward function.
+                if retry == retries or isinstance(crash, protocols.RewardFailed):
+                    raise
+                self._crashes.tell(f"Rollout {trajectory.trajectory_id} begins again: {crash}")
+                # A fresh environment may answer differently, so no token of the crashed one is kept. Emptied in place,
+                # because the group and the streams hold the same object.
+                trajectory.clear()
+                trajectory.metrics.clear()
+                trajectory.reward = trajectory.finish = trajectory.environment_reward = None
+            finally:
+                self._streams.finish(trajectory.trajectory_id)
 
     async def _run_once(
         self, trajectory: protocols.Trajectory, task: protocols.Task, limits: agent_loop.Limits
@@ -177,7 +223,7 @@ class Rollouts:
                 harness=environment,
                 host=self._agent.host,
                 tokenizer=self._agent.tokenizer,
-                sampler=self._dispatcher,
+                sampler=self._streams,
                 limits=limits,
                 reward=self._agent.reward,
             )
@@ -193,7 +239,7 @@ class Rollouts:
             task=task,
             environment=cast("protocols.Environment", environment),
             tokenizer=self._agent.tokenizer,
-            sampler=self._dispatcher,
+            sampler=self._streams,
             limits=limits,
             reward=self._agent.reward,
         )
