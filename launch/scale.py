@@ -2,7 +2,7 @@
 
   python launch/scale.py [--accelerators=48,1024,10240] [--output=scale.json]
   python -m tests.benchmarks.costs --output=mine.json   # measures the costs of this machine
-  python launch/scale.py --costs=mine.json --stream_interval=256
+  python launch/scale.py --costs=mine.json --loop_workers
 
 Without --costs, the costs are those of launch/benchmarks/costs.json, with their date. The work is that of
 configs/simulate.py, or of another simulated run by --config. Each accelerator has the same number of trajectories at
@@ -42,6 +42,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 _INTERVAL = flags.DEFINE_integer(
     "stream_interval", None, "rollout.stream_interval; default: as any run has it.", lower_bound=1
 )
+_LOOP_WORKERS = flags.DEFINE_bool("loop_workers", False, "Agent loops beside the engines (rollout.loop_workers).")
 _CHUNK = flags.DEFINE_integer("chunk_mib", None, "rollout.chunk_mib; default: the config's.", lower_bound=1)
 _LINK = flags.DEFINE_float(
     "link_bytes_per_second", None, "Between two hosts; default: an accelerator's by the sheet.", lower_bound=1.0
@@ -152,6 +153,7 @@ def _of_run(run: settings.SimulatedRun) -> tuple[scale.Work, scale.Settings]:
     by_sheet = model.sheet.network_bytes_per_second * model.coefficients.network_share
     around = scale.Settings(
         stream_interval=usual.stream_interval if _INTERVAL.value is None else _INTERVAL.value,
+        loop_workers=_LOOP_WORKERS.value,
         chunk_mib=run.rollout.chunk_mib if _CHUNK.value is None else _CHUNK.value,
         health_seconds=usual.health_seconds,
         staleness=run.coordinator.max_staleness,
@@ -202,8 +204,10 @@ def _print(
         f"Costs of {record['date']}. Each {work.accelerators} accelerators, a step: {work.trajectories} trajectories, "
         f"{work.turns:.1f} turns, {work.generated_tokens:,.0f} generated and {work.trained_tokens:,.0f} trained tokens "
         f"each, {work.step_seconds:.0f} s; {work.engines} engines on {work.rollout_accelerators}; "
-        f"{work.weight_bytes / 1e9:.1f} GB of weights. A delta every {around.stream_interval} tokens, chunks of "
-        f"{around.chunk_mib} MiB, staleness {around.staleness}."
+        f"{work.weight_bytes / 1e9:.1f} GB of weights. Agent loops "
+        + ("beside the engines" if around.loop_workers else "in the coordinator's process")
+        + f", a delta every {around.stream_interval} tokens, chunks of {around.chunk_mib} MiB, staleness "
+        f"{around.staleness}."
     )
     rows = table.Table("accelerators", *(f"{one.accelerators:,}" for one in found))
     for name in ("engines", "requests", "turns", "deltas", "tokens"):

@@ -46,6 +46,7 @@ MAY_CHANGE = (
     "rollout.accelerators",
     "rollout.slots_by_instance",
     "rollout.restarts",
+    "rollout.loop_workers",
     "rollout.health_seconds",
     "trainer.restarts",
     "trainer.memory_fraction",

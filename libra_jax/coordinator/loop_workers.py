@@ -51,7 +51,7 @@ class _Worker(protocols.PlacementSink):
       due: set while there are commands to send.
       places: instance of each of its requests that decodes.
       generated: tokens of each of its requests, as told last.
-      told: what it was told of each instance.
+      told: the last entry of each instance that it was sent.
     """
 
     engines: instances.Instances
@@ -200,9 +200,18 @@ class LoopWorkers(rollouts.Runner):
 
     async def _keep(self, worker: _Worker) -> None:
         """Starts a worker, and starts it again when it is lost."""
+        try:
+            await self._keep_running(worker)
+        finally:
+            # The run ends: the worker's own shutdown aborts its rollouts, and nobody is left to tell of it.
+            worker.up = False
+            for rollout in worker.live.values():
+                rollout.left.set_exception(_WorkerLost())
+
+    async def _keep_running(self, worker: _Worker) -> None:
         while True:
+            client = worker_client.LoopWorkerClient(self._cluster, worker.spec, self._config.deadlines)
             try:
-                client = worker_client.LoopWorkerClient(self._cluster, worker.spec, self._config.deadlines)
                 self._recorder.status(worker.name, "starting")
                 await client.make()
                 await client.start(self._clock())
@@ -225,7 +234,7 @@ class LoopWorkers(rollouts.Runner):
                 return
             worker.restarts += 1
             try:
-                await worker_client.LoopWorkerClient(self._cluster, worker.spec, self._config.deadlines).stop()
+                await client.stop()
             except protocols.LibraError as error:
                 self._recorder.note(f"Loop worker {worker.name} could not be stopped cleanly: {error}")
 

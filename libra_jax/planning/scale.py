@@ -59,7 +59,12 @@ class Costs:
       health: seconds of a health check of an engine, without its call.
       serving: seconds of adding an engine to those that serve.
       status: seconds of a worker's entry, each time the status is written.
-      batch_token: seconds of handing a trained token to the trainer.
+      loop_request: `request` of a rollout whose agent loop is on a loop worker.
+      loop_turn: `turn` of such a rollout, its share of messages included.
+      loop_token: seconds of keeping a token of such a rollout, generated or from a tool.
+      batch_token: seconds of putting a trained token into the object store.
+      fetch_token: seconds from a batch's first put until all trainer processes have made arrays of it, for each token.
+        The coordinator's process does not spend them.
       token_bytes: bytes of memory that a trajectory's token takes, not seconds.
       decisions: number of live requests to seconds of a decision; a turn takes two. `turn` includes those of few
         requests.
@@ -80,7 +85,11 @@ class Costs:
     health: float
     serving: float
     status: float
+    loop_request: float
+    loop_turn: float
+    loop_token: float
     batch_token: float
+    fetch_token: float
     token_bytes: float
     decisions: Mapping[int, float]
     planner: Mapping[int, float]
@@ -142,6 +151,7 @@ class Settings:
 
     Attributes:
       stream_interval: tokens between two deltas (`rollout.stream_interval`).
+      loop_workers: agent loops run beside the engines (`rollout.loop_workers` above 0), not in the coordinator.
       chunk_mib: MiB of a chunk of weights (`rollout.chunk_mib`).
       health_seconds: seconds between two looks at an engine (`rollout.health_seconds`).
       staleness: max staleness; batches of staleness + 1 steps are live.
@@ -154,10 +164,12 @@ class Settings:
       start_limit: seconds that a start may take (`deadlines.engine_start`).
       silent_limit: seconds for which the event loop may be silent (`telemetry.status`).
       weight_sync_share: share of a step that a weight sync may take.
+      hand_over_share: share of a step that handing a batch to the trainer's processes may take.
       memory_bytes: memory of the coordinator's host, in bytes.
     """
 
     stream_interval: int = 16
+    loop_workers: bool = False
     chunk_mib: int = 256
     health_seconds: float = 10.0
     staleness: int = 1
@@ -170,13 +182,15 @@ class Settings:
     start_limit: float = 300.0
     silent_limit: float = 10.0
     weight_sync_share: float = 0.1
+    hand_over_share: float = 0.1
     memory_bytes: float = 1e12
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             possible = 0 <= value < math.inf
-            if not possible or (value == 0 and item.name not in ("staleness", "load_seconds", "engine_start_seconds")):
+            zero = ("staleness", "load_seconds", "engine_start_seconds", "loop_workers")
+            if not possible or (value == 0 and item.name not in zero):
                 raise protocols.ConfigError(f"settings.{item.name}: {value} is not possible; give a number above 0")
 
 
@@ -283,7 +297,7 @@ def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Lo
             "s",
         ),
         "start-up": Part(sum(start.values()), settings.start_limit, "s"),
-        "batch": Part(costs.batch_token * tokens, silent, "s"),
+        "hand-over": Part(costs.fetch_token * tokens, settings.hand_over_share * work.step_seconds, "s"),
         "planner": Part(planned, silent, "s"),
         "memory": Part((settings.staleness + 1) * costs.token_bytes * tokens / 1e9, settings.memory_bytes / 1e9, "GB"),
     }
@@ -301,13 +315,25 @@ def _coordinator(
     live = (settings.staleness + 1) * (times * work.trajectories)
     waiting = max(0.0, grown(costs.decisions, live) - grown(costs.decisions, 1))
     workers = engines + hosts(work, settings, engines / work.engines)
+    if settings.loop_workers:
+        rollouts = {
+            "requests": requests * costs.loop_request,
+            "turns": turns * costs.loop_turn,
+            "deltas": 0.0,
+            "tokens": (rates["tokens"] + requests * work.payload_tokens) * costs.loop_token,
+        }
+    else:
+        rollouts = {
+            "requests": requests * costs.request,
+            "turns": turns * costs.turn,
+            "deltas": rates["deltas"] * costs.delta + news * costs.call,
+            "tokens": rates["tokens"] * costs.generated_token
+            + requests * (work.payload_tokens * costs.payload_token + work.sent_tokens * costs.context_token),
+        }
     return {
-        "requests": requests * costs.request,
-        "turns": turns * costs.turn,
+        **rollouts,
         "scheduler's growth": 2.0 * turns * waiting,
-        "deltas": rates["deltas"] * costs.delta + news * costs.call,
-        "tokens": rates["tokens"] * costs.generated_token
-        + requests * (work.payload_tokens * costs.payload_token + work.sent_tokens * costs.context_token),
+        "batches": requests * work.trained_tokens * costs.batch_token,
         "health": engines * (costs.health + costs.call) / settings.health_seconds,
         "status": workers * costs.status / settings.status_seconds,
     }
@@ -364,19 +390,12 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
         return f"none needed at {accelerators:,}"
     match part:
         case "coordinator":
-            # The smallest sufficient interval between deltas. Beyond a turn's own length a longer one does not help.
-            interval, cores = settings.stream_interval, load.value
-            while cores > BUSY and interval < work.generated_tokens / work.turns:
-                interval *= 2
-                changed = dataclasses.replace(settings, stream_interval=interval)
-                cores = loads(costs, work, changed, accelerators).parts[part].value
-            made = f"rollout.stream_interval={interval}: {cores:.2g} cores"
+            changed = dataclasses.replace(settings, loop_workers=True)
+            cores = loads(costs, work, changed, accelerators).parts[part].value
+            made = f"rollout.loop_workers, one or more a host: {cores:.2g} cores"
             if cores > BUSY:
                 shards = math.ceil(cores / BUSY)
-                made = (
-                    f"rollout.stream_interval={interval} and {shards} coordinators, each of a share of the groups and "
-                    "engines"
-                )
+                made = f"rollout.loop_workers and {shards} coordinators, each of a share of the groups and engines"
         case "weight sync":
             # The smallest sufficient size of chunks, or else what is left with a single chunk.
             changed, after = settings, load
@@ -398,8 +417,8 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
                 made = f"{makers} coordinators that make actors, or deadlines.engine_start above {whole:.0f}"
             else:
                 made = "raise deadlines.engine_start: engines alone take longer"
-        case "batch":
-            made = f"hand the batch over in {math.ceil(load.ratio)} slices, between which the event loop answers"
+        case "hand-over":
+            made = f"hand each of {math.ceil(load.ratio)} or more parts of the trainer the rows alone that it trains"
         case "planner":
             share = load.value / work.step_seconds
             made = f"search in a process of its own: it takes {share:.2g} of a step's time there"

@@ -26,7 +26,7 @@ from libra_jax.cluster import create as cluster_create
 from libra_jax.planning import calibration, scale
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import files, status
-from tests.benchmarks import coordinator, planner, publishing, scheduler
+from tests.benchmarks import coordinator, handover, loop_workers, planner, publishing, scheduler
 
 SHAPES = (
     coordinator.Shape(1, 1, 16),
@@ -50,7 +50,12 @@ LIVE = (1_024, 21_845, 218_453)
 
 AWAY, DECISIONS = 0.6, 20_000
 WORKERS = 2_048
-TRAJECTORIES, TOKENS = 32, 8_192
+TOKENS = 8_192
+PROCESSES = 4
+"""Processes of the trainer to which a batch is handed."""
+
+LOOPS, LOOP_SECONDS = 256, 10.0
+"""Rollouts under way on loop workers, and seconds of a measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +100,13 @@ def measure(rounds: int, progress: Callable[[str], None]) -> Measured:
     remote, by_ray = attempts("ray", rounds)
     progress("actors and calls")
     actor, call = asyncio.run(_ray(rounds))
+    progress("agent loops on loop workers")
+    beside = _loops()
     progress("publications, status, batches")
     published = publishing.costs(rounds)
     publication = Check(*publishing.held_out(published, rounds))
-    status_seconds, token_seconds, token_bytes = _status(rounds), _batch_token(rounds), _token_bytes()
+    status_seconds, token_bytes = _status(rounds), _token_bytes()
+    put_seconds, fetch_seconds = handover.seconds_a_token(PROCESSES)
     progress("decisions")
     decisions = {live: decision(live) for live in LIVE}
     progress("searches for a plan")
@@ -106,10 +114,12 @@ def measure(rounds: int, progress: Callable[[str], None]) -> Measured:
     costs = scale.Costs(
         **remote,
         **published,
+        **beside,
         actor=actor,
         call=call,
         status=status_seconds,
-        batch_token=token_seconds,
+        batch_token=put_seconds,
+        fetch_token=fetch_seconds,
         token_bytes=token_bytes,
         decisions=decisions,
         planner=searches,
@@ -143,6 +153,20 @@ def counts(shape: coordinator.Shape) -> list[float]:
     """How often each of `ATTEMPT_COSTS` comes in an attempt."""
     payload = shape.payload * (shape.turns - 1)
     return [1.0, shape.turns, shape.turns * shape.deltas, shape.turns * shape.tokens, payload, shape.sent]
+
+
+def _loops() -> dict[str, float]:
+    """Of rollouts on loop workers: one, a turn of it, and a token, by the differences of three shapes."""
+
+    def rollout(turns: int, tokens: int) -> float:
+        shape = loop_workers.Shape(turns, tokens, max(1, tokens // 128), 1.0)
+        found = loop_workers.measure(shape, workers=4, live=LOOPS, seconds=LOOP_SECONDS)
+        return turns * found.turn_seconds
+
+    few, many, long = rollout(1, 16), rollout(8, 16), rollout(8, 2_048)
+    turn = max(0.0, (many - few) / 7)
+    token = max(0.0, (long - many) / (8 * (2_048 - 16)))
+    return {"loop_request": max(0.0, few - turn), "loop_turn": turn, "loop_token": token}
 
 
 async def _ray(rounds: int) -> tuple[float, float]:
@@ -188,12 +212,6 @@ def _status(rounds: int) -> float:
     with tempfile.TemporaryDirectory(prefix="libra-jax-scale-") as folder:
         file = pathlib.Path(folder) / status.STATUS_FILE
         return _median(lambda: file.write_bytes(files.json_line(run.view())), rounds) / WORKERS
-
-
-def _batch_token(rounds: int) -> float:
-    """Of a token of trajectories that are packed to be sent to the trainer's process."""
-    batch = [_trajectory(number) for number in range(TRAJECTORIES)]
-    return _median(lambda: len(pickle.dumps(batch, protocol=5)), rounds) / (TRAJECTORIES * TOKENS)
 
 
 def _token_bytes() -> float:

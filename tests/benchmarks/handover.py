@@ -52,6 +52,20 @@ def main(argv: list[str]) -> None:
         print(f"{processes} processes: call {1e9 * call / count:.0f}, loop {1e9 * loop / count:.0f} ns a token")
 
 
+def seconds_a_token(processes: int) -> tuple[float, float]:
+    """Returns the caller's CPU seconds, and the seconds until each process has made arrays of it, for each token."""
+    made = batch()
+    rollouts = [rollout for group in made.groups for rollout in group.trajectories]
+    count = sum(len(rollout.token_ids) for rollout in rollouts)
+    call, loop = asyncio.run(handed_over(made, processes))
+    shape, spent = model_config.load_preset("Qwen3-14B", "model"), []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        sequences.examples(rollouts, VERSION, shape)
+        spent.append(time.process_time() - began)
+    return loop / count, (call + statistics.median(spent)) / count
+
+
 async def handed_over(made: protocols.TrainBatch, processes: int) -> tuple[float, float]:
     """Returns the seconds until all processes have the batch, and the caller's CPU seconds; medians."""
     cluster = create.create(configuration.ClusterConfig(backend="ray"))

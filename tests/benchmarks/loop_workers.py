@@ -35,7 +35,7 @@ from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
 WORKERS = flags.DEFINE_integer("workers", 64, "Loop workers; 0: the loops run in the coordinator's process.")
-PROCESSES = flags.DEFINE_integer("processes", 2, "Processes that hold the workers.")
+HOLDERS = flags.DEFINE_integer("holders", 2, "Processes that hold the workers.")
 LIVE = flags.DEFINE_integer("live", 20_000, "Rollouts under way.")
 RATE = flags.DEFINE_float("turns_per_second", 1000.0, "Turns a second that the rollouts would make without a queue.")
 TURNS = flags.DEFINE_integer("turns", 10, "Turns of a rollout.")
@@ -184,12 +184,68 @@ class Cluster(inprocess.InProcessCluster):
 # The coordinator ------------------------------------------------------------------------------------------------------
 
 
-async def measure(shape: Shape, config: configuration.RunConfig, addresses: Sequence[protocols.WorkerAddress]) -> None:
-    """Runs the rollouts, and prints what the coordinator spent in the second half of the time."""
-    run = parts.RunContext(config, Cluster(addresses), memory.MemoryRecorder(), pathlib.Path())
-    run = replace(run, recorder=Forgetful())
+@dataclass(frozen=True)
+class Figures:
+    """What the coordinator's process spent.
+
+    Attributes:
+      turns_per_second: turns that ended.
+      cores: CPU seconds a second.
+      turn_seconds: CPU seconds a turn.
+      holders: CPU seconds a second of all processes with workers.
+      memory: bytes of the coordinator's process.
+      rollout_memory: bytes that it grew by for each rollout.
+      waited: seconds that a turn waited for its place.
+    """
+
+    turns_per_second: float
+    cores: float
+    turn_seconds: float
+    holders: float
+    memory: int
+    rollout_memory: float
+    waited: float
+
+
+def measure(shape: Shape, *, workers: int, live: int, seconds: float, holders: int = 2) -> Figures:
+    """Runs rollouts for twice `seconds`, and returns what was spent in the second half."""
+    config = configuration.RunConfig(
+        rollout=configuration.RolloutConfig(engine="fake", max_context=CONTEXT, max_tokens=shape.tokens),
+        task=configuration.TaskConfig(max_turns=shape.turns + 1),
+        trainer=configuration.TrainerConfig(row_tokens=CONTEXT),
+    )
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    count = min(holders, workers)
+    for number in range(count):
+        here, there = context.Pipe()
+        share = workers // count + (number < workers % count)
+        processes.append(context.Process(target=hold, args=(there, config, shape, share), daemon=True))
+        processes[-1].start()
+        pipes.append(here)
+    try:
+        addresses = [address for pipe in pipes for address in pipe.recv()]
+        figures = asyncio.run(_measure(shape, config, addresses, live, seconds))
+        for pipe in pipes:
+            pipe.send(None)
+        spent = sum(pipe.recv() for pipe in pipes)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join(20)
+    return replace(figures, holders=spent / (2 * seconds))
+
+
+async def _measure(
+    shape: Shape,
+    config: configuration.RunConfig,
+    addresses: Sequence[protocols.WorkerAddress],
+    live: int,
+    seconds: float,
+) -> Figures:
+    run = parts.RunContext(config, Cluster(addresses), Forgetful(), pathlib.Path())
     count = max(1, len(addresses)) * 4
-    slots = -(-LIVE.value // count)
+    slots = -(-2 * live // count)
     engines = instances.Instances(run, [protocols.ActorSpec(f"engine-{number}", ":", {}) for number in range(count)])
     for name, engine in engines.engines.items():
         engine.client = EngineClient(name, shape)  # type: ignore[assignment]
@@ -205,13 +261,11 @@ async def measure(shape: Shape, config: configuration.RunConfig, addresses: Sequ
     else:
         runner = rollouts.Rollouts(run, given, streams.Streams(run, dispatcher=dispatcher, engines=engines))
     gc.set_threshold(100_000, 50, 100)  # as under load in a long run: most objects live long
-    process, before = psutil.Process(), psutil.Process().memory_info().rss
-    numbers = itertools.count()
-    turns = 0
+    process, numbers = psutil.Process(), itertools.count()
+    before = process.memory_info().rss
 
     async def one() -> None:
-        nonlocal turns
-        # Begun over one turn's time, and each at another turn, or all would call their tools at once.
+        # Each begins at another time of a turn, or all would call their tools at once.
         await asyncio.sleep(random.uniform(0.0, shape.seconds))
         while True:
             number = next(numbers)
@@ -220,39 +274,42 @@ async def measure(shape: Shape, config: configuration.RunConfig, addresses: Sequ
             await runner.run(trajectory, task, group_id=number // 8, dispatch_version=0, temperature=1.0)
             if len(trajectory.turns) != shape.turns or trajectory.generated_tokens != shape.turns * shape.tokens:
                 raise protocols.LibraError(f"{len(trajectory.turns)} turns came in place of {shape.turns}")
-            turns += shape.turns
 
-    work = [asyncio.ensure_future(one()) for _ in range(LIVE.value)]
-
-    async def window() -> None:
-        await asyncio.sleep(SECONDS.value)
+    async def window() -> Figures:
+        await asyncio.sleep(seconds)
         runner.take_counts()
         cpu, began, rss = time.process_time(), time.monotonic(), process.memory_info().rss
-        await asyncio.sleep(SECONDS.value)
-        spent, seconds = time.process_time() - cpu, time.monotonic() - began
+        await asyncio.sleep(seconds)
+        spent, passed = time.process_time() - cpu, time.monotonic() - began
         counts = runner.take_counts()
-        done = counts.tokens / shape.tokens
-        print(
-            f"{len(addresses)} workers, {LIVE.value:,} rollouts under way: {done / seconds:,.0f} turns/s, "
-            f"{spent / seconds:.3f} cores in the coordinator's process, {1e6 * spent / done:.0f} us a turn, "
-            f"scheduler {1e6 * dispatcher.take_seconds() / (2 * done):.0f} us a turn; "
-            f"memory {rss / 2**20:,.0f} MiB, {(rss - before) / LIVE.value / 1024:.1f} KiB a rollout; "
-            f"{counts.waited_seconds / max(1, done):.2f} s of waiting for a slot a turn; {counts.resumed} resumed"
+        turns = counts.tokens / shape.tokens
+        return Figures(
+            turns_per_second=turns / passed,
+            cores=spent / passed,
+            turn_seconds=spent / turns,
+            holders=0.0,
+            memory=rss,
+            rollout_memory=(rss - before) / live,
+            waited=counts.waited_seconds / turns,
         )
 
+    measured = asyncio.ensure_future(window())
+    work = [asyncio.ensure_future(one()) for _ in range(live)]
     try:
-        await run.scope.race(_first(window(), *work))
+        return await run.scope.race(_first(measured, *work))
     finally:
-        for task in work:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
-        for each in list(asyncio.all_tasks() - {asyncio.current_task()}):
-            each.cancel()
 
 
-async def _first(window: Any, *work: asyncio.Future[None]) -> None:
-    measured = asyncio.ensure_future(window)
-    done, _ = await asyncio.wait({measured, *work}, return_when=asyncio.FIRST_COMPLETED)
-    next(iter(done)).result()
+async def _first(measured: asyncio.Future[Figures], *work: asyncio.Future[None]) -> Figures:
+    """Returns the figures, or raises what ended a rollout before."""
+    either: set[asyncio.Future[Any]] = {measured, *work}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    for task in work:
+        if task.done():
+            task.result()
+    return measured.result()
 
 
 class Tasks:
@@ -265,7 +322,7 @@ class Tasks:
 
 
 class Forgetful(memory.MemoryRecorder):
-    """Counts spans and keeps none: a run writes them into a file."""
+    """Takes spans and keeps none: a run writes them into a file."""
 
     def span(self, *_: Any, **__: Any) -> None:
         pass
@@ -273,27 +330,13 @@ class Forgetful(memory.MemoryRecorder):
 
 def main(_: Sequence[str]) -> None:
     shape = Shape(TURNS.value, TOKENS.value, DELTAS.value, LIVE.value / RATE.value)
-    config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(engine="fake", max_context=CONTEXT, max_tokens=TOKENS.value),
-        task=configuration.TaskConfig(max_turns=TURNS.value + 1),
-        trainer=configuration.TrainerConfig(row_tokens=CONTEXT),
+    found = measure(shape, workers=WORKERS.value, live=LIVE.value, seconds=SECONDS.value, holders=HOLDERS.value)
+    print(
+        f"{WORKERS.value} workers, {LIVE.value:,} rollouts under way: {found.turns_per_second:,.0f} turns/s, "
+        f"{found.cores:.3f} cores in the coordinator's process ({1e6 * found.turn_seconds:.0f} us a turn), "
+        f"{found.holders:.2f} in those with workers; memory {found.memory / 2**20:,.0f} MiB, "
+        f"{found.rollout_memory / 1024:.1f} KiB a rollout; a turn waited {found.waited:.2f} s for its place"
     )
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    count = min(PROCESSES.value, WORKERS.value)
-    for number in range(count):
-        here, there = context.Pipe()
-        share = WORKERS.value // count + (number < WORKERS.value % count)
-        processes.append(context.Process(target=hold, args=(there, config, shape, share), daemon=True))
-        processes[-1].start()
-        pipes.append(here)
-    addresses = [address for pipe in pipes for address in pipe.recv()]
-    asyncio.run(measure(shape, config, addresses))
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        print(f"a process with workers: {pipe.recv() / (2 * SECONDS.value):.2f} cores")
-        process.terminate()
-        process.join(20)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,30 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_its_rollouts_on_workers(
     assert sorted(second.trained["prompts"]) == ALL
 
 
+def test_a_run_that_ends_with_rollouts_under_way_waits_for_nothing(tmp_path):
+    class Slow(doubles.TwoTurns):
+        async def step(self, output):
+            await asyncio.sleep(1000.0 if self._index > 5 else 0.1)
+            return await super().step(output)
+
+    config = doubles.make_config(steps=2, coordinator={"max_staleness": 1}, deadlines={"shutdown": 500.0})
+    bench = workers.Bench(config, tmp_path, make_environment=Slow)
+    original = bench.coordinator._train_one_step
+
+    async def failing():
+        await original()
+        raise protocols.LibraError("stopped by the test")
+
+    bench.coordinator._train_one_step = failing
+
+    async def timed():
+        with pytest.raises(protocols.LibraError, match="stopped by the test"):
+            await bench.coordinator.run()
+        return asyncio.get_running_loop().time()
+
+    assert doubles.run_on_clock(timed()) < 100.0
+
+
 def test_an_environment_is_closed_on_its_worker_when_its_group_is_dropped(tmp_path):
     closed = collections.Counter()
 

@@ -1,11 +1,13 @@
 """A real run whose loop worker is killed: the run goes on, and every prompt is trained once."""
 
 import collections
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,13 +24,10 @@ def named(name: str) -> list[psutil.Process]:
     """Processes of this test's run that Ray named after an actor."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            threads = os.listdir(f"/proc/{process.pid}/task")
-            names = {open(f"/proc/{process.pid}/task/{thread}/comm").read().strip() for thread in threads}
-        except OSError:
-            continue
-        if name in names:
-            found.append(process)
+        threads = Path(f"/proc/{process.pid}/task").glob("*/comm")
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if name in {thread.read_text().strip() for thread in threads}:
+                found.append(process)
     return found
 
 

@@ -40,7 +40,7 @@ def test_three_sizes_are_told_of_with_the_first_bottleneck_and_what_to_do_about_
 def test_settings_of_the_run_change_what_they_are_about_and_nothing_else(tmp_path):
     paths = tmp_path / "plain.json", tmp_path / "changed.json"
     assert scale("--accelerators=10240", f"--output={paths[0]}").returncode == 0
-    changed = scale("--accelerators=10240", "--stream_interval=512", "--chunk_mib=2048", f"--output={paths[1]}")
+    changed = scale("--accelerators=10240", "--loop_workers", "--chunk_mib=2048", f"--output={paths[1]}")
     assert changed.returncode == 0, changed.stderr
     before, after = (json.loads(path.read_text())["loads"][0]["parts"] for path in paths)
     assert {name for name in before if before[name] != after[name]} == {"coordinator", "weight sync"}

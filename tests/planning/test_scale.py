@@ -29,7 +29,11 @@ COSTS = scale.Costs(
     health=0.1 * MS,
     serving=0.01 * MS,
     status=0.001 * MS,
+    loop_request=0.2 * MS,
+    loop_turn=0.3 * MS,
+    loop_token=1e-8,
     batch_token=1e-7,
+    fetch_token=2e-7,
     token_bytes=100.0,
     decisions={1_000: 20e-6, 100_000: 40e-6},
     planner={40: 0.1, 4_000: 10.0},
@@ -72,9 +76,17 @@ def test_rates_and_cores_are_those_that_were_added_up_by_hand():
         "tokens": 4_000.0 * 1e-6 + 0.5 * (2_000.0 * 2e-6 + 50_000.0 * 1e-7),
         "health": 8 * (0.1 + 0.5) * 1e-3 / 10.0,
         "status": (8 + 2) * 1e-6,
+        "batches": 0.5 * 12_000 * 1e-7,
     }
     assert here.coordinator == pytest.approx(expected)
     assert here.parts["coordinator"].value == pytest.approx(sum(expected.values()))
+    beside = expected | {
+        "requests": 0.5 * 0.2e-3,
+        "turns": 5.0 * 0.3e-3,
+        "deltas": 0.0,
+        "tokens": (4_000.0 + 0.5 * 2_000.0) * 1e-8,
+    }
+    assert found(loop_workers=True).coordinator == pytest.approx(beside)
 
 
 def test_a_weight_sync_is_the_bytes_down_the_tree_or_the_calls_and_then_the_loading():
@@ -96,7 +108,8 @@ def test_a_start_makes_the_actors_one_after_the_other_while_engines_start_at_onc
 
 def test_the_batch_that_is_handed_over_and_kept_counts_each_token_of_each_live_step():
     here = found()
-    assert here.parts["batch"].value == pytest.approx(500 * 12_000 * 1e-7)
+    assert here.parts["hand-over"].value == pytest.approx(500 * 12_000 * 2e-7)
+    assert here.parts["hand-over"].limit == pytest.approx(100.0)
     assert here.parts["memory"].value == pytest.approx(2 * 500 * 12_000 * 100.0 / 1e9)
     assert found(staleness=0).parts["memory"].value == pytest.approx(500 * 12_000 * 100.0 / 1e9)
 
@@ -125,7 +138,9 @@ def test_whatever_has_a_limit_grows_with_the_cluster(one, other):
 def test_no_part_gets_less_for_a_cost_that_is_higher(accelerators, name):
     value = getattr(COSTS, name)
     dearer = {size: 2 * each for size, each in value.items()} if isinstance(value, dict) else 2 * value
-    before, after = found(accelerators), found(accelerators, dataclasses.replace(COSTS, **{name: dearer}))
+    beside = name.startswith("loop_")
+    before = found(accelerators, loop_workers=beside)
+    after = found(accelerators, dataclasses.replace(COSTS, **{name: dearer}), loop_workers=beside)
     for part in before.parts:
         assert after.parts[part].value >= before.parts[part].value
     assert after != before or name == "decisions"  # among few requests they take what `turn` has
@@ -160,17 +175,16 @@ def test_what_needs_no_remedy_has_none():
     assert set(here.values()) == {"none needed at 40"}
 
 
-def test_fewer_deltas_are_the_remedy_of_a_busy_coordinator_as_long_as_they_are_enough():
+def test_agent_loops_beside_the_engines_are_the_remedy_of_a_busy_coordinator_as_long_as_they_are_enough():
     assert found(400).parts["coordinator"].value > 1.0
     told = scale.remedy(COSTS, WORK, SETTINGS, 400, "coordinator")
-    interval = int(told.split("=")[1].split(":")[0])
-    assert found(400, stream_interval=interval).parts["coordinator"].value <= scale.BUSY
-    assert found(400, stream_interval=interval // 2).parts["coordinator"].value > scale.BUSY
+    left = found(400, loop_workers=True).parts["coordinator"].value
+    assert left <= scale.BUSY
+    assert f"rollout.loop_workers, one or more a host: {left:.2g} cores" in told
     shards = scale.remedy(COSTS, WORK, SETTINGS, 40_000, "coordinator")
     assert "coordinators, each of a share of the groups" in shards
     count = int(shards.split(" and ")[1].split()[0])
-    interval = int(shards.split("=")[1].split()[0])
-    left = found(40_000, stream_interval=interval).parts["coordinator"].value
+    left = found(40_000, loop_workers=True).parts["coordinator"].value
     assert (count - 1) * scale.BUSY < left <= count * scale.BUSY
 
 
@@ -187,7 +201,7 @@ def test_larger_chunks_are_the_remedy_of_a_weight_sync_as_long_as_they_are_enoug
     ("part", "said"),
     [
         ("start-up", "coordinators that make actors"),
-        ("batch", "slices, between which the event loop answers"),
+        ("hand-over", "the rows alone that it trains"),
         ("planner", "in a process of its own"),
         ("memory", "each on a host of its own"),
     ],
