@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ import ray.exceptions
 
 from libra_jax.cluster import actors, ray_batches, ray_host
 from libra_jax.protocols import WorkerLost
+
+_numbers = itertools.count()
 
 
 @dataclass
@@ -178,7 +181,8 @@ class Address:
         caller = Caller(
             self.name,
             self.process,
-            caller=ray.get_runtime_context().get_actor_id(),
+            # News go to one reader each, so two handles of one process need two names.
+            caller=f"{ray.get_runtime_context().get_actor_id()}/{next(_numbers)}",
             birth=self.birth,
             batches=ray_batches.Batches(),
         )

@@ -212,14 +212,14 @@ class RayHost:
             await asyncio.wait({opened.relay})
 
     async def forget(self, caller: str) -> None:
-        """Closes all streams of a process that has ended."""
-        if (reader := self._readers.pop(caller, None)) is None:
-            return
-        relays = [opened.relay for opened in reader.opened.values() if opened.relay is not None]
+        """Closes all streams of a process that has ended. `caller`: its name, which its handles' names begin with."""
+        ended = [self._readers.pop(name) for name in list(self._readers) if name.partition("/")[0] == caller]
+        relays = [opened.relay for reader in ended for opened in reader.opened.values() if opened.relay is not None]
         for relay in relays:
             relay.cancel()
-        # Its last call for news, which nobody awaits, ends too.
-        reader.told.set()
+        # Its last calls for news, which nobody awaits, end too.
+        for reader in ended:
+            reader.told.set()
         if relays:
             await asyncio.wait(relays)
 

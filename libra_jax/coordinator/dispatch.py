@@ -113,6 +113,12 @@ class Dispatcher(protocols.Dispatch):
             self.routing.finished(known.decision, generated)
         self._apply(self._scheduler.on_finish(request, generated, now, completed=completed), now)
 
+    def place_again(self, sink: protocols.PlacementSink, instance: str) -> None:
+        """Repeats the placements of a sink's requests on an instance that the sink took for failed."""
+        for name, request in self._requests.items():
+            if request.sink is sink and request.instance == instance:
+                sink.placed(protocols.Placement(name, instance), request.ask)
+
     def replan(self, rollout: Sequence[protocols.PlannedBucket]) -> None:
         """Switches to a plan's buckets. Requests of instances that ended by the same plan wait for a new placement."""
         self._instances_changed(self._engines.serving())

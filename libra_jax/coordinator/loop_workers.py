@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from libra_jax.loops import client as worker_client
 from libra_jax.loops import mirror, rollouts
 
 
-class _WorkerLost(Exception):
+class _GoesOnElsewhere(Exception):
     """The worker of a rollout is gone. The rollout goes on elsewhere."""
 
 
@@ -46,6 +47,7 @@ class _Worker(protocols.PlacementSink):
       spec: how to make its actor.
       up: True while it takes rollouts.
       restarts: number of restarts.
+      dead: True once no restart is left.
       live: its rollouts, by id.
       commands: commands that were not sent yet.
       due: set while there are commands to send.
@@ -58,6 +60,7 @@ class _Worker(protocols.PlacementSink):
     spec: protocols.ActorSpec
     up: bool = False
     restarts: int = 0
+    dead: bool = False
     live: dict[str, _Live] = field(default_factory=dict)
     commands: list[protocols.WorkerCommand] = field(default_factory=list)
     due: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,6 +144,7 @@ class LoopWorkers(rollouts.Runner):
         self._engines = engines
         self._workers = [_Worker(engines, spec) for spec in specs]
         self._up = asyncio.Event()
+        self._heard: dict[str, float] = {}  # by instance: time of its last tokens that are known
         self._counts = protocols.StreamCounts()
         self._voids: collections.Counter[str] = collections.Counter()
         run.events.subscribe(protocols.EngineUpdated, lambda event: self._updated(event.name))
@@ -169,8 +173,15 @@ class LoopWorkers(rollouts.Runner):
     ) -> None:
         """Runs the rollout until it has a reward (`rollouts.Runner.run`)."""
         trajectory.goes_on_at(self._clock())
+        lost, most = 0, self._config.task.environment_retries
         # A rollout restored from a checkpoint may have its reward already.
         while trajectory.reward is None:
+            # What a rollout does may be what ends its worker: a segmentation fault, or all of the memory.
+            if lost > most:
+                raise protocols.EnvironmentCrashed(
+                    f"rollout {trajectory.trajectory_id}: {lost} loop workers were lost while they ran it "
+                    f"(config.task.environment_retries = {most})"
+                )
             while not (workers := [worker for worker in self._workers if worker.up]):
                 self._up.clear()
                 await self._up.wait()
@@ -178,8 +189,8 @@ class LoopWorkers(rollouts.Runner):
                 # A copy, also where the worker is in this process: from now on, updates alone change this one.
                 order = protocols.BeginRollout(copy.deepcopy(trajectory), task, group_id, dispatch_version, temperature)
                 await self._run_on(min(workers, key=lambda worker: len(worker.live)), trajectory, order)
-            except _WorkerLost:
-                continue
+            except _GoesOnElsewhere:
+                lost += 1
 
     async def _run_on(self, worker: _Worker, trajectory: protocols.Trajectory, order: protocols.BeginRollout) -> None:
         name = trajectory.trajectory_id
@@ -206,9 +217,10 @@ class LoopWorkers(rollouts.Runner):
             # The run ends: the worker's own shutdown aborts its rollouts, and nobody is left to tell of it.
             worker.up = False
             for rollout in worker.live.values():
-                rollout.left.set_exception(_WorkerLost())
+                rollout.left.set_exception(_GoesOnElsewhere())
 
     async def _keep_running(self, worker: _Worker) -> None:
+        error: protocols.LibraError = protocols.WorkerLost(f"{worker.name} ended")
         while True:
             client = worker_client.LoopWorkerClient(self._cluster, worker.spec, self._config.deadlines)
             try:
@@ -220,23 +232,27 @@ class LoopWorkers(rollouts.Runner):
                 worker.up = True
                 self._up.set()
                 await self._serve(worker, client)
-            except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
-                self._lost(worker, error)
+            except (protocols.WorkerLost, protocols.DeadlineMissed) as failed:
+                error = failed
             finally:
                 client.close()
+            worker.up = False
+            # Before its rollouts go on elsewhere: a worker that only hung would call their tools a second time.
+            try:
+                await client.stop()
+            except protocols.LibraError as unclean:
+                self._recorder.note(f"Loop worker {worker.name} could not be stopped cleanly: {unclean}")
+            self._lost(worker, error)
             if worker.restarts >= self._config.rollout.restarts:
+                worker.dead = True
                 self._recorder.status(worker.name, "dead")
-                if not any(other.up or other.restarts < self._config.rollout.restarts for other in self._workers):
+                if all(other.dead for other in self._workers):
                     raise protocols.WorkerLost(
                         f"No loop worker is left: the last was {worker.name}, which was started again "
-                        f"{worker.restarts} times (config.rollout.restarts)."
+                        f"{worker.restarts} times (config.rollout.restarts) and ended with: {error}"
                     )
                 return
             worker.restarts += 1
-            try:
-                await client.stop()
-            except protocols.LibraError as error:
-                self._recorder.note(f"Loop worker {worker.name} could not be stopped cleanly: {error}")
 
     async def _serve(self, worker: _Worker, client: worker_client.LoopWorkerClient) -> None:
         """Sends commands and takes events until the worker is lost. Raises WorkerLost or DeadlineMissed then."""
@@ -272,10 +288,12 @@ class LoopWorkers(rollouts.Runner):
         match event:
             case protocols.RequestProgressed(request, generated):
                 worker.generated[request] = generated
+                self._hear(worker, request)
                 self._dispatcher.progressed(request, generated)
             case protocols.ToolCalled(request, generated, update):
                 self._copy(worker, update)
                 worker.generated[request] = generated
+                self._hear(worker, request)
                 worker.places.pop(request, None)
                 self._dispatcher.tool_called(request, generated)
             case protocols.ToolReturned(request, generated, causal_state, context, update):
@@ -300,11 +318,25 @@ class LoopWorkers(rollouts.Runner):
             case protocols.EngineAnswered(name, life):
                 self._engines.answered(name, life)
             case protocols.EngineFailed(name, life, error):
-                self._engines.failed(name, life, error)
+                self._failed(worker, name, life, error)
             case protocols.WorkerNoted(text):
                 self._recorder.note(text)
             case protocols.WorkerBroke(error):
                 self._scope.call(error)
+
+    def _hear(self, worker: _Worker, request: str) -> None:
+        """Notes that an instance has sent tokens."""
+        if (name := worker.places.get(request)) is not None:
+            self._heard[name] = self._clock()
+
+    def _failed(self, worker: _Worker, name: str, life: int, error: protocols.LibraError) -> None:
+        """Takes a failed instance out of service. One that other requests still hear from goes on."""
+        silent = self._clock() - self._heard.get(name, -math.inf)
+        if isinstance(error, protocols.DeadlineMissed) and silent < self._config.deadlines.first_token:
+            worker.told.pop(name, None)
+            self._dispatcher.place_again(worker, name)
+        else:
+            self._engines.failed(name, life, error)
 
     def _copy(self, worker: _Worker, update: protocols.RolloutUpdate) -> None:
         mirror.apply(worker.live[update.trajectory_id].trajectory, update)
@@ -319,23 +351,23 @@ class LoopWorkers(rollouts.Runner):
 
     def _lost(self, worker: _Worker, error: BaseException) -> None:
         """Ends what was on a lost worker: its requests leave the scheduler, and its rollouts go on elsewhere."""
-        count = len(worker.live)
-        worker.up = False
-        live, generated = list(worker.live.values()), dict(worker.generated)
-        worker.forget()
+        live = list(worker.live.values())
         for rollout in live:
-            # Children first, so that the scheduler never holds a segment whose parent it has forgotten.
+            # Children first, so that the scheduler never holds a segment whose parent it has forgotten. A rollout that
+            # began again after a crash has its requests' names twice.
             for request in reversed(rollout.requests):
-                if request in generated:
-                    self._dispatcher.finished(request, generated[request], completed=False)
+                if (generated := worker.generated.pop(request, None)) is not None:
+                    self._dispatcher.finished(request, generated, completed=False)
+        # Afterwards: a slot that came free may have been given to another of these requests.
+        worker.forget()
         self._recorder.status(worker.name, protocols.LOST)
         if not self._scope.called:
             self._recorder.note(
-                f"Loop worker {worker.name} was lost ({error}); its {count} rollouts go on elsewhere, each after its "
-                "last whole output."
+                f"Loop worker {worker.name} was lost ({error}); its {len(live)} rollouts go on elsewhere, each after "
+                "its last whole output."
             )
         for rollout in live:
-            rollout.left.set_exception(_WorkerLost())
+            rollout.left.set_exception(_GoesOnElsewhere())
 
     def _updated(self, name: str) -> None:
         for worker in self._workers:

@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import pickle
 import secrets
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -31,6 +32,11 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        # A machine that has vanished closes nothing: the kernel asks for it, and gives up after a minute and a half.
+        connected: socket.socket = writer.get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4)):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: Any) -> None:
         """Sends a message, after all earlier ones. Does not wait."""
@@ -62,8 +68,8 @@ async def connect(address: protocols.WorkerAddress) -> Connection:
     where = f"the loop worker at {address.host}:{address.port}"
     try:
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        challenge = secrets.token_bytes(_PROOF_BYTES)
-        writer.write(challenge + _proof(address.secret, challenge, b"coordinator"))
+        theirs, challenge = await reader.readexactly(_PROOF_BYTES), secrets.token_bytes(_PROOF_BYTES)
+        writer.write(challenge + _proof(address.secret, theirs, b"coordinator"))
         answer = await reader.readexactly(_PROOF_BYTES)
     except (OSError, asyncio.IncompleteReadError) as error:
         raise protocols.WorkerLost(f"{where} cannot be reached ({error})") from error
@@ -92,10 +98,11 @@ async def listen(
 
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
-            challenge = await reader.readexactly(_PROOF_BYTES)
-            proof = await reader.readexactly(_PROOF_BYTES)
+            challenge = secrets.token_bytes(_PROOF_BYTES)
+            writer.write(challenge)
+            theirs, proof = await reader.readexactly(_PROOF_BYTES), await reader.readexactly(_PROOF_BYTES)
             if hmac.compare_digest(proof, _proof(secret, challenge, b"coordinator")):
-                writer.write(_proof(secret, challenge, b"worker"))
+                writer.write(_proof(secret, theirs, b"worker"))
                 await serve(Connection(reader, writer))
 
     try:

@@ -175,7 +175,8 @@ class Rollouts(Runner):
     ) -> None:
         """Runs the rollout until it has a reward (`Runner.run`)."""
         limits, retries = factories.limits(self._config, temperature), self._config.task.environment_retries
-        trajectory.goes_on_at(self._clock())
+        # Of this process's event loop, whose clock turns are timed by.
+        trajectory.goes_on_at(asyncio.get_running_loop().time())
         for retry in range(retries + 1):
             # Exponential backoff; the rollout holds no engine slot meanwhile.
             if retry:

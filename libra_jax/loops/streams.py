@@ -355,7 +355,8 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
 
     def _failed(self, engine: protocols.StreamEngine, life: int, error: BaseException) -> None:
         """Reports a failed instance. Its requests wait until the dispatcher has heard of it and places them again."""
-        current = engine.life == life
+        # On a loop worker each life has an object of its own, and another may serve by now.
+        current = self._engines.engines.get(engine.name) is engine and engine.life == life
         self._engines.failed(engine.name, life, error)
         # In the dispatcher's process they are displaced already, and none is on the instance.
         for request in self._requests.values() if current else ():

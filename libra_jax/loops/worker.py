@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Worker(protocols.LoopWorker):
     Args:
       config: the run's configuration.
       cluster: makes actors in this process.
-      workdir: folder of logs.
+      workdir: directory of the run.
       open_agent: opens what rollouts need.
       address: address of this machine at which to listen for the coordinator; empty: it calls `tell` and `events`.
     """
@@ -96,12 +97,19 @@ class Worker(protocols.LoopWorker):
 
     async def _talk(self, connection: channel.Connection) -> None:
         """Sends events and takes commands, until the coordinator closes the connection."""
-        sending = asyncio.ensure_future(self._send(connection))
+        work = [asyncio.ensure_future(each) for each in (self._take(connection), self._send(connection))]
         try:
-            async for commands in connection.messages():
-                await self.tell(commands)
+            # An error of either ends the connection, by which the coordinator knows that this worker is lost.
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            sending.cancel()
+            for task in work:
+                task.cancel()
+
+    async def _take(self, connection: channel.Connection) -> None:
+        async for commands in connection.messages():
+            await self.tell(commands)
 
     async def _send(self, connection: channel.Connection) -> None:
         async for events in self.events():
@@ -169,7 +177,7 @@ class Worker(protocols.LoopWorker):
             # The coordinator asked for it, or this worker ends. Nobody awaits this task.
             pass
         except protocols.LibraError as failed:
-            error = failed
+            error = failed if _travels(failed) else protocols.LibraError(str(failed))
         except Exception as failed:
             error = protocols.LibraError(f"rollout {name} {resolving.raised(failed)}")
         del self._trackers[name], self._tasks[name]
@@ -189,6 +197,15 @@ class Worker(protocols.LoopWorker):
     def _say(self, event: protocols.WorkerEvent) -> None:
         self._said.append(event)
         self._news.set()
+
+
+def _travels(error: protocols.LibraError) -> bool:
+    """Returns whether another process can unpickle an error; a subclass with its own constructor may not allow it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
 
 
 Say = Callable[[protocols.WorkerEvent], None]
@@ -249,23 +266,28 @@ class _Engines:
         self._limits = limits
         self._cluster = cluster
         self.engines: dict[str, _Engine] = {}
+        self._clients: dict[str, tuple[protocols.ActorAddress, engines_client.EngineClient]] = {}
 
     def take(self, entry: protocols.EngineEntry) -> None:
         """Takes in what the coordinator says of an instance."""
         known = self.engines.get(entry.name)
         if known is None or known.life != entry.life or (known.client is None) != (entry.address is None):
-            made: engines_client.EngineClient | None = None
-            if entry.address is not None:
-                spec = protocols.ActorSpec(entry.name, "", {})
-                made = engines_client.EngineClient(self._cluster, spec, self._limits)
-                made.reach(entry.address)
-            life = _Engine(entry.name, entry.life, made, entry.policy_version, entry.paused)
+            client = None if entry.address is None else self._client(entry.name, entry.address)
             # A stream holds the object of the life in which it began.
             if known is not None:
                 known.client = None
-            self.engines[entry.name] = life
+            self.engines[entry.name] = _Engine(entry.name, entry.life, client, entry.policy_version, entry.paused)
             return
         known.policy_version, known.paused = entry.policy_version, entry.paused
+
+    def _client(self, name: str, address: protocols.ActorAddress) -> protocols.EngineClient:
+        """Returns the client of a process: the same in all of its lives, as an engine that slept goes on in it."""
+        before = self._clients.get(name)
+        if before is None or before[0] != address:
+            made = engines_client.EngineClient(self._cluster, protocols.ActorSpec(name, "", {}), self._limits)
+            made.reach(address)
+            before = self._clients[name] = address, made
+        return before[1]
 
     def answered(self, name: str, life: int) -> None:
         engine = self.engines[name]

@@ -310,6 +310,11 @@ def _check_loop_workers(config: libra_config.RunConfig) -> None:
             f"config.rollout.loop_workers: {config.rollout.loop_workers} processes need cluster.backend=ray; embedded, "
             "the coordinator's own process runs the agent loops: set it to 0"
         )
+    if config.gateway.host not in ("127.0.0.1", "localhost", "0.0.0.0"):
+        raise protocols.ConfigError(
+            f"config.gateway.host: {config.gateway.host} is an address of one machine, and each loop worker serves its "
+            "own sessions; use 127.0.0.1, or 0.0.0.0 if agents are elsewhere"
+        )
     if config.gateway.port:
         raise protocols.ConfigError(
             f"config.gateway.port: each loop worker serves its own sessions, and two on one machine cannot both have "

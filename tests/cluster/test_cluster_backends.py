@@ -112,10 +112,12 @@ def test_an_actor_calls_another_one_by_its_address(with_actors):
         theirs, ours = await asyncio.gather(
             reader.call(Reader.read, streamer.address, 500), _numbers(streamer.stream(Streamer.numbers, 300))
         )
+        # A second handle in the same process hears of its own streams alone.
+        again = await reader.call(Reader.read, streamer.address, 400)
         await cluster.stop("reader")
-        return len(theirs), len(ours)
+        return len(theirs), len(ours), len(again)
 
-    assert with_actors(body) == (500, 300)
+    assert with_actors(body) == (500, 300, 400)
 
 
 def test_streams_of_an_actor_that_has_ended_are_closed_in_the_one_that_it_read(with_actors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import typing
 
 import coordinator_doubles as doubles
 import hypothesis
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import strategies
 
 from libra_jax import protocols
+from libra_jax.engines import fake_engine
 
 ALL = sorted(f"task-{index}" for index in range(12))
 
@@ -68,7 +70,9 @@ def reference(tmp_path_factory):
 @hypothesis.given(lives=lives, staleness=strategies.integers(0, 1), count=strategies.integers(1, 3))
 def test_lost_workers_lose_no_group_and_change_no_token(tmp_path_factory, reference, lives, staleness, count):
     folder = tmp_path_factory.mktemp("run")
-    config = doubles.make_config(coordinator={"max_staleness": staleness}, rollout={"restarts": 8})
+    config = doubles.make_config(
+        coordinator={"max_staleness": staleness}, rollout={"restarts": 8}, task={"environment_retries": 50}
+    )
     bench = workers.Bench(config, folder, count=count, lives=lives)
     summary = bench.run()
     assert sorted(bench.trained["prompts"]) == ALL
@@ -83,13 +87,83 @@ def test_lost_workers_lose_no_group_and_change_no_token(tmp_path_factory, refere
 @hypothesis.given(lives=lives, tokens=strategies.integers(20, 200))
 def test_engines_and_workers_that_die_together_lose_no_group(tmp_path_factory, reference, lives, tokens):
     folder = tmp_path_factory.mktemp("run")
-    config = doubles.make_config(rollout={"restarts": 20, "generation_retries": 50})
+    config = doubles.make_config(rollout={"restarts": 20, "generation_retries": 50}, task={"environment_retries": 50})
     engines = doubles.engine_specs(config, count=2, fail_after_tokens=tokens)
     bench = workers.Bench(config, folder, lives=lives, specs=engines)
     summary = bench.run()
     assert sorted(bench.trained["prompts"]) == ALL
     assert summary.replaced == {}
     assert doubles.turns_of(bench) == reference
+
+
+class CrashesOnce(doubles.TwoTurns):
+    """Of each task, the first environments break at their first step."""
+
+    crashed: typing.ClassVar[collections.Counter[int]] = collections.Counter()
+
+    async def step(self, output):
+        if self.crashed[self._index] < 3:
+            self.crashed[self._index] += 1
+            raise OSError("injected")
+        return await super().step(output)
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(lives=lives)
+def test_environments_that_crash_on_workers_that_die_lose_no_group(tmp_path_factory, lives):
+    CrashesOnce.crashed.clear()
+    config = doubles.make_config(task={"environment_retries": 50, "retry_seconds": 0.01}, rollout={"restarts": 8})
+    bench = workers.Bench(config, tmp_path_factory.mktemp("run"), make_environment=CrashesOnce, lives=lives)
+    summary = bench.run()
+    assert sorted(bench.trained["prompts"]) == ALL
+    assert summary.replaced == {}
+
+
+def test_a_rollout_that_ends_every_worker_is_replaced(tmp_path):
+    class Deadly(doubles.TwoTurns):
+        async def step(self, output):
+            if self._index == 1:
+                for made in workers.MADE:
+                    made.die()
+                await asyncio.sleep(1.0)
+            return await super().step(output)
+
+    config = doubles.make_config(rollout={"restarts": 50}, task={"environment_retries": 2})
+    bench = workers.Bench(config, tmp_path, count=2, make_environment=Deadly)
+    summary = bench.run()
+    assert "task-1" not in bench.trained["prompts"]
+    assert summary.replaced["environment"] >= 1
+    assert any("loop workers were lost while they ran it" in note for note in bench.recorder.notes)
+
+
+def test_an_instance_that_others_hear_from_survives_a_silent_stream_of_one_worker(tmp_path):
+    class SkipsOne(fake_engine.FakeEngine):
+        skipped = False
+
+        async def generate(self, request):
+            if request.request_id.startswith("task-0/0") and not SkipsOne.skipped:
+                SkipsOne.skipped = True
+                await asyncio.sleep(1e6)
+            async for delta in super().generate(request):
+                yield delta
+
+    def make(**arguments):
+        return fake_engine.create(**arguments, kind=SkipsOne)
+
+    class Slow(doubles.TwoTurns):
+        tool_seconds = staticmethod(lambda index: 20.0)
+
+    doubles.make_skipping = make
+    config = doubles.make_config(deadlines={"first_token": 50.0}, coordinator={"max_staleness": 1})
+    specs = [
+        protocols.ActorSpec(spec.name, "coordinator_doubles:make_skipping", spec.arguments)
+        for spec in doubles.engine_specs(config, count=1)
+    ]
+    bench = workers.Bench(config, tmp_path, count=3, specs=specs, make_environment=Slow)
+    bench.run()
+    assert SkipsOne.skipped
+    assert sorted(bench.trained["prompts"]) == ALL
+    assert not any("engine-0 was lost" in note for note in bench.recorder.notes)
 
 
 def test_a_rollout_of_a_lost_worker_goes_on_after_its_last_whole_output(tmp_path):
