@@ -44,7 +44,7 @@ install_lock() { # name, lock file
   # pip unpacks on one core. Two of them take half of the time, with every second package each.
   local half installers=()
   for half in 0 1; do
-    grep -v '^#' "$2" | awk -v half=$half 'NR % 2 == half' >"$stamp.$half.txt"
+    awk -v half=$half '!/^#/ && count++ % 2 == half' "$2" >"$stamp.$half.txt"
     $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
       -r "$stamp.$half.txt" 2> >(grep -v '^WARNING: Location' >&2) &
     installers+=($!)

@@ -14,7 +14,7 @@ import pytest
 import real_runs
 import scripts
 
-pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.drill]
 
 STEPS, GROUPS, ATTEMPTS = 30, 4, 2
 DEADLINE_SECONDS = 240.0
