@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import os
 import pathlib
-import pickle
 import sys
 import threading
 import traceback
@@ -24,7 +23,7 @@ from typing import Any
 import ray
 
 from libra_jax.cluster import actors, guard, ray_batches
-from libra_jax.protocols import ActorSpec, LibraError
+from libra_jax.protocols import ActorSpec, LibraError, portable
 
 GATHER_SECONDS = 0.001
 """Seconds that news wait for more news, so that they travel together."""
@@ -61,12 +60,7 @@ class Outcome:
     @classmethod
     def of_failure(cls, error: LibraError) -> Outcome:
         """Wraps a LibraError, which the driver raises again."""
-        trace = "".join(traceback.format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # a subclass with its own constructor may not unpickle; its message is enough
-            error = LibraError(str(error))
-        return cls(error=error, trace=trace)
+        return cls(error=portable(error), trace="".join(traceback.format_exception(error)))
 
     def unwrap(self) -> Any:
         """Returns the value, or raises the error if there is one."""

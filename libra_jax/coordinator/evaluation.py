@@ -136,13 +136,8 @@ async def evaluate(
 
     async def attempted(task: protocols.Task, trajectory: protocols.Trajectory) -> None:
         nonlocal ended
-        await runner.run(
-            trajectory,
-            task,
-            group_id=protocols.EVALUATION_GROUP,
-            dispatch_version=version,
-            temperature=settings.temperature,
-        )
+        group = protocols.EVALUATION_GROUP
+        await runner.run(protocols.RolloutOrder(trajectory, task, group, version, settings.temperature))
         ended += 1
         status(f"evaluating version {version}, {ended:,} of {len(begun):,} rollouts")
 

@@ -198,13 +198,8 @@ class Groups:
 
     async def _run_rollout(self, trajectory: protocols.Trajectory, group: protocols.Group) -> None:
         try:
-            await self._runner.run(
-                trajectory,
-                group.task,
-                group_id=group.group_id,
-                dispatch_version=group.dispatch_version,
-                temperature=self._config.rollout.temperature,
-            )
+            temperature, version = self._config.rollout.temperature, group.dispatch_version
+            await self._runner.run(protocols.RolloutOrder(trajectory, group.task, group.group_id, version, temperature))
         finally:
             # The group may have left meanwhile.
             if group.group_id in self._under_way:

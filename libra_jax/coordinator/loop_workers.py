@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import copy
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class _Worker(protocols.PlacementSink):
         """Passes a placement on (`protocols.PlacementSink.placed`)."""
         if placement.instance:
             self.places[placement.request_id] = placement.instance
+            if placement.move is not None:
+                self.describe(placement.move.source)  # it may be asked to hand keys and values over
             self.describe(placement.instance)
         else:
             self.places.pop(placement.request_id, None)
@@ -162,16 +165,9 @@ class LoopWorkers(rollouts.Runner):
         taken, self._voids = self._voids, collections.Counter()
         return taken
 
-    async def run(
-        self,
-        trajectory: protocols.Trajectory,
-        task: protocols.Task,
-        *,
-        group_id: int,
-        dispatch_version: int,
-        temperature: float,
-    ) -> None:
+    async def run(self, order: protocols.RolloutOrder) -> None:
         """Runs the rollout until it has a reward (`rollouts.Runner.run`)."""
+        trajectory = order.trajectory
         trajectory.goes_on_at(self._clock())
         lost, most = 0, self._config.task.environment_retries
         # A rollout restored from a checkpoint may have its reward already.
@@ -187,12 +183,12 @@ class LoopWorkers(rollouts.Runner):
                 await self._up.wait()
             try:
                 # A copy, also where the worker is in this process: from now on, updates alone change this one.
-                order = protocols.BeginRollout(copy.deepcopy(trajectory), task, group_id, dispatch_version, temperature)
-                await self._run_on(min(workers, key=lambda worker: len(worker.live)), trajectory, order)
+                sent = dataclasses.replace(order, trajectory=copy.deepcopy(trajectory))
+                await self._run_on(min(workers, key=lambda worker: len(worker.live)), trajectory, sent)
             except _GoesOnElsewhere:
                 lost += 1
 
-    async def _run_on(self, worker: _Worker, trajectory: protocols.Trajectory, order: protocols.BeginRollout) -> None:
+    async def _run_on(self, worker: _Worker, trajectory: protocols.Trajectory, order: protocols.RolloutOrder) -> None:
         name = trajectory.trajectory_id
         live = worker.live[name] = _Live(trajectory, asyncio.get_running_loop().create_future())
         worker.send(order)

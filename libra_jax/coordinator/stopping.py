@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from libra_jax import deadlines, protocols
+from libra_jax import background_tasks, deadlines, protocols
 
 T = TypeVar("T")
 
@@ -35,14 +35,11 @@ class Stopped(Exception):
     """Raised if a person or a scheduler stops the run; not an error."""
 
 
-class Ending:
+class Ending(background_tasks.BackgroundTasks):
     """The end of the run, and the background tasks that end with it: the run's `protocols.Scope`.
 
     It belongs to the event loop that first uses it.
     """
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     # The futures are made at their first use, because a run is described before its event loop runs.
     @functools.cached_property
@@ -92,32 +89,6 @@ class Ending:
             return task.result()
         finally:
             deadlines.abandon(task)
-
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs `work` in the background. An error in `work` ends the run."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self.call(error)
-
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        # The event loop keeps weak references only, so a task without another one may vanish before its end.
-        self._tasks.add(task)
-        task.add_done_callback(ended)
-        return task
-
-    async def cancel_background(self, seconds: float) -> None:
-        """Cancels every background task and waits at most `seconds` for all to end.
-
-        A task that was cancelled before is closing its resources. It is not interrupted in that.
-        """
-        tasks = set(self._tasks)
-        for task in tasks:
-            if not task.cancelling():
-                task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=seconds)
 
 
 # Signals ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ from typing import Any
 
 from libra_jax import protocols
 
+PROOF_SECONDS = 30.0
+"""Seconds in which a program that connects has to prove that it knows the secret."""
+
 _LENGTH_BYTES = 8
 _PROOF_BYTES = 32
 
@@ -100,7 +103,8 @@ async def listen(
         with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
             challenge = secrets.token_bytes(_PROOF_BYTES)
             writer.write(challenge)
-            theirs, proof = await reader.readexactly(_PROOF_BYTES), await reader.readexactly(_PROOF_BYTES)
+            async with asyncio.timeout(PROOF_SECONDS):
+                theirs, proof = await reader.readexactly(_PROOF_BYTES), await reader.readexactly(_PROOF_BYTES)
             if hmac.compare_digest(proof, _proof(secret, challenge, b"coordinator")):
                 writer.write(_proof(secret, theirs, b"worker"))
                 await serve(Connection(reader, writer))

@@ -96,16 +96,8 @@ class Runner(abc.ABC):
         return trajectory
 
     @abc.abstractmethod
-    async def run(
-        self,
-        trajectory: protocols.Trajectory,
-        task: protocols.Task,
-        *,
-        group_id: int,
-        dispatch_version: int,
-        temperature: float,
-    ) -> None:
-        """Runs the rollout until it has a reward, from the trajectory's present position.
+    async def run(self, order: protocols.RolloutOrder) -> None:
+        """Runs the rollout until its trajectory, which grows in place, has a reward.
 
         Raises:
           EnvironmentCrashed: the environment or its factory crashed `task.environment_retries` + 1 times, or the reward
@@ -164,17 +156,10 @@ class Rollouts(Runner):
         """Returns the counts of the rollouts' streams since the last call."""
         return self._streams.take_counts()
 
-    async def run(
-        self,
-        trajectory: protocols.Trajectory,
-        task: protocols.Task,
-        *,
-        group_id: int,
-        dispatch_version: int,
-        temperature: float,
-    ) -> None:
+    async def run(self, order: protocols.RolloutOrder) -> None:
         """Runs the rollout until it has a reward (`Runner.run`)."""
-        limits, retries = factories.limits(self._config, temperature), self._config.task.environment_retries
+        trajectory, task = order.trajectory, order.task
+        limits, retries = factories.limits(self._config, order.temperature), self._config.task.environment_retries
         # Of this process's event loop, whose clock turns are timed by.
         trajectory.goes_on_at(asyncio.get_running_loop().time())
         for retry in range(retries + 1):
@@ -184,7 +169,7 @@ class Rollouts(Runner):
             # A rollout restored from a checkpoint may have its reward already.
             if trajectory.reward is not None:
                 return
-            self._streams.open(trajectory, group_id, dispatch_version)
+            self._streams.open(trajectory, order.group_id, order.dispatch_version)
             try:
                 await self._run_once(trajectory, task, limits)
                 return

@@ -1,30 +1,29 @@
 """The loop worker: runs agent loops in a process of its own, beside the engines.
 
 The same rollouts and streams run here as in the coordinator's process. Only the dispatcher is far away: a link turns
-calls into events, and commands into placements. What is retained when: with each tool call and each tool return, the
-coordinator gets the tokens since the last one. If this process is lost, a rollout goes on elsewhere after its last
-whole output.
+calls into events, and commands into placements. With each tool call and each tool return, the coordinator gets the
+tokens since the last one. If this process is lost, a rollout goes on elsewhere after its last whole output.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libra_jax import background_tasks, protocols
 from libra_jax import config as configuration
-from libra_jax import protocols
 from libra_jax.agents import resolving
 from libra_jax.engines import client as engines_client
 from libra_jax.loops import channel, mirror, rollouts, streams
 
 PROGRESS_TOKENS = 256
-"""Tokens that a request generates between two reports of its progress. A budget is outrun by at most as many."""
+"""Tokens that a request generates between two reports of its progress. The scheduler notices an outrun budget later by
+up to as many."""
 
 GATHER_SECONDS = 0.01
 """Seconds that events wait for more events, so that they travel together."""
@@ -66,12 +65,12 @@ class Worker(protocols.LoopWorker):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._trackers: dict[str, mirror.Tracker] = {}
         self._opened = contextlib.AsyncExitStack()
+        self._scope, self._recorder = _Scope(self._say), _Recorder(self._say)
 
     async def start(self, now: float) -> None:
         """Makes the worker's agent (`protocols.LoopWorker.start`)."""
         loop = asyncio.get_running_loop()
         self._ahead = now - loop.time()
-        self._scope, self._recorder = _Scope(self._say), _Recorder(self._say)
         run = protocols.RunContext(
             self._config,
             self._cluster,
@@ -127,7 +126,7 @@ class Worker(protocols.LoopWorker):
                     self._streams.placed(placement, ask)
                 case protocols.EngineEntry():
                     self._engines.take(command)
-                case protocols.BeginRollout(trajectory):
+                case protocols.RolloutOrder(trajectory):
                     self._tasks[trajectory.trajectory_id] = asyncio.create_task(self._run(command))
                 case protocols.CancelRollout(trajectory_id):
                     # It may have left, and its event is on the way. A second cancel would interrupt its closing.
@@ -155,29 +154,22 @@ class Worker(protocols.LoopWorker):
             if not task.cancelling():
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if hasattr(self, "_scope"):
-            await self._scope.end()
+        await self._scope.cancel_background(self._config.deadlines.shutdown)
         await self._opened.aclose()
         await self._cluster.shutdown()
 
-    async def _run(self, order: protocols.BeginRollout) -> None:
+    async def _run(self, order: protocols.RolloutOrder) -> None:
         trajectory = order.trajectory
         name, error = trajectory.trajectory_id, None
         mirror.shift(trajectory, -self._ahead)
         tracker = self._trackers[name] = mirror.Tracker(trajectory, self._ahead)
         try:
-            await self._rollouts.run(
-                trajectory,
-                order.task,
-                group_id=order.group_id,
-                dispatch_version=order.dispatch_version,
-                temperature=order.temperature,
-            )
+            await self._rollouts.run(order)
         except asyncio.CancelledError:
             # The coordinator asked for it, or this worker ends. Nobody awaits this task.
             pass
         except protocols.LibraError as failed:
-            error = failed if _travels(failed) else protocols.LibraError(str(failed))
+            error = _told(failed)
         except Exception as failed:
             error = protocols.LibraError(f"rollout {name} {resolving.raised(failed)}")
         del self._trackers[name], self._tasks[name]
@@ -199,13 +191,10 @@ class Worker(protocols.LoopWorker):
         self._news.set()
 
 
-def _travels(error: protocols.LibraError) -> bool:
-    """Returns whether another process can unpickle an error; a subclass with its own constructor may not allow it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
+def _told(error: BaseException) -> protocols.LibraError:
+    """Returns an error as the coordinator is sees it."""
+    told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(resolving.raised(error))
+    return protocols.portable(told)
 
 
 Say = Callable[[protocols.WorkerEvent], None]
@@ -218,8 +207,8 @@ class _Link(protocols.Dispatch):
     def __init__(self, say: Say, trackers: Mapping[str, mirror.Tracker]) -> None:
         self._say = say
         self._trackers = trackers
-        self._rollouts: dict[str, str] = {}  # of each request
-        self._reported: dict[str, int] = {}  # tokens of each request that a report told
+        self._rollouts: dict[str, str] = {}  # request to its rollout
+        self._reported: dict[str, int] = {}  # request to its tokens in the last report
 
     def arrived(self, info: protocols.RequestInfo, sink: protocols.PlacementSink) -> None:
         self._rollouts[info.request_id] = info.rollout_id
@@ -300,16 +289,15 @@ class _Engines:
         # All streams of a lost instance fail; one report is enough.
         if engine.life == life and engine.client is not None:
             engine.client = None
-            told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(str(error))
-            self._say(protocols.EngineFailed(name, life, told))
+            self._say(protocols.EngineFailed(name, life, _told(error)))
 
 
-class _Scope:
+class _Scope(background_tasks.BackgroundTasks):
     """The lifetime of the worker: a failure of background work ends the run."""
 
     def __init__(self, say: Say) -> None:
+        super().__init__()
         self._say = say
-        self._tasks: set[asyncio.Task[None]] = set()
         self._called = False
 
     @property
@@ -319,26 +307,7 @@ class _Scope:
     def call(self, error: BaseException) -> None:
         if not self._called:
             self._called = True
-            told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(resolving.raised(error))
-            self._say(protocols.WorkerBroke(told))
-
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self.call(error)
-
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(ended)
-        return task
-
-    async def end(self) -> None:
-        """Cancels all background work and awaits its end."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self._say(protocols.WorkerBroke(_told(error)))
 
 
 class _Recorder:

@@ -126,7 +126,7 @@ class Setting:
         if profile is not None:
             degrees = profile.measured(degrees)
         given = configuration.slots_by_degree(run.rollout.tensor_parallel, slots or run.rollout.instance_slots)
-        micro_batch = run.trainer.rows_per_micro_batch * run.trainer.row_tokens
+        micro_batch = run.trainer.micro_batch_rows * run.trainer.row_tokens
         return cls(
             model,
             meshes.Trainer.of_run(run, model.sheet),

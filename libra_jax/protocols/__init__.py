@@ -51,9 +51,9 @@ from libra_jax.protocols.errors import (
     TeacherFailed,
     TrainerLost,
     WorkerLost,
+    portable,
 )
 from libra_jax.protocols.loop_workers import (
-    BeginRollout,
     CancelRollout,
     EngineAnswered,
     EngineEntry,
@@ -64,6 +64,7 @@ from libra_jax.protocols.loop_workers import (
     RequestFinished,
     RequestProgressed,
     RolloutLeft,
+    RolloutOrder,
     RolloutUpdate,
     SegmentUpdate,
     ToolCalled,
@@ -183,7 +184,6 @@ __all__ = [
     "ActorAddress",
     "ActorHandle",
     "ActorSpec",
-    "BeginRollout",
     "CancelRollout",
     "CausalState",
     "ChatFormat",
@@ -265,6 +265,7 @@ __all__ = [
     "RolloutEnded",
     "RolloutEngine",
     "RolloutLeft",
+    "RolloutOrder",
     "RolloutSnapshot",
     "RolloutUpdate",
     "RunContext",
@@ -326,4 +327,5 @@ __all__ = [
     "WorkerLost",
     "WorkerNoted",
     "WorkerSpans",
+    "portable",
 ]

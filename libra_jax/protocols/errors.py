@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 
 class LibraError(Exception):
     """An error whose message is one sentence: the problem and its fix."""
@@ -49,3 +51,15 @@ class RewardFailed(EnvironmentCrashed):
 
 class TeacherFailed(EnvironmentCrashed):
     """The teacher behind an endpoint failed repeatedly: an infrastructure failure of a rollout that is whole."""
+
+
+def portable(error: LibraError) -> LibraError:
+    """Returns an error that another process can unpickle: the error itself, or a LibraError with its message.
+
+    A subclass with a constructor of its own may pickle and not unpickle.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return LibraError(str(error))
+    return error

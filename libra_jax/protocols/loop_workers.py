@@ -24,8 +24,8 @@ from libra_jax.protocols.trajectories import CausalState, RolloutSnapshot, Traje
 
 
 @dataclass(frozen=True)
-class BeginRollout:
-    """Run a rollout, from the present state of its trajectory.
+class RolloutOrder:
+    """A rollout to run, from the present state of its trajectory.
 
     Attributes:
       trajectory: the rollout's tokens so far.
@@ -76,7 +76,7 @@ class EngineEntry:
     paused: bool
 
 
-WorkerCommand = BeginRollout | CancelRollout | Place | EngineEntry
+WorkerCommand = RolloutOrder | CancelRollout | Place | EngineEntry
 
 # Events ---------------------------------------------------------------------------------------------------------------
 

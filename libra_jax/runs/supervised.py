@@ -22,7 +22,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import tables, tokenizers
 from libra_jax.models import hub
-from libra_jax.runs import cpu_rows, wiring
+from libra_jax.runs import cpu_rows, wiring, worker_specs
 
 if TYPE_CHECKING:
     from libra_jax.training import learner as learner_lib
@@ -125,7 +125,7 @@ def tune(
     config = cpu_rows.sized(config, wiring.policy_shape(config, need_weights=True))
     steps = max(1, round(asked.epochs * len(trained) / asked.batch_size))
     # Read by JAX when it is first used, so before the training modules are imported.
-    os.environ.update(wiring.trainer_spec(config, asked.output).environment)
+    os.environ.update(worker_specs.trainer_spec(config, asked.output).environment)
     from libra_jax.training import batch as batch_lib
     from libra_jax.training import optimizer, trainer
     from libra_jax.training import sequences as sequences_lib

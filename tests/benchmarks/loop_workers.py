@@ -271,7 +271,7 @@ async def _measure(
             number = next(numbers)
             task = protocols.Task(f"task-{number // 8}", {})
             trajectory = runner.begin(f"{task.prompt_id}/{number % 8}", task)
-            await runner.run(trajectory, task, group_id=number // 8, dispatch_version=0, temperature=1.0)
+            await runner.run(protocols.RolloutOrder(trajectory, task, number // 8, 0, 1.0))
             if len(trajectory.turns) != shape.turns or trajectory.generated_tokens != shape.turns * shape.tokens:
                 raise protocols.LibraError(f"{len(trajectory.turns)} turns came in place of {shape.turns}")
 

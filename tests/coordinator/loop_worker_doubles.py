@@ -37,7 +37,7 @@ class Mortal(worker.Worker):
     async def tell(self, commands: Sequence[protocols.WorkerCommand]) -> None:
         if self.dead.done():
             raise protocols.WorkerLost("the worker was killed by the test")
-        self.begun += sum(isinstance(command, protocols.BeginRollout) for command in commands)
+        self.begun += sum(isinstance(command, protocols.RolloutOrder) for command in commands)
         await super().tell(commands)
 
     async def events(self) -> AsyncIterator[Sequence[protocols.WorkerEvent]]:

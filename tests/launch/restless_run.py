@@ -1,6 +1,7 @@
 """A run of real processes whose hybrid worker changes sides all the time, and of which some are killed on the way.
 
-Trainer and replica are real, placed by Ray; the engines are doubles in processes of their own, which start fast.
+Trainer, replica and loop worker are real, placed by Ray; the engines are doubles in processes of their own, which
+start fast.
 
   PYTHONPATH=.:launch python restless_run.py WORKDIR STEPS [STATE:VICTIM ...]
 
@@ -39,6 +40,7 @@ def config(steps: int) -> libra_config.RunConfig:
     values.rollout.max_tokens = 24
     values.rollout.engine = "fake"
     values.rollout.restarts = 20
+    values.rollout.loop_workers = 1
     values.trainer.rows_per_micro_batch = 1
     values.trainer.row_tokens = 128
     values.trainer.restarts = 0

@@ -216,6 +216,14 @@ def test_no_plan_has_an_instance_that_a_host_of_the_run_does_not_hold():
     assert forecast.Setting.of_run(run, model, 16).degrees == (1, 2)
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 8 * 4_096), (3, 3 * 4_096)])
+def test_a_step_that_streams_micro_batches_begins_on_one_whole_micro_batch(rows, tokens):
+    trainer = {"stream": "micro_batch", "row_tokens": 4_096, "rows_per_micro_batch": rows}
+    run = configuration.parse(configuration.RunConfig, {"trainer": trainer, "coordinator": {"groups_per_step": 4}})
+    model = costs.CostModel(hardware.sheet("a800"), MODEL.shape)
+    assert forecast.Setting.of_run(run, model, 16).part_tokens == tokens
+
+
 def test_a_context_that_no_instance_holds_is_refused_before_the_run():
     values = {"rollout": {"max_context": 900_000, "max_tokens": 100}, "trainer": {"row_tokens": 900_000}}
     run = configuration.parse(configuration.RunConfig, values)

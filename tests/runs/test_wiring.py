@@ -15,7 +15,7 @@ from libra_jax.coordinator import checkpoints, fencing, parts
 from libra_jax.coordinator import run as coordinator
 from libra_jax.loops import rollouts
 from libra_jax.models import config as model_config
-from libra_jax.runs import dry_run, preflight, wiring
+from libra_jax.runs import dry_run, preflight, wiring, worker_specs
 
 
 def test_the_clusters_deadlines_and_hosts_are_the_configs_and_what_it_grants_is_kept(tmp_path, monkeypatch):
@@ -170,14 +170,14 @@ def test_a_trainer_on_an_accelerator_keeps_the_cpu_backend_that_publication_goes
     platform, environment, tmp_path
 ):
     run = config.RunConfig(trainer=config.TrainerConfig(platform=platform, fsdp=2, memory_fraction=0.8))
-    assert wiring.trainer_spec(run, tmp_path).environment == environment
+    assert worker_specs.trainer_spec(run, tmp_path).environment == environment
 
 
 def test_a_share_of_gpu_memory_that_the_user_set_is_left_alone(monkeypatch, tmp_path):
     # JAX refuses to start if its old and its new variable are both set.
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     run = config.RunConfig(trainer=config.TrainerConfig(platform="cuda"))
-    assert "XLA_CLIENT_MEM_FRACTION" not in wiring.trainer_spec(run, tmp_path).environment
+    assert "XLA_CLIENT_MEM_FRACTION" not in worker_specs.trainer_spec(run, tmp_path).environment
 
 
 def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_devices(tmp_path):
@@ -187,7 +187,7 @@ def test_a_hybrid_workers_replica_is_one_of_the_trainers_on_its_instances_device
         trainer=config.TrainerConfig(platform="cuda", data=2, fsdp=2),
         cluster=config.ClusterConfig(backend="ray"),
     )
-    (spec,) = wiring.training_side_specs(run, tmp_path)
+    (spec,) = worker_specs.training_side_specs(run, tmp_path)
     assert spec.arguments["name"] == "rollout-1"
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "5,6"
     assert "XLA_CLIENT_MEM_FRACTION" not in spec.environment  # it reserves nothing of what its engine needs
@@ -212,7 +212,7 @@ def test_each_process_of_a_trainer_has_its_own_share_of_the_devices(platform, sh
     mesh = config.TrainerConfig(platform=platform, fsdp=4, processes=2)
     run = config.RunConfig(trainer=mesh, cluster=config.ClusterConfig(backend="ray"))
     preflight._check_placement(run, here=False)
-    specs = [wiring.trainer_processes(run, tmp_path)(process, 2) for process in range(2)]
+    specs = [worker_specs.trainer_processes(run, tmp_path)(process, 2) for process in range(2)]
     assert [spec.environment for spec in specs] == shares
     assert [spec.arguments["process"] for spec in specs] == [0, 1]
     assert {spec.gpus for spec in specs} == {gpus}
@@ -222,7 +222,7 @@ def test_a_trainer_that_is_to_take_over_has_its_own_mesh_processes_and_devices(t
     run = config.RunConfig(
         trainer=config.TrainerConfig(platform="cuda", fsdp=2), cluster=config.ClusterConfig(backend="ray")
     )
-    make = wiring.trainer_processes(run, tmp_path, protocols.MeshSizes(2, 2, 1))
+    make = worker_specs.trainer_processes(run, tmp_path, protocols.MeshSizes(2, 2, 1))
     spec = make(3, 4)
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "3"
     mesh = spec.arguments["config"]["trainer"]
@@ -295,9 +295,9 @@ def test_each_host_of_a_run_laid_out_over_several_has_a_relay_whose_links_leave_
         cluster=config.ClusterConfig(backend="ray", accelerators_per_host=1),
         deadlines=config.DeadlineConfig(weight_sync=100.0),
     )
-    specs = wiring.relay_specs(run)
+    specs = worker_specs.relay_specs(run)
     assert {host: (spec.name, spec.host, spec.cpus) for host, spec in specs.items()} == {
         host: (f"relay-{host}", host, 0.0) for host in range(3)
     }
     assert {spec.arguments["link_seconds"] for spec in specs.values()} == {50.0}
-    assert wiring.relay_specs(config.RunConfig()) == {}
+    assert worker_specs.relay_specs(config.RunConfig()) == {}

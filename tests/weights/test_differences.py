@@ -1,4 +1,4 @@
-"""Differences of chunks: whoever holds the old bytes gets the new ones, bit for bit, from fewer bytes."""
+"""Differences of chunks: who holds the old bytes gets the new ones, bit for bit, from fewer bytes."""
 
 from concurrent import futures
 
