@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from libra_jax.models import config as model_config
-from libra_jax.models import sharding, transformer
+from libra_jax.models import feasibility, sharding, transformer
 from libra_jax.training import logprobs
 
 TOKENS, VOCABULARY, CHUNK = 32_768, 4096, 1024
@@ -89,13 +89,17 @@ def test_no_device_holds_the_activations_of_a_whole_row_of_128k_tokens():
         assert whole / context * 0.8 < temporary_bytes(context) < whole / context * 1.2
 
 
-def test_the_program_does_not_grow_with_depth():
+@pytest.mark.parametrize(
+    ("platform", "shallow"), [("gpu", 2), ("cpu", transformer.UNROLLED_LAYERS + 1)], ids=["gpu", "cpu"]
+)
+def test_the_program_does_not_grow_with_depth(platform, shallow):
+    """But for the few layers that a program for CPUs has one after the other."""
+    options = transformer.ComputeOptions(attention="chunked", target=feasibility.Target(platform, (9, 0)))
+
     def instructions(layers):
         config = dataclasses.replace(model_config.load_preset("libra-tiny"), num_layers=layers)
         tokens = jax.ShapeDtypeStruct((1, 64), np.int32)
-        lowered = _loss(config, transformer.ComputeOptions()).lower(
-            transformer.abstract_params(config), tokens, tokens, tokens
-        )
+        lowered = _loss(config, options).lower(transformer.abstract_params(config), tokens, tokens, tokens)
         return lowered.as_text().count("\n")
 
-    assert instructions(2) == instructions(8)
+    assert instructions(shallow) == instructions(8)
