@@ -154,11 +154,14 @@ def _inputs(
         rewards_N=jnp.asarray(rewards_N - penalties_NxT.sum(axis=1)),
         groups_N=jnp.asarray(group_index_N),
         mask_NxT=jnp.asarray(mask_NxT),
-        token_rewards_NxT=advantages.spread_rewards(rewards_N, mask_NxT, penalties_NxT),
+        token_rewards_NxT=_spread_rewards(rewards_N, mask_NxT, penalties_NxT),
         penalties_NxT=jnp.asarray(penalties_NxT),
         values_NxT=None if values_NxT is None else jnp.asarray(values_NxT),
         truncated_N=None if truncated_N is None else jnp.asarray(truncated_N, bool),
     )
+
+
+_spread_rewards = jax.jit(advantages.spread_rewards)
 
 
 def _distillation(inputs: advantages.AdvantageInputs, *, reward_weight: float = 0.0) -> jax.Array:

@@ -10,8 +10,7 @@ A rollout of several segments becomes a tree of tokens (`trees`), or parts of on
 own, because attention needs one more array for them. A tree without a fork is a plain sequence. The arrays `segments`
 number the sequences of a row; they are not the segments of a rollout.
 
-With `trainer.share_prompt`, rollouts of one prompt that follow each other are one tree, too: the prompt, computed once,
-and their answers. The last token of the prompt is computed for each answer, because each predicts another token.
+With `trainer.share_prompt`, rollouts of one prompt that follow each other are one tree, too (`shared_prompts`).
 
 Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may hold.
 """
@@ -19,6 +18,7 @@ Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +27,8 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import rows
-from libra_jax.training import trees
+from libra_jax.training import columns as columns_lib
+from libra_jax.training import shared_prompts, trees
 
 LENGTHS = "lengths"
 """Name of a micro-batch's `sequence_lengths` among the arrays of a program. Only cuDNN's attention needs them."""
@@ -62,7 +63,8 @@ class Example:
     def columns(self) -> int:
         """Number of columns without a tree: the predictions up to the last trained prediction; 0 without any."""
         # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
-        return int(np.flatnonzero(self.mask_N)[-1]) if self.mask_N[1:].any() else 0
+        trained_N = self.mask_N[1:]
+        return len(trained_N) - int(trained_N[::-1].argmax()) if trained_N.any() else 0
 
     def layouts(self, longest: int) -> list[trees.Layout]:
         """Returns the sequences that hold the trained predictions: one, the parts of a tree, or none.
@@ -72,23 +74,15 @@ class Example:
         """
         if self.tree is not None:
             return trees.lay_out(self.tree, self.mask_N, longest)
-        return [trees.path(self.columns)] if self.columns else []
-
-
-@dataclass(frozen=True)
-class Place:
-    """Place of a sequence: its example; micro-batch, row, first column, number of columns."""
-
-    example: int
-    micro_batch: int
-    row: int
-    start: int
-    columns: int
+        return [trees.path(columns)] if (columns := self.columns) else []
 
     @property
-    def where(self) -> tuple[int, slice]:
-        """Index of the sequence in an array [B, T] of its micro-batch."""
-        return self.row, slice(self.start, self.start + self.columns)
+    def prompt(self) -> np.ndarray | None:
+        """Tokens before the first trained one; None if rollouts cannot share two of them or more."""
+        if self.tree is not None or not self.columns:
+            return None
+        prompt_P = self.tokens_N[: 1 + int(np.argmax(self.mask_N[1:]))]
+        return prompt_P if len(prompt_P) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -147,26 +141,29 @@ class Packed:
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    places: tuple[Place, ...]
+    places: tuple[columns_lib.Place, ...]
     layouts: tuple[trees.Layout, ...]
     examples: int
     padding_fraction: float
     shared_columns: int = 0
 
+    @functools.cached_property
+    def columns(self) -> columns_lib.Columns:
+        """The columns of all places."""
+        return columns_lib.Columns.of(self.places, self.layouts, [item.tokens.shape for item in self.micro_batches])
+
     def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
         """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
 
         Args:
-          values: one value per example: a number for all its predictions, or an array [N] with one number per token.
+          values: one value per example: for each a number for all its predictions, or for each an array [N] with one
+            number per token.
         """
-        arrays = [np.zeros(micro_batch.tokens.shape, np.float32) for micro_batch in self.micro_batches]
         assert len(values) == self.examples
-        for place, layout in zip(self.places, self.layouts, strict=True):
-            value = values[place.example]
-            # A column holds the prediction of its target, so it takes the target's value.
-            row = layout.of_targets(value) if isinstance(value, np.ndarray) and value.ndim else value
-            arrays[place.micro_batch][place.where] = row
-        return arrays
+        if all(np.ndim(value) == 0 for value in values):
+            return self.columns.laid_out(np.asarray(values, np.float32)[self.columns.example_C], np.float32)
+        # A column holds the prediction of its target, so it takes the target's value.
+        return self.columns.laid_out(self.columns.of_targets([np.asarray(value) for value in values]), np.float32)
 
     def split(self) -> dict[int, list[int]]:
         """Returns the micro-batches of each example that was split into several sequences, by example."""
@@ -208,12 +205,7 @@ class Packed:
           arrays: one [B, T] array per micro-batch.
           lengths: N of each example.
         """
-        values = [np.zeros(length, np.float32) for length in lengths]
-        for place, layout in zip(self.places, self.layouts, strict=True):
-            has_target = layout.targets_C != trees.NONE
-            source_C = arrays[place.micro_batch][place.where]
-            values[place.example][layout.targets_C[has_target]] = source_C[has_target]
-        return values
+        return self.columns.gathered(arrays, lengths)
 
 
 def row_lengths(config: config_lib.TrainerConfig) -> tuple[int, ...]:
@@ -234,8 +226,10 @@ def sequence_lengths(micro_batch: MicroBatch) -> np.ndarray:
 
 def joined(parts: Sequence[Packed]) -> Packed:
     """Returns several packed batches as one, with their micro-batches and examples one after the other."""
+    if len(parts) == 1:
+        return parts[0]
     micro_batches: list[MicroBatch] = []
-    places: list[Place] = []
+    places: list[columns_lib.Place] = []
     examples = 0
     for part in parts:
         places += [
@@ -270,7 +264,10 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
     owners: list[int] = []
     layouts: list[trees.Layout] = []
     shared = 0
-    bundles = _bundles(examples, lengths[-1]) if config.share_prompt else {}
+    bundles: Mapping[int, shared_prompts.Bundled] = {}
+    if config.share_prompt:
+        prompts, columns = [example.prompt for example in examples], [example.columns for example in examples]
+        bundles = shared_prompts.bundles(prompts, columns, lengths[-1])
     beside: dict[int, int] = {}  # number of the sequence that goes right after another one, by the other's number
     for index, example in enumerate(examples):
         found = example.layouts(lengths[-1])
@@ -289,101 +286,39 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
             shared += trees.shared_columns(example.tree, example.mask_N, found)
         owners += [index] * len(found)
         layouts += found
-    micro_batches: list[MicroBatch] = []
-    places: dict[int, Place] = {}  # by number of the sequence
+    shapes: list[tuple[int, int]] = []  # of the micro-batches
+    plain = 0  # micro-batches without trees, which come first
+    places: dict[int, columns_lib.Place] = {}  # by number of the sequence
+    segments: dict[int, int] = {}  # its number in its row, by its number
     for trees_only in (False, True):
         firsts = set(range(len(layouts))) - set(beside.values())
         numbers = [number for number in sorted(firsts) if (layouts[number].until_C is not None) == trees_only]
         together = [_following(number, beside) for number in numbers]
-        columns = np.array([sum(layouts[member].columns for member in members) for members in together], np.int64)
-        fit, each = rows.fit(columns, lengths, config.pack), config.micro_batch_rows
+        needed = np.array([sum(layouts[member].columns for member in members) for members in together], np.int64)
+        fit, each = rows.fit(needed, lengths, config.pack), config.micro_batch_rows
         slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
         # A micro-batch has one shape, so all of its rows have one length.
         for length in sorted(set(fit.length)):
             of_length = [row for row, its_length in enumerate(fit.length) if its_length == length]
             for position, row in enumerate(of_length):
-                slot[row] = (len(micro_batches) + position // each, position % each)
-            micro_batches.extend(empty((each, length), trees_only) for _ in range(-(-len(of_length) // each)))
+                slot[row] = (len(shapes) + position // each, position % each)
+            shapes += [(each, length)] * -(-len(of_length) // each)
         for position, members in enumerate(together):
             micro_batch, row = slot[int(fit.row[position])]
             start, segment = int(fit.start[position]), int(fit.segment[position])
             for number in members:
                 layout = layouts[number]
-                places[number] = place = Place(owners[number], micro_batch, row, start, layout.columns)
-                _fill(micro_batches[micro_batch], place, segment, examples[place.example], layout)
+                places[number] = columns_lib.Place(owners[number], micro_batch, row, start, layout.columns)
+                segments[number] = segment
                 start += layout.columns
+        plain = plain if trees_only else len(shapes)
+    ordered = tuple(places[number] for number in range(len(layouts)))
+    numbered = [segments[number] for number in range(len(layouts))]
+    micro_batches = _filled(examples, ordered, layouts, numbered, shapes, plain)
     total = sum(micro_batch.tokens.size for micro_batch in micro_batches)
     used = sum(layout.columns for layout in layouts)
     padding = 1.0 - float(used) / total if total else 0.0
-    ordered = tuple(places[number] for number in range(len(layouts)))
     return Packed(tuple(micro_batches), ordered, tuple(layouts), len(examples), padding, shared)
-
-
-@dataclass(frozen=True)
-class _Bundled:
-    """A rollout of a bundle that shares its prompt.
-
-    Attributes:
-      layout: its columns; the prompt's are the first member's.
-      follows: whether it goes right after the example before it.
-      saved: columns that it would take in addition if it computed its prompt.
-    """
-
-    layout: trees.Layout
-    follows: bool
-    saved: int
-
-
-def _bundles(examples: Sequence[Example], longest: int) -> dict[int, _Bundled]:
-    """Returns the rollouts that share a prompt with a neighbour, by index.
-
-    Args:
-      examples: sequences to pack.
-      longest: columns of the longest row, which holds a whole bundle.
-    """
-    bundles: list[list[int]] = []
-    prompts = [_prompt(example) for example in examples]
-    width = 0
-    for index, example in enumerate(examples):
-        prompt_P = prompts[index]
-        if prompt_P is None:
-            continue
-        own = example.columns - (len(prompt_P) - 1)
-        before = prompts[bundles[-1][-1]] if bundles else None
-        if before is not None and width + own <= longest and np.array_equal(prompt_P, before):
-            bundles[-1].append(index)
-            width += own
-        else:
-            bundles.append([index])
-            width = example.columns
-    found: dict[int, _Bundled] = {}
-    for members in bundles:
-        prompt_P = prompts[members[0]]
-        if len(members) == 1 or prompt_P is None:
-            continue
-        shared = len(prompt_P) - 1
-        whole = shared + sum(examples[index].columns - shared for index in members)
-        for index in members:
-            layout, columns = trees.path(examples[index].columns), examples[index].columns
-            if index == members[0]:
-                until_C = np.full(columns, columns, np.int32)
-                until_C[:shared] = whole
-                found[index] = _Bundled(dataclasses.replace(layout, until_C=until_C), False, 0)
-                continue
-            until_C = np.full(columns - shared, columns - shared, np.int32)
-            inputs_C, targets_C, positions_C = (
-                part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
-            )
-            found[index] = _Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
-    return found
-
-
-def _prompt(example: Example) -> np.ndarray | None:
-    """Returns the tokens before the first trained one; None if the example cannot share two of them or more."""
-    if example.tree is not None or not example.columns:
-        return None
-    prompt_P = example.tokens_N[: 1 + int(np.argmax(example.mask_N[1:]))]
-    return prompt_P if len(prompt_P) > 1 else None
 
 
 def _following(number: int, beside: Mapping[int, int]) -> list[int]:
@@ -394,30 +329,62 @@ def _following(number: int, beside: Mapping[int, int]) -> list[int]:
     return found
 
 
-def _fill(target: MicroBatch, place: Place, number: int, example: Example, layout: trees.Layout) -> None:
-    """Writes one sequence, the `number`-th of its row, into its place."""
-    where = place.where
+def _filled(
+    examples: Sequence[Example],
+    places: Sequence[columns_lib.Place],
+    layouts: Sequence[trees.Layout],
+    segments: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    plain: int,
+) -> list[MicroBatch]:
+    """Returns the micro-batches, of which the first `plain` ones have no trees.
+
+    Args:
+      examples: the packed examples.
+      places: place of each sequence.
+      layouts: its layout.
+      segments: its number in its row, from 1.
+      shapes: shape of each micro-batch.
+      plain: number of micro-batches without trees.
+    """
+    columns = columns_lib.Columns.of(places, layouts, shapes)
     # A column holds its own token as input, and everything else about the token that it predicts.
-    target.tokens[where] = example.tokens_N[layout.inputs_C]
-    target.positions[where] = layout.positions_C
-    target.segments[where] = number
-    target.targets[where] = layout.of_targets(example.tokens_N)
-    target.mask[where] = layout.of_targets(example.mask_N)
-    target.behaviour[where] = layout.of_targets(example.behaviour_N)
-    target.on_version[where] = layout.of_targets(example.on_version_N)
-    if isinstance(target, TreeMicroBatch) and layout.until_C is not None:
-        target.until[where] = place.start + layout.until_C
+    fields = {
+        "tokens": columns.of_inputs([example.tokens_N for example in examples]),
+        "targets": columns.of_targets([example.tokens_N for example in examples]),
+        "positions": columns_lib.end_to_end([layout.positions_C for layout in layouts]),
+        "segments": np.repeat(np.array(segments, np.int32), [place.columns for place in places]),
+        "mask": columns.of_targets([example.mask_N for example in examples]),
+        "behaviour": columns.of_targets([example.behaviour_N for example in examples]),
+        "on_version": columns.of_targets([example.on_version_N for example in examples]),
+    }
+    arrays = {name: columns.laid_out(values_C, DTYPES[name]) for name, values_C in fields.items()}
+    made = [MicroBatch(**dict(zip(arrays, each, strict=True))) for each in zip(*arrays.values(), strict=True)]
+    if plain == len(made):
+        return made
+    ends = [
+        np.zeros(place.columns, np.int32) if layout.until_C is None else place.start + layout.until_C
+        for place, layout in zip(places, layouts, strict=True)
+    ]
+    until = columns.laid_out(columns_lib.end_to_end(ends), np.int32)
+    return made[:plain] + [
+        TreeMicroBatch(**vars(item), until=end) for item, end in zip(made[plain:], until[plain:], strict=True)
+    ]
+
+
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segments": np.int32,
+    "mask": np.bool_,
+    "behaviour": np.float32,
+    "on_version": np.bool_,
+}
+"""Types of the arrays of `MicroBatch`."""
 
 
 def empty(shape: tuple[int, int], trees_only: bool = False) -> MicroBatch:
     """Returns an empty micro-batch of shape [B, T], for trees or for plain sequences."""
-    made = MicroBatch(
-        tokens=np.zeros(shape, np.int32),
-        targets=np.zeros(shape, np.int32),
-        positions=np.zeros(shape, np.int32),
-        segments=np.zeros(shape, np.int32),
-        mask=np.zeros(shape, bool),
-        behaviour=np.zeros(shape, np.float32),
-        on_version=np.zeros(shape, bool),
-    )
+    made = MicroBatch(**{name: np.zeros(shape, dtype) for name, dtype in DTYPES.items()})
     return TreeMicroBatch(**vars(made), until=np.zeros(shape, np.int32)) if trees_only else made

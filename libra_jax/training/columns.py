@@ -1,0 +1,106 @@
+"""The columns of packed sequences, all at once: from the tokens of examples to arrays of micro-batches, and back.
+
+One indexing operation takes all sequences, because most are short. Letters: C columns of all sequences, N tokens of an
+example, B rows of a micro-batch, T columns of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from libra_jax.training import trees
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a sequence: its example; micro-batch, row, first column, number of columns."""
+
+    example: int
+    micro_batch: int
+    row: int
+    start: int
+    columns: int
+
+    @property
+    def where(self) -> tuple[int, slice]:
+        """Index of the sequence in an array [B, T] of its micro-batch."""
+        return self.row, slice(self.start, self.start + self.columns)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of all sequences, one sequence after the other. C is their number.
+
+    Attributes:
+      shapes: shape of each micro-batch.
+      place_C: index of the column in the micro-batches, each flattened, one after the other.
+      example_C: example that the column is of.
+      inputs_C: index of its input token in the example.
+      targets_C: index of the token that it predicts; `trees.NONE` without one.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    place_C: np.ndarray
+    example_C: np.ndarray
+    inputs_C: np.ndarray
+    targets_C: np.ndarray
+
+    @classmethod
+    def of(cls, places: Sequence[Place], layouts: Sequence[trees.Layout], shapes: Sequence[tuple[int, ...]]) -> Columns:
+        """Joins the columns of placed sequences."""
+        counts = np.array([place.columns for place in places], np.int64)
+        begins = np.cumsum([0, *(rows * width for rows, width in shapes)])
+        starts = [begins[at.micro_batch] + at.row * shapes[at.micro_batch][1] + at.start for at in places]
+        within_C = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return cls(
+            shapes,
+            np.repeat(np.array(starts, np.int64), counts) + within_C,
+            np.repeat(np.array([place.example for place in places], np.int64), counts),
+            end_to_end([layout.inputs_C for layout in layouts]),
+            end_to_end([layout.targets_C for layout in layouts]),
+        )
+
+    def of_inputs(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the value of each column's input token, [C], of one array [N] an example."""
+        return end_to_end(values)[self._begins([len(value) for value in values]) + self.inputs_C]
+
+    def of_targets(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the value of each column's target, [C], of one array [N] an example; 0 for columns without one."""
+        found_C = end_to_end(values)[self._begins([len(value) for value in values]) + np.maximum(self.targets_C, 0)]
+        return np.where(self.targets_C == trees.NONE, found_C.dtype.type(0), found_C)
+
+    def _begins(self, lengths: Sequence[int]) -> np.ndarray:
+        """Returns the index of the first token of each column's example, of all tokens."""
+        counts = np.array(lengths, np.int64)
+        return (np.cumsum(counts) - counts)[self.example_C]
+
+    def gathered(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Returns float32 values [N] of each example's tokens from the columns that predict them, 0 without one.
+
+        Args:
+          arrays: one [B, T] array a micro-batch.
+          lengths: N of each example.
+        """
+        has_target = self.targets_C != trees.NONE
+        token_C = self._begins(lengths) + self.targets_C
+        values_C = end_to_end([np.ravel(array) for array in arrays])[self.place_C]
+        flat = np.zeros(sum(lengths), np.float32)
+        flat[token_C[has_target]] = values_C[has_target]
+        return np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
+
+    def laid_out(self, values_C: np.ndarray, dtype: npt.DTypeLike) -> list[np.ndarray]:
+        """Returns one array [B, T] a micro-batch with the columns' values, 0 elsewhere."""
+        sizes = [rows * width for rows, width in self.shapes]
+        flat = np.zeros(sum(sizes), dtype)
+        flat[self.place_C] = values_C
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=False)]
+
+
+def end_to_end(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the arrays as one; an empty one if there are none."""
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)

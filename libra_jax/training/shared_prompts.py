@@ -1,0 +1,74 @@
+"""Rollouts of one prompt that follow each other in a batch, laid out so that the prompt is computed once
+(`trainer.share_prompt`).
+
+They are one tree: the prompt, and their answers. The last token of the prompt is computed for each answer, because
+each predicts another token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra_jax.training import trees
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A rollout of a bundle that shares its prompt.
+
+    Attributes:
+      layout: its columns; the prompt's are the first member's.
+      follows: whether it goes right after the example before it.
+      saved: columns that it would take in addition if it computed its prompt.
+    """
+
+    layout: trees.Layout
+    follows: bool
+    saved: int
+
+
+def bundles(prompts: Sequence[np.ndarray | None], columns: Sequence[int], longest: int) -> dict[int, Bundled]:
+    """Returns the rollouts that share a prompt with a neighbour, by index.
+
+    Args:
+      prompts: tokens before each rollout's first trained one; None: it shares none.
+      columns: columns of each rollout without sharing.
+      longest: columns of the longest row, which holds a whole bundle.
+    """
+    rollouts: list[list[int]] = []
+    width = 0
+    for index, prompt_P in enumerate(prompts):
+        if prompt_P is None:
+            continue
+        own = columns[index] - (len(prompt_P) - 1)
+        before = prompts[rollouts[-1][-1]] if rollouts else None
+        if before is not None and width + own <= longest and np.array_equal(prompt_P, before):
+            rollouts[-1].append(index)
+            width += own
+        else:
+            rollouts.append([index])
+            width = columns[index]
+    found: dict[int, Bundled] = {}
+    for members in rollouts:
+        prompt_P = prompts[members[0]]
+        if len(members) == 1 or prompt_P is None:
+            continue
+        shared = len(prompt_P) - 1
+        whole = shared + sum(columns[index] - shared for index in members)
+        for index in members:
+            layout, width = trees.path(columns[index]), columns[index]
+            if index == members[0]:
+                until_C = np.full(width, width, np.int32)
+                until_C[:shared] = whole
+                found[index] = Bundled(dataclasses.replace(layout, until_C=until_C), False, 0)
+                continue
+            until_C = np.full(width - shared, width - shared, np.int32)
+            inputs_C, targets_C, positions_C = (
+                part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
+            )
+            found[index] = Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
+    return found
