@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pathlib
+import statistics
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -39,12 +40,14 @@ class Shape:
       deltas: in which the tokens of one come.
       tokens: of one.
       payload: tokens that the tool returns between two.
+      pause: seconds before each delta.
     """
 
     turns: int = 1
     deltas: int = 8
     tokens: int = 128
     payload: int = 0
+    pause: float = 0.0
 
     @property
     def sent(self) -> int:
@@ -53,10 +56,12 @@ class Shape:
 
 
 class Instant:
-    """An engine that costs nothing: a turn's tokens come at once, in so many deltas; the last one ends the turn."""
+    """An engine that costs nothing: a turn's tokens come in so many deltas, with as many seconds before each; the last
+    one ends the turn."""
 
-    def __init__(self, deltas: int) -> None:
+    def __init__(self, deltas: int, pause: float = 0.0) -> None:
         self._deltas = deltas
+        self._pause = pause
 
     async def start(self) -> protocols.EngineInfo:
         return protocols.EngineInfo(NAME, 1, CONCURRENT, MAX_CONTEXT, ())
@@ -66,6 +71,8 @@ class Instant:
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
         size, last = request.sampling.max_tokens // self._deltas, self._deltas - 1
         for index in range(self._deltas):
+            if self._pause:
+                await asyncio.sleep(self._pause)
             end = (request.sampling.stop_token_ids[0],) if index == last else (65,)
             finish: protocols.FinishReason | None = "stop" if index == last else None
             yield protocols.TokenDelta((65,) * (size - 1) + end, (-1.0,) * size, (0,) * size, finish)
@@ -76,15 +83,24 @@ class Instant:
     async def shutdown(self) -> None: ...
 
 
-def instant(deltas: int) -> Instant:
+def instant(deltas: int, pause: float) -> Instant:
     """Factory of the actor."""
-    return Instant(deltas)
+    return Instant(deltas, pause)
+
+
+PACED = Shape(deltas=16, tokens=256, pause=0.4)
+"""An output of 256 tokens as an engine sends it, at 40 tokens a second."""
 
 
 async def measure() -> dict[str, Any]:
-    """2,000 single-turn requests, 64 at a time, through agent loop, dispatcher, scheduler and actor proxy."""
+    """2,000 single-turn requests, 64 at a time, through agent loop, dispatcher, scheduler and actor proxy; then outputs
+    that come in the time that an engine takes, in process and through Ray."""
     (seconds,) = await cpu_seconds(Shape(), REQUESTS)
-    return {"requests": REQUESTS, "microseconds_per_request": 1e6 * seconds}
+    figures: dict[str, Any] = {"requests": REQUESTS, "microseconds_per_request": 1e6 * seconds}
+    for backend in ("inprocess", "ray"):
+        paced = await cpu_seconds(PACED, 4 * CONCURRENT, backend=backend, rounds=2)
+        figures[f"microseconds_per_paced_request/{backend}"] = 1e6 * statistics.median(paced)
+    return figures
 
 
 async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess", rounds: int = 1) -> list[float]:
@@ -103,7 +119,7 @@ async def cpu_seconds(shape: Shape, requests: int, *, backend: str = "inprocess"
     )
     cluster = cluster_create.create(config.cluster)
     run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
-    spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {"deltas": shape.deltas})
+    spec = protocols.ActorSpec(NAME, f"{__name__}:instant", {"deltas": shape.deltas, "pause": shape.pause})
     engines = instances.Instances(run, [spec])
     seconds = []
     try:
