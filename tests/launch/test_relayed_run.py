@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.multiprocess]
 STEPS = 3
 
 
+@pytest.mark.drill
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_engine_samples_what_the_trainer_scores(
@@ -19,11 +20,46 @@ def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_e
     workdir = tmp_path / "run"
     done = real_runs.run("relayed_run.py", workdir, str(STEPS), actors=7)
     assert done.returncode == 0, done.stdout + done.stderr
+    _assert_hosts(done.stdout)
+    for step in _steps(workdir, STEPS):
+        assert step["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert step["mismatch/kl"] < 1e-6
+        assert step["grad_norm"] > 0
+    for host in (2, 3):
+        copies = _copies(workdir, host, STEPS)
+        assert len({copy["bytes"] for copy in copies}) == 1
+        assert copies[0]["bytes"] > 1_000_000  # and each as many, so that nothing crossed twice
 
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"actor"')]
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_over_four_hosts_engines_load_what_the_trainer_staged_and_few_bytes_come_to_their_hosts(tmp_path):
+    workdir, steps, every = tmp_path / "run", 4, 3
+    done = real_runs.run("relayed_run.py", workdir, str(steps), str(every), actors=7)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _assert_hosts(done.stdout)
+    # An engine whose bytes had another checksum than the trainer's would have been lost.
+    assert "was lost" not in done.stdout
+    assert "did not come" not in done.stdout
+    taken = _steps(workdir, steps)
+    whole = {round(step["sync/sent_bytes"] / step["sync/sent_share"]) for step in taken}
+    assert len(whole) == 1
+    for step in taken:
+        if step["policy_version"] % every:
+            assert 0 < step["sync/sent_share"] < 0.2, taken
+        else:
+            assert step["sync/sent_share"] == 1
+        assert step["grad_norm"] > 0
+    for host in (2, 3):
+        # The first version and that of the full sync come whole, the others as differences.
+        sizes = [copy["bytes"] for copy in _copies(workdir, host, steps)]
+        assert sizes[0] == sizes[every] > 5 * max(size for version, size in enumerate(sizes) if version % every)
+
+
+def _assert_hosts(printed):
+    told = [json.loads(line) for line in printed.splitlines() if line.startswith('{"actor"')]
     told = [item for item in told if item["host"] is not None]  # where rewards are computed does not matter
-    hosts = {item["actor"]: item["host"] for item in told}
-    assert hosts == {
+    assert {item["actor"]: item["host"] for item in told} == {
         "trainer.0": 0,
         "trainer.1": 1,
         "rollout-0": 2,
@@ -36,45 +72,23 @@ def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_e
     assert len(set.union(*nodes.values())) == len(nodes) == 4
     assert all(len(of_host) == 1 for of_host in nodes.values())
 
-    steps = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    for step in steps:
-        assert step["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3), steps
-        assert step["mismatch/kl"] < 1e-6, steps
-        assert step["grad_norm"] > 0
-    served = [record["policy_version"] for record in real_runs.lines(workdir / "trace.jsonl")]
-    assert set(served) == set(range(STEPS))
 
+def _steps(workdir, count):
+    """The run's steps, whose rollouts came from every version."""
+    taken = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
+    assert [step["step"] for step in taken] == list(range(1, count + 1))
+    served = [record["policy_version"] for record in real_runs.lines(workdir / "trace.jsonl")]
+    assert set(served) == set(range(count))
+    return taken
+
+
+def _copies(workdir, host, steps):
+    """The copies of versions that came to a host, each version once."""
     events = json.loads((workdir / "timeline.json").read_text())
     events = events["traceEvents"] if isinstance(events, dict) else events
-    for host in (2, 3):
-        copies = [event["args"] for event in events if event["name"] == f"copy to host {host}"]
-        assert [copy["policy_version"] for copy in copies] == list(range(STEPS + 1))
-        assert len({copy["bytes"] for copy in copies}) == 1
-        assert copies[0]["bytes"] > 1_000_000  # and each as many, so that nothing crossed twice
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-def test_with_differences_engines_load_what_the_trainer_staged_and_few_bytes_come_to_their_hosts(tmp_path):
-    workdir, steps, every = tmp_path / "run", 4, 3
-    done = real_runs.run("relayed_run.py", workdir, str(steps), str(every), actors=7)
-    assert done.returncode == 0, done.stdout + done.stderr
-    # An engine whose bytes had another checksum than the trainer's would have been lost.
-    assert "was lost" not in done.stdout
-    assert "did not come" not in done.stdout
-    taken = [step for step in real_runs.lines(workdir / "metrics.jsonl") if "loss" in step]
-    assert [step["step"] for step in taken] == list(range(1, steps + 1))
-    whole = {step["policy_version"]: step["sync/sent_bytes"] / step["sync/sent_share"] for step in taken}
-    assert len(set(whole.values())) == 1
-    for step in taken:
-        if step["policy_version"] % every:
-            assert 0 < step["sync/sent_share"] < 0.2, taken
-        else:
-            assert step["sync/sent_share"] == 1
-        assert step["grad_norm"] > 0
-    served = [record["policy_version"] for record in real_runs.lines(workdir / "trace.jsonl")]
-    assert set(served) == set(range(steps))
+    copies = [event["args"] for event in events if event["name"] == f"copy to host {host}"]
+    assert [copy["policy_version"] for copy in copies] == list(range(steps + 1))
+    return copies
 
 
 @pytest.mark.drill
