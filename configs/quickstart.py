@@ -5,7 +5,7 @@ with that. A short supervised warm start leaves the policy right in a third to a
 learning does the rest.
 
 Expected: the reward (mean of 5 steps) rises from 0.36-0.56 to 0.92 or more. The held-out accuracy rises from 0.27-0.48
-to 0.90 or more. A run takes 4 to 6 minutes on 2 quiet cores with AVX-512; the first set-up takes 1 to 5 more.
+to 0.90 or more. A run takes about 4 minutes on 2 quiet cores with AVX-512; the first set-up takes half a minute to 5.
 
   bash launch/quickstart.sh
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small language model to use a calculator, with real vLLM and JAX on CPU: about six minutes on two quiet
+# Trains a small language model to use a calculator, with real vLLM and JAX on CPU: about five minutes on two quiet
 # cores, set-up included. Further arguments go to launch/train.py:
 #   bash launch/quickstart.sh --workdir=DIR --config.seed=1
 set -euo pipefail
