@@ -20,7 +20,7 @@ from libra_jax.models import transformer
 from libra_jax.telemetry import memory
 from libra_jax.weights import snapshot, sync
 
-NAME = "rollout-0"
+NAMES = ("rollout-0", "rollout-1")
 
 
 class Weights:
@@ -47,22 +47,35 @@ class Weights:
         self.snapshots.close(policy_version)
 
 
-async def measure(rounds: int) -> workload.Figures:
-    """Times syncs of the bridge's 256 MB model to one idle vLLM engine of degree 1; the first round is not counted."""
+async def measure(
+    rounds: int, *, engines: int = 1, at_once: int = 0, chunk_bytes: int = 256 * 2**20
+) -> workload.Figures:
+    """Times syncs of the bridge's 256 MB model to idle vLLM engines of degree 1; the first round is not counted.
+
+    Args:
+      rounds: syncs that are counted.
+      engines: one or two.
+      at_once: `rollout.sync_at_once`.
+      chunk_bytes: bytes of a chunk.
+    """
     config = configuration.RunConfig(
-        rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25)
+        rollout=configuration.RolloutConfig(
+            slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25, sync_at_once=at_once
+        )
     )
-    spec = workload.engine_spec(NAME, config, models_config.to_hf(bridge.SHAPE))
+    model = models_config.to_hf(bridge.SHAPE)
+    specs = [workload.engine_spec(name, config, model) for name in NAMES[:engines]]
     cluster = cluster_create.create(config.cluster)
     run = parts.RunContext(config, cluster, memory.MemoryRecorder(), pathlib.Path())
-    engines = instances.Instances(run, [spec])
-    weights = Weights(bridge.SHAPE)
-    seconds = []
+    started = instances.Instances(run, specs)
+    weights = Weights(bridge.SHAPE, chunk_bytes)
+    seconds, paused = [], []
     try:
-        await engines.start()
-        syncing = sync.WeightSync(config, trainer=weights, engines=engines, recorder=run.recorder)
+        await started.start()
+        syncing = sync.WeightSync(config, trainer=weights, engines=started, recorder=run.recorder)
         for version in range(rounds + 1):
             seconds.append(await run.scope.race(syncing.sync_weights(version)))
+            paused.append(syncing.paused_seconds)
     finally:
         await run.scope.cancel_background(config.deadlines.shutdown)
         await cluster.shutdown()
@@ -71,5 +84,6 @@ async def measure(rounds: int) -> workload.Figures:
         "megabytes": weights.snapshots.nbytes / 1e6,
         "weight_sync_seconds": statistics.median(seconds[1:]),
         "of_which_snapshot_seconds": statistics.median(weights.snapshot_seconds[1:]),
+        "engine_paused_seconds": statistics.median(paused[1:]),
         "rounds": rounds,
     }

@@ -4,6 +4,7 @@ python -m tests.benchmarks [--only=scheduler,planner] [--output=benchmark.json]
 
 relay        weight sync through a weight relay
 adapters     bytes and seconds of syncing an adapter, and of syncing all weights
+staggered    weight sync into two engines, together and one at a time
 resize       a change of the trainer's mesh in one process
 moves        a trainer that moves to another process, and a hybrid worker that joins training
 drain        rollout while an engine sleeps and wakes
@@ -24,7 +25,7 @@ from support import cli
 
 from absl import flags
 
-from benchmarks import parts
+from benchmarks import parts, weight_sync
 from tests.benchmarks import (
     adapters,
     coordinator,
@@ -39,7 +40,16 @@ from tests.benchmarks import (
     search,
 )
 
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay and sandbox.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay, staggered and sandbox.", lower_bound=1)
+
+
+async def _staggered() -> dict[str, object]:
+    """Chunks of 32 MiB, as for a model of many layers: an engine stops with the first one."""
+    found: dict[str, object] = {}
+    for name, at_once in (("together", 0), ("one_at_a_time", 1)):
+        figures = await weight_sync.measure(_ROUNDS.value, engines=2, at_once=at_once, chunk_bytes=32 * 2**20)
+        found |= {f"{name}/{key}": value for key, value in figures.items()}
+    return found
 
 
 def _planner() -> dict[str, object]:
@@ -50,6 +60,7 @@ def _planner() -> dict[str, object]:
 PARTS: parts.Parts = {
     "relay": lambda: asyncio.run(relay.measure(_ROUNDS.value)),
     "adapters": adapters.measure,
+    "staggered": lambda: asyncio.run(_staggered()),
     "resize": resize.measure,
     "moves": lambda: asyncio.run(moves.measure()),
     "drain": lambda: asyncio.run(drain.measure()),

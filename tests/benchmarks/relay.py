@@ -40,7 +40,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25),
         cluster=configuration.ClusterConfig(backend="ray"),
     )
-    spec = workload.engine_spec(weight_sync.NAME, config, models_config.to_hf(bridge.SHAPE))
+    spec = workload.engine_spec(weight_sync.NAMES[0], config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
     specs = [dataclasses.replace(spec, host=1)]
     recorder = memory.MemoryRecorder()
