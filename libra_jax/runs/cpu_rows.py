@@ -2,7 +2,7 @@
 
 The backward pass reads what the forward pass has written. On a CPU that is fast while a micro-batch's activations fit
 the processor's largest cache. Any split of a batch into micro-batches gives the same update. Empty rows fill the last
-one up, so the number is a power of two, which divides the usual sizes of batches.
+one up, so a shard has a power of two of rows, which divides the usual numbers of unpacked rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import meshes
 
 LEAST_TOKENS = 2048
-"""Minimum tokens of a micro-batch on a shard. With fewer, the products of weight gradients are slower, which sum over
-tokens (docs/results/speed.md)."""
+"""Minimum tokens of a micro-batch on a shard. With fewer, the products of weight gradients, which sum over tokens, are
+slower (docs/results/speed.md)."""
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -43,8 +43,8 @@ def sized(
         width = 2 if config.model.compute_dtype == "float32" else 1
         layers = shape.num_layers * meshes.LAYER_ACTIVATIONS[config.model.remat] + meshes.LAYER_ACTIVATIONS["none"]
         fitting = cache / (shards * width * layers * shape.hidden_size)
-        each = max(1.0, max(fitting, LEAST_TOKENS) / trainer.row_tokens)
-        rows = shards * 2 ** round(math.log2(each))
+        least, most = LEAST_TOKENS / trainer.row_tokens, fitting / trainer.row_tokens
+        rows = shards * 2 ** max(0, math.ceil(math.log2(least)), math.floor(math.log2(most)))
     return dataclasses.replace(config, trainer=dataclasses.replace(trainer, rows_per_micro_batch=rows))
 
 

@@ -1,7 +1,7 @@
 """The columns of packed sequences, all at once: from the tokens of examples to arrays of micro-batches, and back.
 
-One indexing operation takes all sequences, because most are short. Letters: C columns of all sequences, N tokens of an
-example, B rows of a micro-batch, T columns of a row.
+One indexing operation a field takes all sequences, because most are short. Letters: C columns of all sequences, N
+tokens of an example, B rows of a micro-batch, T columns of a row.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Columns:
     @classmethod
     def of(cls, places: Sequence[Place], layouts: Sequence[trees.Layout], shapes: Sequence[tuple[int, ...]]) -> Columns:
         """Joins the columns of placed sequences."""
+        assert len(places) == len(layouts)
         counts = np.array([place.columns for place in places], np.int64)
         begins = np.cumsum([0, *(rows * width for rows, width in shapes)])
         starts = [begins[at.micro_batch] + at.row * shapes[at.micro_batch][1] + at.start for at in places]
@@ -66,17 +67,19 @@ class Columns:
 
     def of_inputs(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the value of each column's input token, [C], of one array [N] an example."""
-        return end_to_end(values)[self._begins([len(value) for value in values]) + self.inputs_C]
+        return end_to_end(values)[self._tokens([len(value) for value in values], self.inputs_C)]
 
     def of_targets(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the value of each column's target, [C], of one array [N] an example; 0 for columns without one."""
-        found_C = end_to_end(values)[self._begins([len(value) for value in values]) + np.maximum(self.targets_C, 0)]
+        found_C = end_to_end(values)[self._tokens([len(value) for value in values], np.maximum(self.targets_C, 0))]
         return np.where(self.targets_C == trees.NONE, found_C.dtype.type(0), found_C)
 
-    def _begins(self, lengths: Sequence[int]) -> np.ndarray:
-        """Returns the index of the first token of each column's example, of all tokens."""
+    def _tokens(self, lengths: Sequence[int], index_C: np.ndarray) -> np.ndarray:
+        """Returns the index in all examples' tokens, [C], of a token of each column's example."""
         counts = np.array(lengths, np.int64)
-        return (np.cumsum(counts) - counts)[self.example_C]
+        # Past the end of its example, an index would read the next one's.
+        assert (index_C < counts[self.example_C]).all()
+        return (np.cumsum(counts) - counts)[self.example_C] + index_C
 
     def gathered(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
         """Returns float32 values [N] of each example's tokens from the columns that predict them, 0 without one.
@@ -85,8 +88,9 @@ class Columns:
           arrays: one [B, T] array a micro-batch.
           lengths: N of each example.
         """
+        assert [array.shape for array in arrays] == list(self.shapes)
         has_target = self.targets_C != trees.NONE
-        token_C = self._begins(lengths) + self.targets_C
+        token_C = self._tokens(lengths, self.targets_C)
         values_C = end_to_end([np.ravel(array) for array in arrays])[self.place_C]
         flat = np.zeros(sum(lengths), np.float32)
         flat[token_C[has_target]] = values_C[has_target]
@@ -97,7 +101,7 @@ class Columns:
         sizes = [rows * width for rows, width in self.shapes]
         flat = np.zeros(sum(sizes), dtype)
         flat[self.place_C] = values_C
-        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        parts = np.split(flat, np.cumsum(sizes)[:-1])  # one empty part if there is no micro-batch
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=False)]
 
 

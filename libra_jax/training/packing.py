@@ -108,6 +108,18 @@ class MicroBatch:
     on_version: np.ndarray
 
 
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segments": np.int32,
+    "mask": np.bool_,
+    "behaviour": np.float32,
+    "on_version": np.bool_,
+}
+"""Types of the arrays of `MicroBatch`."""
+
+
 @dataclass(frozen=True)
 class TreeMicroBatch(MicroBatch):
     """A micro-batch of trees; every array is [B, T].
@@ -131,7 +143,7 @@ class Packed:
     """Micro-batches, and the places of the sequences in them.
 
     Attributes:
-      micro_batches: micro-batches in order of row length, those of trees last.
+      micro_batches: micro-batches in order of row length, those of trees last; of each part, if parts were joined.
       places: places of the sequences, examples in the given order. An example without a trained prediction has none;
         one that was split has several.
       layouts: layout of each place's sequence.
@@ -370,18 +382,6 @@ def _filled(
     return made[:plain] + [
         TreeMicroBatch(**vars(item), until=end) for item, end in zip(made[plain:], until[plain:], strict=True)
     ]
-
-
-DTYPES: Mapping[str, type[np.generic]] = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "positions": np.int32,
-    "segments": np.int32,
-    "mask": np.bool_,
-    "behaviour": np.float32,
-    "on_version": np.bool_,
-}
-"""Types of the arrays of `MicroBatch`."""
 
 
 def empty(shape: tuple[int, int], trees_only: bool = False) -> MicroBatch:

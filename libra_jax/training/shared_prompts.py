@@ -1,8 +1,8 @@
 """Rollouts of one prompt that follow each other in a batch, laid out so that the prompt is computed once
 (`trainer.share_prompt`).
 
-They are one tree: the prompt, and their answers. The last token of the prompt is computed for each answer, because
-each predicts another token.
+The rollouts are one tree: the prompt, and the answers. The last token of the prompt is computed for each answer,
+because each answer begins with another token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Bundled:
 
     Attributes:
       layout: its columns; the prompt's are the first member's.
-      follows: whether it goes right after the example before it.
-      saved: columns that it would take in addition if it computed its prompt.
+      follows: whether the rollout goes right after the example before it.
+      saved: columns that the rollout would take in addition if it computed its prompt.
     """
 
     layout: trees.Layout

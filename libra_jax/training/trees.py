@@ -72,10 +72,6 @@ class Layout:
             return self.columns**2 / 2
         return float(np.sum(self.until_C - np.arange(self.columns) - 0.5))
 
-    def of_targets(self, values_N: np.ndarray) -> np.ndarray:
-        """Returns the value of each column's target, [C]; 0 for columns without one."""
-        return np.where(self.targets_C == NONE, values_N.dtype.type(0), values_N[self.targets_C])
-
 
 def of_segments(segments: Sequence[protocols.Segment]) -> Tree:
     """Returns the tree of a rollout's segments.

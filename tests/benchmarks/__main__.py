@@ -44,7 +44,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of relay, staggered an
 
 
 async def _staggered() -> dict[str, object]:
-    """Chunks of 32 MiB, as for a model of many layers: an engine stops with the first one."""
+    """Times a weight sync into two engines, together and one at a time. Chunks have 32 MiB."""
     found: dict[str, object] = {}
     for name, at_once in (("together", 0), ("one_at_a_time", 1)):
         figures = await weight_sync.measure(_ROUNDS.value, engines=2, at_once=at_once, chunk_bytes=32 * 2**20)

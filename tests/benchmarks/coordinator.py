@@ -56,8 +56,7 @@ class Shape:
 
 
 class Instant:
-    """An engine that costs nothing: a turn's tokens come in so many deltas, with as many seconds before each; the last
-    one ends the turn."""
+    """An engine that costs nothing: a turn's tokens come in `deltas` parts, with `pause` seconds before each part."""
 
     def __init__(self, deltas: int, pause: float = 0.0) -> None:
         self._deltas = deltas

@@ -14,9 +14,7 @@ STEPS = 3
 @pytest.mark.drill
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_engine_samples_what_the_trainer_scores(
-    tmp_path,
-):
+def test_engines_on_other_hosts_sample_what_the_trainer_scores(tmp_path):
     workdir = tmp_path / "run"
     done = real_runs.run("relayed_run.py", workdir, str(STEPS), actors=7)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,7 +31,7 @@ def test_over_four_hosts_every_version_comes_to_each_rollout_host_once_and_its_e
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_over_four_hosts_engines_load_what_the_trainer_staged_and_few_bytes_come_to_their_hosts(tmp_path):
+def test_engines_on_other_hosts_load_what_the_trainer_staged(tmp_path):
     workdir, steps, every = tmp_path / "run", 4, 3
     done = real_runs.run("relayed_run.py", workdir, str(steps), str(every), actors=7)
     assert done.returncode == 0, done.stdout + done.stderr

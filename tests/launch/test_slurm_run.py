@@ -1,4 +1,5 @@
-"""Runs under a real Slurm of one node: submitted, told to stop, requeued, two at once; what it accepts and refuses."""
+"""A run under a real Slurm of one node: submitted and requeued; as a drill also two at once, of which one is told to
+stop; what it accepts and refuses."""
 
 import collections
 import os

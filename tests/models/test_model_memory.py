@@ -93,7 +93,7 @@ def test_no_device_holds_the_activations_of_a_whole_row_of_128k_tokens():
     ("platform", "shallow"), [("gpu", 2), ("cpu", transformer.UNROLLED_LAYERS + 1)], ids=["gpu", "cpu"]
 )
 def test_the_program_does_not_grow_with_depth(platform, shallow):
-    """But for the few layers that a program for CPUs has one after the other."""
+    """A program for CPUs has its first few layers one after the other, so depth counts from there."""
     options = transformer.ComputeOptions(attention="chunked", target=feasibility.Target(platform, (9, 0)))
 
     def instructions(layers):
