@@ -54,7 +54,7 @@ def test_engines_on_other_hosts_load_what_the_trainer_staged(tmp_path):
     for host in (2, 3):
         # The first version and that of the full sync come whole, the others as differences.
         sizes = [copy["bytes"] for copy in _copies(workdir, host, steps)]
-        assert sizes[0] > 1_000_000
+        assert sizes[0] > 500_000  # half of what float32 has
         assert sizes[0] == sizes[every] > 5 * max(size for version, size in enumerate(sizes) if version % every)
 
 
