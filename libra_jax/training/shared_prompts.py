@@ -21,7 +21,7 @@ class Bundled:
     """A rollout of a bundle that shares its prompt.
 
     Attributes:
-      layout: its columns; the prompt's are the first member's.
+      layout: columns of the rollout; of a bundle, the first rollout alone has those of the prompt.
       follows: whether the rollout goes right after the example before it.
       saved: columns that the rollout would take in addition if it computed its prompt.
     """

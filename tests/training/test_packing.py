@@ -105,6 +105,17 @@ def test_lengths_of_sequences_say_where_the_columns_are_used(case, few):
                 np.testing.assert_array_equal(segments_T, np.pad(numbers, (0, len(segments_T) - len(numbers))))
 
 
+def test_an_array_shorter_than_its_sequence_does_not_read_the_next_ones_values():
+    config = config_lib.TrainerConfig(row_tokens=32, rows_per_micro_batch=1)
+    packed = packing.pack([_example(0, 9, [True] * 9), _example(1, 9, [True] * 9)], config)
+    with pytest.raises(AssertionError):
+        packed.scatter([np.ones(5, np.float32), np.ones(9, np.float32)])
+    with pytest.raises(AssertionError):
+        packed.gather([np.ones((1, 32))], [5, 13])
+    with pytest.raises(AssertionError):
+        packed.gather([np.ones((2, 16))], [9, 9])
+
+
 def test_a_step_fills_its_last_micro_batch_with_empty_rows_and_reports_padding():
     config = config_lib.TrainerConfig(row_tokens=32, rows_per_micro_batch=4)
     packed = packing.pack([_example(index, 25, [True] * 25) for index in range(5)], config)
