@@ -79,7 +79,7 @@ def test_a_simulated_coordinator_is_told_apart_from_the_simulated_machines():
 @pytest.mark.parametrize(
     ("module", "flag", "problem"),
     [
-        ("tests.benchmarks", "--only=schedular", "--only: 'schedular' is not one of relay, adapters, resize,"),
+        ("tests.benchmarks", "--only=schedular", "--only: 'schedular' is not one of relay, adapters, staggered,"),
         ("tests.benchmarks.costs", "--simulate=8", "--simulate: '8' are no sizes of 48 or more"),
     ],
 )
