@@ -48,9 +48,15 @@ Shape = tuple[str, dict[str, jax.ShapeDtypeStruct]]
 """A loss's name, SCORE, PROXIMAL or NORMS, and the shapes of a micro-batch that the program was compiled for."""
 
 
-GPU_OPTIONS = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
-"""XLA's options for programs on GPUs. Stacks that the scan over layers writes whole are not filled with zeros first.
-Filling takes 2 to 3% of a gradient's time on an H200 (docs/results/gpu.md)."""
+_OPTIONS: Mapping[str, dict[str, bool | str]] = {
+    # Stacks that the scan over layers writes whole are not filled with zeros first. Filling takes 2 to 3% of a
+    # gradient's time on an H200 (docs/results/gpu.md).
+    "gpu": {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True},
+    # Matrix products by YNNPACK, together with what is computed on their results: 7% less time padded, 10% less on
+    # real lengths (docs/results/speed.md). YNNPACK is a part of jaxlib.
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
+}
+"""XLA's options for the programs, by JAX's name of the platform."""
 
 
 def grad_step(
@@ -252,8 +258,8 @@ class Programs:
         # The model pins its activations on the current mesh (`models.sharding.constrain`). The rows of NORMS have a
         # forward pass each, which has no rows to pin: the compiler lays it out, from the inputs' shardings.
         with contextlib.nullcontext() if name == NORMS else jax.set_mesh(where.mesh):
-            on_gpu = where.mesh.devices.flat[0].platform == "gpu"
-            compiled = jitted.lower(*inputs).compile(compiler_options=GPU_OPTIONS if on_gpu else None)
+            options = _OPTIONS.get(where.mesh.devices.flat[0].platform)
+            compiled = jitted.lower(*inputs).compile(compiler_options=options)
         if batch:
             self.shapes.append((name, shapes))
         return compiled
