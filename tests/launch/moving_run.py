@@ -96,6 +96,7 @@ def steady(run: libra_config.RunConfig) -> libra_config.RunConfig:
     return dataclasses.replace(
         run,
         cluster=libra_config.ClusterConfig(),
+        rollout=dataclasses.replace(run.rollout, loop_workers=0),  # which are actors of Ray
         elastic=libra_config.ElasticConfig(),
         checkpoint=libra_config.CheckpointConfig(every=0),
     )
