@@ -18,7 +18,7 @@ Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -147,6 +147,7 @@ class Packed:
       places: places of the sequences, examples in the given order. An example without a trained prediction has none;
         one that was split has several.
       layouts: layout of each place's sequence.
+      columns: columns of all places.
       examples: number of examples.
       padding_fraction: fraction of all columns that hold no token.
       shared_columns: columns that were saved because segments share tokens.
@@ -155,14 +156,10 @@ class Packed:
     micro_batches: tuple[MicroBatch, ...]
     places: tuple[columns_lib.Place, ...]
     layouts: tuple[trees.Layout, ...]
+    columns: columns_lib.Columns
     examples: int
     padding_fraction: float
     shared_columns: int = 0
-
-    @functools.cached_property
-    def columns(self) -> columns_lib.Columns:
-        """The columns of all places."""
-        return columns_lib.Columns.of(self.places, self.layouts, [item.tokens.shape for item in self.micro_batches])
 
     def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
         """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
@@ -252,14 +249,16 @@ def joined(parts: Sequence[Packed]) -> Packed:
         ]
         micro_batches += part.micro_batches
         examples += part.examples
-    columns = [sum(item.tokens.size for item in part.micro_batches) for part in parts]
-    padding = sum(part.padding_fraction * size for part, size in zip(parts, columns, strict=True))
+    layouts = tuple(layout for part in parts for layout in part.layouts)
+    sizes = [sum(item.tokens.size for item in part.micro_batches) for part in parts]
+    padding = sum(part.padding_fraction * size for part, size in zip(parts, sizes, strict=True))
     return Packed(
         tuple(micro_batches),
         tuple(places),
-        tuple(layout for part in parts for layout in part.layouts),
+        layouts,
+        columns_lib.Columns.of(places, layouts, [item.tokens.shape for item in micro_batches]),
         examples,
-        padding / max(1, sum(columns)),
+        padding / max(1, sum(sizes)),
         sum(part.shared_columns for part in parts),
     )
 
@@ -272,42 +271,78 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
     Raises:
       ConfigError: a sequence is longer than the longest row.
     """
-    lengths = row_lengths(config)
-    owners: list[int] = []
-    layouts: list[trees.Layout] = []
-    shared = 0
+    sequences = _sequences(examples, config)
+    places, segments, shapes, plain = _placed(sequences, config)
+    columns = columns_lib.Columns.of(places, sequences.layouts, shapes)
+    micro_batches = _filled(examples, columns, places, sequences.layouts, segments, plain)
+    total = sum(math.prod(shape) for shape in shapes)
+    used = sum(layout.columns for layout in sequences.layouts)
+    padding = 1.0 - float(used) / total if total else 0.0
+    layouts = tuple(sequences.layouts)
+    return Packed(tuple(micro_batches), tuple(places), layouts, columns, len(examples), padding, sequences.saved)
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """What goes into rows: sequences, numbered in the order of their examples.
+
+    Attributes:
+      examples: example of each sequence.
+      layouts: layout of each sequence.
+      beside: number of the sequence that goes right after another one, by the other's number.
+      saved: columns that were saved because segments, or the rollouts of a group, share tokens.
+    """
+
+    examples: list[int]
+    layouts: list[trees.Layout]
+    beside: dict[int, int]
+    saved: int
+
+
+def _sequences(examples: Sequence[Example], config: config_lib.TrainerConfig) -> _Sequences:
+    """Returns the sequences that the examples become: one, none or, of a tree that fits no row, several each."""
+    longest = row_lengths(config)[-1]
+    made = _Sequences([], [], {}, 0)
+    saved = 0
     bundles: Mapping[int, shared_prompts.Bundled] = {}
     if config.share_prompt:
         prompts, columns = [example.prompt for example in examples], [example.columns for example in examples]
-        bundles = shared_prompts.bundles(prompts, columns, lengths[-1])
-    beside: dict[int, int] = {}  # number of the sequence that goes right after another one, by the other's number
+        bundles = shared_prompts.bundles(prompts, columns, longest)
     for index, example in enumerate(examples):
-        found = example.layouts(lengths[-1])
+        found = example.layouts(longest)
         if (bundle := bundles.get(index)) is not None:
             found = [bundle.layout]
-            shared += bundle.saved
+            saved += bundle.saved
             if bundle.follows:
-                beside[len(layouts) - 1] = len(layouts)
+                made.beside[len(made.layouts) - 1] = len(made.layouts)
         for layout in found:
-            if layout.columns > lengths[-1]:
+            if layout.columns > longest:
                 raise protocols.ConfigError(
                     f"config.trainer.row_buckets: {example.sequence_id} needs a row of {layout.columns} tokens and the "
-                    f"longest row has {lengths[-1]}; add a longer row or lower rollout.max_context"
+                    f"longest row has {longest}; add a longer row or lower rollout.max_context"
                 )
         if example.tree is not None:
-            shared += trees.shared_columns(example.tree, example.mask_N, found)
-        owners += [index] * len(found)
-        layouts += found
-    shapes: list[tuple[int, int]] = []  # of the micro-batches
-    plain = 0  # micro-batches without trees, which come first
-    places: dict[int, columns_lib.Place] = {}  # by number of the sequence
-    segments: dict[int, int] = {}  # its number in its row, by its number
+            saved += trees.shared_columns(example.tree, example.mask_N, found)
+        made.examples.extend([index] * len(found))
+        made.layouts.extend(found)
+    return dataclasses.replace(made, saved=saved)
+
+
+def _placed(
+    sequences: _Sequences, config: config_lib.TrainerConfig
+) -> tuple[list[columns_lib.Place], list[int], list[tuple[int, int]], int]:
+    """Returns each sequence's place and its number in its row, the shapes of the micro-batches, and how many of these
+    are without trees, which come first."""
+    layouts, lengths, each = sequences.layouts, row_lengths(config), config.micro_batch_rows
+    shapes: list[tuple[int, int]] = []
+    plain = 0
+    found: dict[int, tuple[columns_lib.Place, int]] = {}  # by number of the sequence
+    firsts = set(range(len(layouts))) - set(sequences.beside.values())
     for trees_only in (False, True):
-        firsts = set(range(len(layouts))) - set(beside.values())
         numbers = [number for number in sorted(firsts) if (layouts[number].until_C is not None) == trees_only]
-        together = [_following(number, beside) for number in numbers]
+        together = [_following(number, sequences.beside) for number in numbers]
         needed = np.array([sum(layouts[member].columns for member in members) for members in together], np.int64)
-        fit, each = rows.fit(needed, lengths, config.pack), config.micro_batch_rows
+        fit = rows.fit(needed, lengths, config.pack)
         slot: dict[int, tuple[int, int]] = {}  # row -> (micro-batch, row in it)
         # A micro-batch has one shape, so all of its rows have one length.
         for length in sorted(set(fit.length)):
@@ -316,21 +351,15 @@ def pack(examples: Sequence[Example], config: config_lib.TrainerConfig) -> Packe
                 slot[row] = (len(shapes) + position // each, position % each)
             shapes += [(each, length)] * -(-len(of_length) // each)
         for position, members in enumerate(together):
-            micro_batch, row = slot[int(fit.row[position])]
-            start, segment = int(fit.start[position]), int(fit.segment[position])
+            start = int(fit.start[position])
             for number in members:
-                layout = layouts[number]
-                places[number] = columns_lib.Place(owners[number], micro_batch, row, start, layout.columns)
-                segments[number] = segment
-                start += layout.columns
+                columns = layouts[number].columns
+                place = columns_lib.Place(sequences.examples[number], *slot[int(fit.row[position])], start, columns)
+                found[number] = place, int(fit.segment[position])
+                start += columns
         plain = plain if trees_only else len(shapes)
-    ordered = tuple(places[number] for number in range(len(layouts)))
-    numbered = [segments[number] for number in range(len(layouts))]
-    micro_batches = _filled(examples, ordered, layouts, numbered, shapes, plain)
-    total = sum(micro_batch.tokens.size for micro_batch in micro_batches)
-    used = sum(layout.columns for layout in layouts)
-    padding = 1.0 - float(used) / total if total else 0.0
-    return Packed(tuple(micro_batches), ordered, tuple(layouts), len(examples), padding, shared)
+    ordered = [found[number] for number in range(len(layouts))]
+    return [place for place, _ in ordered], [segment for _, segment in ordered], shapes, plain
 
 
 def _following(number: int, beside: Mapping[int, int]) -> list[int]:
@@ -343,23 +372,22 @@ def _following(number: int, beside: Mapping[int, int]) -> list[int]:
 
 def _filled(
     examples: Sequence[Example],
+    columns: columns_lib.Columns,
     places: Sequence[columns_lib.Place],
     layouts: Sequence[trees.Layout],
     segments: Sequence[int],
-    shapes: Sequence[tuple[int, int]],
     plain: int,
 ) -> list[MicroBatch]:
     """Returns the micro-batches, of which the first `plain` ones have no trees.
 
     Args:
       examples: the packed examples.
+      columns: columns of all sequences.
       places: place of each sequence.
       layouts: its layout.
       segments: its number in its row, from 1.
-      shapes: shape of each micro-batch.
       plain: number of micro-batches without trees.
     """
-    columns = columns_lib.Columns.of(places, layouts, shapes)
     # A column holds its own token as input, and everything else about the token that it predicts.
     fields = {
         "tokens": columns.of_inputs([example.tokens_N for example in examples]),
