@@ -260,7 +260,8 @@ def pack(
     if not packed.micro_batches and may_be_empty:
         # The step still happens: its number is the policy version, and hybrid workers split its micro-batches.
         shape = (config.trainer.micro_batch_rows, config.trainer.row_tokens)
-        return dataclasses.replace(packed, micro_batches=(packing.empty(shape),), padding_fraction=1.0)
+        columns = dataclasses.replace(packed.columns, shapes=(shape,))
+        return dataclasses.replace(packed, micro_batches=(packing.empty(shape),), columns=columns, padding_fraction=1.0)
     if not packed.micro_batches:
         raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
     return packed
