@@ -23,6 +23,7 @@ from libra_jax.models import config as model_config
 from libra_jax.planning import costs, hardware, memory
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import logprobs, packing, step
+from libra_jax.training import sequences as sequences_lib
 from libra_jax.training import state as state_lib
 from libra_jax.weights import memfd
 
@@ -174,7 +175,7 @@ def _micro_batch(made: learner_lib.Learner, vocabulary: int, tokens: int) -> dic
     """Returns a row that one sequence of random tokens fills, with random advantages."""
     rng = np.random.default_rng(0)
     count = tokens + 1  # the last is only predicted
-    example = packing.Example(
+    example = sequences_lib.Example(
         sequence_id="random",
         tokens_N=rng.integers(0, vocabulary, count).astype(np.int32),
         mask_N=np.arange(count) > 0,
@@ -184,7 +185,7 @@ def _micro_batch(made: learner_lib.Learner, vocabulary: int, tokens: int) -> dic
     packed = packing.pack([example], made.config.trainer)
     advantages = packed.scatter([rng.standard_normal(count).astype(np.float32)])[0]
     batch = made.inputs.empty(step.POLICY, tokens)
-    return batch | made.inputs.arrays(packed.micro_batches[0], {"advantages": advantages})
+    return batch | made.inputs.arrays(packed, 0, {"advantages": advantages})
 
 
 def vocabulary(bench: rows.Bench, chunk: int) -> rows.Outcome:

@@ -1,14 +1,15 @@
 """Batches in Ray's object store: each group is written once, however many processes train on it.
 
 An argument of a call would be written once for each call. Groups are put one by one, so that the event loop answers
-others between them.
+others between them. Of a divided batch, each process reads the outlines, which are written once, and the rollouts that
+it trains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,62 +45,109 @@ class Sent:
         return protocols.TrainBatch(self.policy_version, tuple(groups), self.begun)
 
 
+@dataclass(frozen=True)
+class SentPart:
+    """A `protocols.BatchPart` whose outlines and rollouts lie in the object store, on its way to an actor."""
+
+    outlines: Any  # references, as above
+    held: Any
+
+    async def received(self) -> protocols.TrainBatch:
+        """Returns the batch (`protocols.BatchPart.joined`). Call in the actor's process.
+
+        Raises:
+          LibraError: bytes of it are lost.
+        """
+        try:
+            outlines, held = await asyncio.to_thread(ray.get, [self.outlines, self.held])
+        except ray.exceptions.RayError as error:
+            raise protocols.LibraError(
+                f"a part of a batch cannot be read from Ray's object store: {actors.summary(error)}"
+            ) from error
+        return protocols.BatchPart(outlines, held).joined()
+
+
 @dataclass(eq=False)
 class _Placed:
-    """Groups in the store, while calls use them."""
+    """Something in the store, while calls use it: a batch, or outlines or rollouts of a part."""
 
-    batch: protocols.TrainBatch
-    sent: asyncio.Task[Sent]
+    what: object
+    sent: asyncio.Task[Any]
     calls: int = 0
 
 
 @dataclass(eq=False)
 class Batches:
-    """The driver's batches in the store. A batch leaves it after the last call that takes it."""
+    """The driver's batches in the store. A batch or part leaves it after the last call that takes it."""
 
     _placed: dict[int, _Placed] = field(default_factory=dict)
 
     @contextlib.asynccontextmanager
     async def replacing(self, args: Sequence[Any]) -> AsyncIterator[tuple[Any, ...]]:
-        """Yields the arguments of a call with each batch replaced by a `Sent`. The caller sets a deadline.
+        """Yields the arguments of a call with a `Sent` for each batch, a `SentPart` for each part. The caller sets a
+        deadline.
 
         Raises:
           LibraError: the store has no room for a batch, in memory or on disk.
         """
-        batches = [arg for arg in args if isinstance(arg, protocols.TrainBatch)]
-        placed = [self._place(batch) for batch in batches]
+        placed: list[_Placed] = []
         try:
-            sent = {id(one.batch): await asyncio.shield(one.sent) for one in placed}
-            yield tuple(sent.get(id(arg), arg) for arg in args)
+            replaced = []
+            for arg in args:
+                match arg:
+                    case protocols.TrainBatch():
+                        replaced.append(await self._put(arg, _groups, placed))
+                    case protocols.BatchPart(outlines, held):
+                        put = [await self._put(one, _object, placed) for one in (outlines, held)]
+                        replaced.append(SentPart(*put))
+                    case _:
+                        replaced.append(arg)
+            yield tuple(replaced)
         finally:
             for one in placed:
                 one.calls -= 1
                 if not one.calls:
-                    del self._placed[id(one.batch)]
+                    del self._placed[id(one.what)]
                     one.sent.cancel()
 
-    def _place(self, batch: protocols.TrainBatch) -> _Placed:
-        placed = self._placed.get(id(batch))
-        if placed is None:
-            placed = self._placed[id(batch)] = _Placed(batch, asyncio.ensure_future(_put(batch)))
-        placed.calls += 1
-        return placed
+    async def _put(self, what: Any, put: Callable[[Any], Coroutine[Any, Any, Any]], placed: list[_Placed]) -> Any:
+        """Returns what stands for something in the store, put there once. Appends to `placed` what the call uses."""
+        one = self._placed.get(id(what))
+        if one is None:
+            one = self._placed[id(what)] = _Placed(what, asyncio.ensure_future(put(what)))
+        one.calls += 1
+        placed.append(one)
+        return await asyncio.shield(one.sent)
 
 
-async def _put(batch: protocols.TrainBatch) -> Sent:
+async def _groups(batch: protocols.TrainBatch) -> Sent:
     references = []
     for group in batch.groups:
-        try:
+        with _room():
             references.append(ray.put(group))
-        except ray.exceptions.RayError as error:
-            raise protocols.LibraError(
-                f"Ray's object store has no room for the batch for version {batch.policy_version} "
-                f"({actors.summary(error)}); give it more memory, or room on its disk"
-            ) from error
         await asyncio.sleep(0)
     return Sent(batch.policy_version, batch.begun, references)
 
 
+async def _object(what: Any) -> Any:
+    with _room():
+        # In a thread, because outlines are many small objects.
+        return await asyncio.to_thread(ray.put, what)
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise protocols.LibraError(
+            f"Ray's object store has no room for a batch ({actors.summary(error)}); give it more memory, or room on "
+            "its disk"
+        ) from error
+
+
 async def received(args: Sequence[Any]) -> list[Any]:
-    """Returns the arguments of a call with each `Sent` replaced by its batch. Call in the actor's process."""
-    return [await arg.received() if isinstance(arg, Sent) else arg for arg in args]
+    """Returns the arguments of a call with the batch in place of each `Sent` and `SentPart`. Call in the actor's
+    process.
+    """
+    return [await arg.received() if isinstance(arg, Sent | SentPart) else arg for arg in args]

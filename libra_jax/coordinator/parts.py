@@ -61,6 +61,7 @@ class WorkerSpecs:
       loop_workers: each makes a `protocols.LoopWorker`; empty: rollouts run in the coordinator's process.
       make_engine: makes the engines that a plan adds; needed with a planner.
       make_trainer: makes the processes of a trainer that may have several or move to others; None: `trainer` alone.
+      divide: gives each of several processes of a trainer its part of a batch; None: each takes whole batches.
     """
 
     trainer: protocols.ActorSpec
@@ -70,6 +71,7 @@ class WorkerSpecs:
     loop_workers: Sequence[protocols.ActorSpec] = ()
     make_engine: instances.MakeSpec | None = None
     make_trainer: client.MakeTrainer | None = None
+    divide: protocols.DivideBatch | None = None
 
 
 class Workers:
@@ -161,7 +163,9 @@ class Workers:
         run, spec, make_trainer = self._run, self.specs.trainer, self.specs.make_trainer
         run.recorder.status(spec.name, "starting")
         make = make_trainer(None) if make_trainer is not None else lambda *_: spec
-        processes = client.TrainerProcesses(run.cluster, make, count=run.config.trainer.processes, name=spec.name)
+        processes = client.TrainerProcesses(
+            run.cluster, make, count=run.config.trainer.processes, name=spec.name, divide=self.specs.divide
+        )
         self.trainer = client.TrainerClient(processes, run.config.deadlines)
         await self.trainer.make()
         run.recorder.status(spec.name, "loading the model and making the optimizer's state")
@@ -254,8 +258,9 @@ def wire(
         hosts=workers.hosts,
     )
     successors = None
-    if workers.specs.make_trainer is not None:
-        successors = handover.successors(run, workers.specs.make_trainer, serving=trainer)
+    specs = workers.specs
+    if specs.make_trainer is not None:
+        successors = handover.successors(run, specs.make_trainer, serving=trainer, divide=specs.divide)
     resizing = resize.Resizing(run, trainer=trainer, sizes=workers.sizes, checkpoint=saver, successors=successors)
     recovery = recovery_lib.Recovery(run, trainer=trainer, checkpoints=saver, weights=weight_sync, resizing=resizing)
     dispatcher = dispatch.Dispatcher(run, scheduler=scheduler, engines=engines)

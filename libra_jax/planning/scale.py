@@ -63,8 +63,10 @@ class Costs:
       loop_turn: `turn` of such a rollout, its share of messages included.
       loop_token: seconds of keeping a token of such a rollout, generated or from a tool.
       batch_token: seconds of putting a trained token into the object store.
-      fetch_token: seconds from a batch's first put until all trainer processes have made arrays of it, for each token.
-        The coordinator's process does not spend them.
+      batch_rollout: seconds of finding the rows of a rollout of a batch, and putting its outline there.
+      fetch_token: seconds in which a trainer process reads and makes arrays of a token that it trains.
+      fetch_rollout: seconds in which a trainer process finds the place of a rollout from its outline. The coordinator's
+        process does not spend these two.
       token_bytes: bytes of memory that a trajectory's token takes, not seconds.
       decisions: number of live requests to seconds of a decision; a turn takes two. `turn` includes those of few
         requests.
@@ -89,7 +91,9 @@ class Costs:
     loop_turn: float
     loop_token: float
     batch_token: float
+    batch_rollout: float
     fetch_token: float
+    fetch_rollout: float
     token_bytes: float
     decisions: Mapping[int, float]
     planner: Mapping[int, float]
@@ -297,7 +301,9 @@ def loads(costs: Costs, work: Work, settings: Settings, accelerators: int) -> Lo
             "s",
         ),
         "start-up": Part(sum(start.values()), settings.start_limit, "s"),
-        "hand-over": Part(costs.fetch_token * tokens, settings.hand_over_share * work.step_seconds, "s"),
+        "hand-over": Part(
+            sum(_hand_over(costs, work, settings, times).values()), settings.hand_over_share * work.step_seconds, "s"
+        ),
         "planner": Part(planned, silent, "s"),
         "memory": Part((settings.staleness + 1) * costs.token_bytes * tokens / 1e9, settings.memory_bytes / 1e9, "GB"),
     }
@@ -333,7 +339,7 @@ def _coordinator(
     return {
         **rollouts,
         "scheduler's growth": 2.0 * turns * waiting,
-        "batches": requests * work.trained_tokens * costs.batch_token,
+        "batches": requests * (work.trained_tokens * costs.batch_token + costs.batch_rollout),
         "health": engines * (costs.health + costs.call) / settings.health_seconds,
         "status": workers * costs.status / settings.status_seconds,
     }
@@ -354,6 +360,22 @@ def _weight_sync(costs: Costs, work: Work, settings: Settings, times: float) -> 
         "bytes": copies * work.weight_bytes / settings.link_bytes_per_second * (1.0 + depth / count),
         "calls": calls,
         "load": settings.load_seconds,
+    }
+
+
+def _hand_over(costs: Costs, work: Work, settings: Settings, times: float) -> dict[str, float]:
+    """Returns the seconds from a batch's completion until all trainer processes have arrays of it, by purpose.
+
+    Each host of the trainer has one process, which takes the tokens of its own rows, and all outlines.
+    """
+    trajectories = times * work.trajectories
+    training = work.accelerators - work.rollout_accelerators
+    processes = max(1.0, times * training / settings.accelerators_per_host)
+    tokens = trajectories * work.trained_tokens
+    return {
+        "put": tokens * costs.batch_token + trajectories * costs.batch_rollout,
+        "outlines": trajectories * costs.fetch_rollout,
+        "own tokens": tokens * costs.fetch_token / processes,
     }
 
 
@@ -418,7 +440,7 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
             else:
                 made = "raise deadlines.engine_start: engines alone take longer"
         case "hand-over":
-            made = f"hand each of {math.ceil(load.ratio)} or more parts of the trainer the rows alone that it trains"
+            made = f"{math.ceil(load.ratio)} coordinators, each of which hands over its share of the groups"
         case "planner":
             share = load.value / work.step_seconds
             made = f"search in a process of its own: it takes {share:.2g} of a step's time there"

@@ -126,6 +126,8 @@ from libra_jax.protocols.scheduling import (
 from libra_jax.protocols.tasks import Message, Task, TaskSource, ToolCall
 from libra_jax.protocols.telemetry import LOST, POOLS, Recorder, Span
 from libra_jax.protocols.training import (
+    BatchPart,
+    DivideBatch,
     HybridClient,
     MeshSizes,
     MovableTrainer,
@@ -151,6 +153,7 @@ from libra_jax.protocols.trajectories import (
     Move,
     MoveReason,
     MoveRecord,
+    Outline,
     RolloutSnapshot,
     Segment,
     SegmentRecord,
@@ -184,6 +187,7 @@ __all__ = [
     "ActorAddress",
     "ActorHandle",
     "ActorSpec",
+    "BatchPart",
     "CancelRollout",
     "CausalState",
     "ChatFormat",
@@ -201,6 +205,7 @@ __all__ = [
     "Demonstrator",
     "DirectHandle",
     "Dispatch",
+    "DivideBatch",
     "Endpoint",
     "EngineAnswered",
     "EngineClient",
@@ -236,6 +241,7 @@ __all__ = [
     "MoveReason",
     "MoveRecord",
     "Outcome",
+    "Outline",
     "OutputParser",
     "PeerLost",
     "Place",

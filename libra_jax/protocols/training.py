@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +62,32 @@ class TrainBatch:
         """Returns the groups with these numbers, in their order, as a batch in which none is begun."""
         by_number = {group.group_id: group for group in self.groups}
         return TrainBatch(self.policy_version, tuple(by_number[number] for number in numbers))
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A `TrainBatch` for one process of a trainer: outlines of all rollouts, and those whose tokens it trains.
+
+    Attributes:
+      outlines: the batch with outlines alone, the same object for all processes.
+      held: whole rollouts by their number in the batch: groups in order, and their trajectories in order.
+    """
+
+    outlines: TrainBatch
+    held: Mapping[int, Trajectory]
+
+    def joined(self) -> TrainBatch:
+        """Returns the batch with the whole rollouts in their places. Other rollouts have an outline alone."""
+        numbers, groups = itertools.count(), []
+        for group in self.outlines.groups:
+            rollouts = [self.held.get(next(numbers), rollout) for rollout in group.trajectories]
+            groups.append(dataclasses.replace(group, trajectories=rollouts))
+        return dataclasses.replace(self.outlines, groups=tuple(groups))
+
+
+DivideBatch = Callable[[TrainBatch, Sequence[Sequence[int]]], "Sequence[BatchPart] | None"]
+"""Divides a batch among a trainer's processes, from the rows of each micro-batch that each holds
+(`TrainerProcess.rows`). Returns a part for each; None if each needs the tokens of all rollouts."""
 
 
 @dataclass(frozen=True)
@@ -354,6 +382,13 @@ class TrainerProcess(MovableTrainer, Protocol):
 
     async def join(self, address: str) -> None:
         """Meets the trainer's other processes at that address. Called on all processes at once."""
+        ...
+
+    async def rows(self) -> Sequence[Sequence[int]]:
+        """Returns the rows of each micro-batch that each process's devices hold, by process. Called on process 0 only.
+
+        They change with the mesh.
+        """
         ...
 
     async def shutdown(self) -> None:

@@ -308,6 +308,18 @@ class Segment:
         return sum(self.loss_mask)
 
 
+class Outline(NamedTuple):
+    """What a process of the trainer knows of a rollout of one segment whose tokens it does not train.
+
+    Attributes:
+      columns: predictions up to the last trained one; 0 without any.
+      trained: trained predictions.
+    """
+
+    columns: int
+    trained: int
+
+
 @dataclass
 class Trajectory(Segment):
     """One rollout, token by token. It is its own first segment; `branches` are further ones.
@@ -326,6 +338,7 @@ class Trajectory(Segment):
         they are limited, or if the environment hears outputs.
       snapshot: latest snapshot from the environment.
       branches: the segments after the first one, by `index`, which is their position plus 1.
+      outline: counts in place of tokens, in a part of a batch (`BatchPart`); None: the tokens are here.
     """
 
     finish: str | None = None
@@ -336,6 +349,7 @@ class Trajectory(Segment):
     environment_reward: float | None = None
     replayed: bool = False
     branches: list[Segment] = field(default_factory=list)
+    outline: Outline | None = None
 
     @property
     def segments(self) -> Sequence[Segment]:

@@ -32,6 +32,7 @@ from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry as schedulers
 from libra_jax.telemetry import escapes, files, report, status
 from libra_jax.telemetry import recorder as telemetry
+from libra_jax.training import dividing
 
 
 def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model_config.TransformerConfig:
@@ -193,6 +194,7 @@ def _parts(
         loop_workers=worker_specs.loop_worker_specs(config, workdir),
         make_engine=engines.add,
         make_trainer=functools.partial(worker_specs.trainer_processes, config, workdir) if on_ray else None,
+        divide=functools.partial(dividing.divide, config),
     )
     agent = rollouts.Agent(
         tasks=factories.task_source(config.task, config.seed),

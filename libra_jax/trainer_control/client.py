@@ -29,6 +29,7 @@ MakeTrainer = Callable[[protocols.MeshSizes | None], MakeProcess]
 FIRST_ALONE: frozenset[Callable[..., Any]] = frozenset(
     {
         TrainerProcess.reserve,
+        TrainerProcess.rows,
         TrainerProcess.stage_weights,
         TrainerProcess.listen,
         TrainerProcess.is_saved,
@@ -59,6 +60,7 @@ class TrainerProcesses:
       make_process: returns the spec of each process.
       count: number of processes.
       name: name of a single process; several processes are named `<name>.0`, `<name>.1`, ...
+      divide: gives each of several processes its part of a batch; None: each takes whole batches.
 
     Attributes:
       name: the given name.
@@ -66,11 +68,18 @@ class TrainerProcesses:
     """
 
     def __init__(
-        self, cluster: protocols.Cluster, make_process: MakeProcess, *, count: int = 1, name: str = "trainer"
+        self,
+        cluster: protocols.Cluster,
+        make_process: MakeProcess,
+        *,
+        count: int = 1,
+        name: str = "trainer",
+        divide: protocols.DivideBatch | None = None,
     ) -> None:
         self.name = name
         self.count = count
         self._cluster = cluster
+        self._divide = divide
         names = [name] if count == 1 else [f"{name}.{process}" for process in range(count)]
         self._specs = [
             dataclasses.replace(make_process(process, count), name=actor) for process, actor in enumerate(names)
@@ -118,7 +127,7 @@ class TrainerProcesses:
     async def call_all(
         self, method: Callable[Concatenate[Any, P], Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Calls all processes at once. Returns the answer of process 0.
+        """Calls all processes at once, each with its own part of a batch. Returns the answer of process 0.
 
         Raises:
           WorkerLost: a process is gone, or no process has been made.
@@ -126,8 +135,11 @@ class TrainerProcesses:
         """
         # `first` raises WorkerLost if there is no process.
         actors = (self.first, *self._actors[1:])
+        given = await self._arguments(args)
         # After an error the other processes may hang in a collective, so their calls are abandoned below.
-        calls = [asyncio.ensure_future(actor.call(method, *args, **kwargs)) for actor in actors]
+        calls = [
+            asyncio.ensure_future(actor.call(method, *own, **kwargs)) for actor, own in zip(actors, given, strict=True)
+        ]
         try:
             await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             if (error := await _verdict(calls)) is not None:
@@ -136,6 +148,21 @@ class TrainerProcesses:
         finally:
             for call in calls:
                 deadlines.abandon(call)
+
+    async def _arguments(self, args: tuple[Any, ...]) -> Sequence[tuple[Any, ...]]:
+        """Returns the arguments of a call for each process: parts of a batch in place of the batch."""
+        given = [args] * self.count
+        if self._divide is None or self.count == 1:
+            return given
+        for place, batch in enumerate(args):
+            if not isinstance(batch, protocols.TrainBatch):
+                continue
+            # Asked each time, because the rows change with the mesh. In a thread, because a batch may be large.
+            rows = await self.first.call(TrainerProcess.rows)
+            parts = await asyncio.to_thread(self._divide, batch, rows)
+            if parts is not None:
+                given = [(*own[:place], part, *own[place + 1 :]) for own, part in zip(given, parts, strict=True)]
+        return given
 
 
 class TrainerClient:

@@ -98,14 +98,25 @@ Successors = Callable[[protocols.MeshSizes, int], Way]
 
 
 def successors(
-    run: protocols.RunContext, make_trainer: client.MakeTrainer, *, serving: client.TrainerClient
+    run: protocols.RunContext,
+    make_trainer: client.MakeTrainer,
+    *,
+    serving: client.TrainerClient,
+    divide: protocols.DivideBatch | None = None,
 ) -> Successors:
-    """Returns a function that makes the hand-overs of a run. Each successor has a new name."""
+    """Returns a function that makes the hand-overs of a run. Each successor has a new name.
+
+    Args:
+      run: what the parts of the run share.
+      make_trainer: makes the successors' processes.
+      serving: the present trainer.
+      divide: gives each of several processes its part of a batch (`client.TrainerProcesses`).
+    """
     numbers, name = itertools.count(1), serving.name
 
     def successor(sizes: protocols.MeshSizes, processes: int) -> Handover:
         made = client.TrainerProcesses(
-            run.cluster, make_trainer(sizes), count=processes, name=f"{name}-{next(numbers)}"
+            run.cluster, make_trainer(sizes), count=processes, name=f"{name}-{next(numbers)}", divide=divide
         )
         next_trainer = client.TrainerClient(made, run.config.deadlines)
         return Handover(run.config.deadlines, serving=serving, successor=next_trainer, sizes=sizes, workdir=run.workdir)

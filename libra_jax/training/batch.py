@@ -9,7 +9,6 @@ Letters: N trajectories, T tokens.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,21 +18,18 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.algorithms import estimators, kl, turn_selection
+from libra_jax.algorithms import estimators, turn_selection
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding
-from libra_jax.training import packing, segments, world
+from libra_jax.training import batch_advantages, dividing, packing, segments, world
 from libra_jax.training import sequences as sequences_lib
 
 Score = Callable[[packing.Packed, Sequence[dict[str, Any]]], "list[jax.Array]"]
 """Returns the reference model's log-probabilities of a packed batch: one [B, T] array per micro-batch. Takes the batch
 and each micro-batch's `routing` and `routed`, or empty dicts."""
 
-ScoreNorms = Callable[[Sequence[packing.Example]], estimators.Scores]
+ScoreNorms = Callable[[Sequence[sequences_lib.Example]], estimators.Scores]
 """Returns the scores of trajectories (`learner.Learner.score_norms`)."""
-
-NO_ADVANTAGE = 1e-6
-"""Largest absolute advantage in a group that counts as having no gradient; larger than rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,8 @@ class Prepared:
       targets: arrays of each micro-batch that the critic learns from, [B, T]: `returns`, `values`, and the `mask`
         without truncated rollouts; empty without a critic.
       examples: sequences in the batch's order.
-      advantages: advantages of each token, one array per sequence.
+      advantages: advantages of each token, one array per sequence. Of a sequence whose tokens other processes train,
+        the array has one number.
       described: metrics of what was left out of the loss; empty if all turns are trained.
     """
 
@@ -56,7 +53,7 @@ class Prepared:
     extras: Sequence[dict[str, Any]]
     minibatches: Sequence[range]
     targets: Sequence[dict[str, Any]]
-    examples: Sequence[packing.Example]
+    examples: Sequence[sequences_lib.Example]
     advantages: Sequence[np.ndarray]
     described: Mapping[str, float] = field(default_factory=dict)
 
@@ -92,27 +89,21 @@ def prepare(
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     masked = [config.task.masks(trajectory.finish) for trajectory in trajectories]
-    segments.check(config, trajectories)
     truncated = [config.task.cuts(item.finish) and not out for item, out in zip(trajectories, masked, strict=True)]
-    sequences = sequences_lib.examples(trajectories, batch.policy_version, model, masked)
-    parts, taken = [], 0
-    for groups in np.array_split(np.arange(len(batch.groups)), config.algorithm.minibatches):
-        size = sum(len(batch.groups[index].trajectories) for index in groups)
-        # Of a streamed step, this may be the one group without a trained token.
-        may_be_empty = any(masked) or config.trainer.stream != "off"
-        parts.append(pack(config, sequences[taken : taken + size], may_be_empty=may_be_empty))
-        taken += size
-    packed = packing.joined(parts)
-    ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()
-    minibatches = [range(end - len(part.micro_batches), end) for end, part in zip(ends, parts, strict=True)]
-    routing: Sequence[dict[str, Any]] = [{} for _ in packed.micro_batches]
-    if config.algorithm.routing_replay == "rollout":
-        routing = _replayed(packed, sequences, model)
+    references: list[np.ndarray] | None = None
+    # Each process checks the tokens that it has.
+    with world.agreeing():
+        segments.check(config, trajectories)
+        sequences = sequences_lib.examples(trajectories, batch.policy_version, model, masked)
+        packed, minibatches = _in_minibatches(config, batch.groups, sequences, any(masked))
+        routing: Sequence[dict[str, Any]] = [{} for _ in packed.micro_batches]
+        if config.algorithm.routing_replay == "rollout":
+            routing = _replayed(packed, sequences, model)
+        if config.algorithm.kl_coefficient and config.algorithm.teacher_served:
+            references = _taught(trajectories, masked)
     # Further arrays, one of each name for each micro-batch.
     further: dict[str, Sequence[Any]] = {}
-    references: list[np.ndarray] | None = None
-    if config.algorithm.kl_coefficient and config.algorithm.teacher_served:
-        references = _taught(trajectories, masked)
+    if references is not None:
         further["reference"] = packed.scatter(references)
     elif config.algorithm.kl_coefficient:
         if score is None:
@@ -136,7 +127,7 @@ def prepare(
         segments.check_whole(packed, trajectories)
         of_rollouts = score_norms(sequences)
     own_rewards = segments.reward_offsets(config.algorithm, trajectories)
-    advantage, returns = token_advantages(
+    advantage, returns = batch_advantages.token_advantages(
         config.algorithm, batch.groups, sequences, references, masked, values, truncated, of_rollouts, own_rewards
     )
     further["advantages"] = packed.scatter(advantage)
@@ -170,9 +161,38 @@ def prepare(
     return Prepared(packed, extras, minibatches, targets, sequences, advantage, described)
 
 
+def _in_minibatches(
+    config: config_lib.RunConfig,
+    groups: Sequence[protocols.Group],
+    sequences: Sequence[sequences_lib.Example],
+    masked: bool,
+) -> tuple[packing.Packed, list[range]]:
+    """Packs the sequences of the mini-batches, and returns the micro-batches of each.
+
+    Args:
+      config: configuration of the run.
+      groups: whole groups.
+      sequences: sequences of their trajectories, in order.
+      masked: a trajectory is left out of the loss.
+
+    Raises:
+      LibraError: no token is under the loss mask, though no trajectory is left out.
+    """
+    parts, taken = [], 0
+    for of_minibatch in dividing.minibatches(config, groups):
+        size = sum(len(group.trajectories) for group in of_minibatch)
+        # Of a streamed step, this may be the one group without a trained token.
+        may_be_empty = masked or config.trainer.stream != "off"
+        parts.append(pack(config, sequences[taken : taken + size], may_be_empty=may_be_empty))
+        taken += size
+    ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()
+    ranges = [range(end - len(part.micro_batches), end) for end, part in zip(ends, parts, strict=True)]
+    return packing.joined(parts), ranges
+
+
 def _of_high_entropy(
-    share: float, packed: packing.Packed, sequences: Sequence[packing.Example], groups: Sequence[protocols.Group]
-) -> tuple[packing.Packed, list[packing.Example], dict[str, float]]:
+    share: float, packed: packing.Packed, sequences: Sequence[sequences_lib.Example], groups: Sequence[protocols.Group]
+) -> tuple[packing.Packed, list[sequences_lib.Example], dict[str, float]]:
     """Leaves the turns of the lowest entropy out of the loss (`algorithm.entropy_share`).
 
     Returns:
@@ -218,7 +238,7 @@ def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]
 
 
 def _gathered(
-    packed: packing.Packed, arrays: Sequence[jax.Array], sequences: Sequence[packing.Example]
+    packed: packing.Packed, arrays: Sequence[jax.Array], sequences: Sequence[sequences_lib.Example]
 ) -> list[np.ndarray]:
     """Returns the numbers of each sequence's tokens, [N], from one [B, T] array per micro-batch on the mesh."""
     with world.explaining(), sharding.whole(arrays) as whole:
@@ -227,14 +247,14 @@ def _gathered(
 
 
 def _replayed(
-    packed: packing.Packed, sequences: Sequence[packing.Example], model: model_config.TransformerConfig
+    packed: packing.Packed, sequences: Sequence[sequences_lib.Example], model: model_config.TransformerConfig
 ) -> list[dict[str, Any]]:
     """Returns `routing` and `routed` of each micro-batch.
 
     Raises:
       DataError: no trained sequence has experts.
     """
-    trained = [example for example in sequences if example.columns]
+    trained = [example for example in sequences if example.columns and example.outline is None]
     if trained and all(example.routing_RxW is None for example in trained):
         raise protocols.DataError(
             f"trajectory {trained[0].sequence_id} and all others of the batch came without experts, which "
@@ -244,7 +264,7 @@ def _replayed(
 
 
 def pack(
-    config: config_lib.RunConfig, examples: Sequence[packing.Example], *, may_be_empty: bool = False
+    config: config_lib.RunConfig, examples: Sequence[sequences_lib.Example], *, may_be_empty: bool = False
 ) -> packing.Packed:
     """Runs `packing.pack` and ensures at least one micro-batch.
 
@@ -265,141 +285,3 @@ def pack(
     if not packed.micro_batches:
         raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
     return packed
-
-
-def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns reward and group number of each trajectory, groups in order; float32 [N] and int32 [N].
-
-    Raises:
-      DataError: a reward is missing or not finite; the message names the trajectory.
-    """
-    values: list[float] = []
-    numbers: list[int] = []
-    for number, group in enumerate(groups):
-        for trajectory in group.trajectories:
-            reward = trajectory.reward
-            if reward is None or not math.isfinite(reward):
-                raise protocols.DataError(
-                    f"trajectory {trajectory.trajectory_id}: its reward is {reward}; the environment or reward "
-                    "function must return a finite number."
-                )
-            values.append(reward)
-            numbers.append(number)
-    return np.array(values, np.float32), np.array(numbers, np.int32)
-
-
-def token_advantages(
-    config: config_lib.AlgorithmConfig,
-    groups: Sequence[protocols.Group],
-    sequences: Sequence[packing.Example],
-    references: Sequence[np.ndarray] | None,
-    masked: Sequence[bool],
-    values: Sequence[np.ndarray] | None = None,
-    truncated: Sequence[bool] | None = None,
-    scores: estimators.Scores | None = None,
-    own_rewards: Sequence[np.ndarray] | None = None,
-) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-    """Returns advantages and returns of the tokens, one array per trajectory. Masked trajectories enter no baseline.
-
-    Returns are those that a critic learns; None without values.
-
-    An estimator that compares the trajectories of a group gives a group of one its reward alone. A trajectory whose
-    whole remaining group is masked has nothing left to compare with: it counts as exactly at its baseline.
-
-    Args:
-      config: settings that name the estimator.
-      groups: groups of the batch.
-      sequences: `sequences.examples` of the batch's trajectories, in the same order.
-      references: reference log-probability of each token, one array per trajectory, for the KL penalty in the reward.
-      masked: trajectories left out of the loss (`TaskConfig.masks`); `mask_N` excludes their tokens.
-      values: the critic's value before each token, one array per trajectory; None without a critic.
-      truncated: trajectories that are trained without their reward (`TaskConfig.cuts`); None: none of them.
-      scores: scores of the trajectories; None unless the baseline needs them.
-      own_rewards: reward of each token's segment less the trajectory's, one array per trajectory; None: no segment has
-        a reward of its own.
-
-    Raises:
-      DataError: a reward or an advantage is not finite; the message names the trajectory.
-    """
-    rewards_N, groups_N = rewards(groups)
-    alone_N = np.zeros(len(sequences), bool)
-    if any(masked):
-        masked_N = np.array(masked, bool)
-        sizes, kept = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
-        if config.advantage in config_lib.GROUP_ADVANTAGES:
-            alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
-        # Each masked trajectory gets a group number of its own, so that no other baseline sees its reward.
-        groups_N = np.where(masked_N, len(groups) + np.arange(len(sequences)), groups_N).astype(np.int32)
-        # A reward of 0 in a group of one gives an advantage of 0: exactly at the baseline.
-        rewards_N = np.where(alone_N, np.float32(0.0), rewards_N)
-    mask_NxT = _stack([example.mask_N for example in sequences])
-    mask_NxT[:, 0] = False  # no position predicts the first token
-    kl_NxT = None
-    if references is not None:
-        behaviour_NxT = _stack([example.behaviour_N for example in sequences])
-        estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
-        kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
-    values_NxT = None if values is None else _stack(values)
-    advantages_NxT = estimators.compute(
-        config,
-        rewards_N=rewards_N,
-        groups_N=groups_N,
-        mask_NxT=mask_NxT,
-        kl_NxT=kl_NxT,
-        values_NxT=values_NxT,
-        truncated_N=None if truncated is None else np.array(truncated, bool),
-        scores=scores,
-        own_rewards_NxT=None if own_rewards is None else _stack(own_rewards),
-    )
-    returns_NxT = None
-    if values_NxT is not None:
-        returns_NxT = estimators.value_targets(
-            config, rewards_N=rewards_N, mask_NxT=mask_NxT, values_NxT=values_NxT, kl_NxT=kl_NxT
-        )
-    for example, row_T in zip(sequences, advantages_NxT, strict=True):
-        if not np.isfinite(row_T).all():
-            raise protocols.DataError(f"trajectory {example.sequence_id}: its advantage is not a finite number.")
-    lengths = [len(example.tokens_N) for example in sequences]
-
-    def cut(rows_NxT: np.ndarray) -> list[np.ndarray]:
-        return [row_T[:length] for length, row_T in zip(lengths, rows_NxT, strict=True)]
-
-    return cut(advantages_NxT), None if returns_NxT is None else cut(returns_NxT)
-
-
-def statistics(
-    values: Sequence[np.ndarray], sequences: Sequence[packing.Example], groups: Sequence[protocols.Group]
-) -> dict[str, float]:
-    """Describes the advantages of a batch.
-
-    Args:
-      values: advantage of each token, one array per trajectory.
-      sequences: `sequences.examples` of the trajectories, in the same order.
-      groups: groups of the batch, in the same order.
-
-    Returns:
-      `groups/without_gradient`: the fraction of groups whose trained tokens have no advantage (equal rewards, or all
-      rollouts masked). `advantage/mean`, `/std`, `/min` and `/max`: over trained tokens, absent if there are none.
-    """
-    # No position predicts the first token, so its advantage never counts.
-    trained_each = [value[1:][example.mask_N[1:]] for value, example in zip(values, sequences, strict=True)]
-    largest = iter([float(np.abs(row).max(initial=0.0)) for row in trained_each])
-    idle = [max([next(largest) for _ in group.trajectories], default=0.0) <= NO_ADVANTAGE for group in groups]
-    found = {"groups/without_gradient": float(np.mean(idle))}
-    trained = np.concatenate(trained_each)
-    if not len(trained):
-        return found
-    return found | {
-        "advantage/mean": float(trained.mean()),
-        "advantage/std": float(trained.std()),
-        "advantage/min": float(trained.min()),
-        "advantage/max": float(trained.max()),
-    }
-
-
-def _stack(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Stacks rows into [N, T], with zeros after each row's end."""
-    stacked_NxT = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
-    for index, row in enumerate(rows):
-        stacked_NxT[index, : len(row)] = row
-    return stacked_NxT

@@ -17,13 +17,15 @@ from libra_jax.training import trees
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a sequence: its example; micro-batch, row, first column, number of columns."""
+    """Place of a sequence: its example; micro-batch, row, first column, number of columns; its number in the row,
+    from 1."""
 
     example: int
     micro_batch: int
     row: int
     start: int
     columns: int
+    segment: int
 
     @property
     def where(self) -> tuple[int, slice]:
@@ -33,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of all sequences, one sequence after the other. C is their number.
+    """The columns of the sequences whose tokens this process has, one sequence after the other. C is their number.
 
     Attributes:
       shapes: shape of each micro-batch.
@@ -50,7 +52,12 @@ class Columns:
     targets_C: np.ndarray
 
     @classmethod
-    def of(cls, places: Sequence[Place], layouts: Sequence[trees.Layout], shapes: Sequence[tuple[int, ...]]) -> Columns:
+    def of(
+        cls,
+        places: Sequence[Place],
+        layouts: Sequence[trees.Layout | trees.Path],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> Columns:
         """Joins the columns of placed sequences."""
         assert len(places) == len(layouts)
         counts = np.array([place.columns for place in places], np.int64)
@@ -63,6 +70,23 @@ class Columns:
             np.repeat(np.array([place.example for place in places], np.int64), counts),
             end_to_end([layout.inputs_C for layout in layouts]),
             end_to_end([layout.targets_C for layout in layouts]),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Columns], examples: Sequence[int]) -> Columns:
+        """Returns the columns of several batches as one.
+
+        Args:
+          parts: columns of each batch.
+          examples: number of examples of each.
+        """
+        sizes = [sum(rows * width for rows, width in part.shapes) for part in parts]
+        return cls(
+            [shape for part in parts for shape in part.shapes],
+            end_to_end([part.place_C + before for part, before in zip(parts, _before(sizes), strict=True)]),
+            end_to_end([part.example_C + before for part, before in zip(parts, _before(examples), strict=True)]),
+            end_to_end([part.inputs_C for part in parts]),
+            end_to_end([part.targets_C for part in parts]),
         )
 
     def of_inputs(self, values: Sequence[np.ndarray]) -> np.ndarray:
@@ -103,6 +127,11 @@ class Columns:
         flat[self.place_C] = values_C
         parts = np.split(flat, np.cumsum(sizes)[:-1])  # one empty part if there is no micro-batch
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=False)]
+
+
+def _before(counts: Sequence[int]) -> list[int]:
+    """Returns the sum of all counts before each."""
+    return (np.cumsum(counts) - np.array(counts)).tolist()
 
 
 def end_to_end(arrays: Sequence[np.ndarray]) -> np.ndarray:

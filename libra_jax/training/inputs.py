@@ -18,7 +18,7 @@ from libra_jax.algorithms import batch_statistics
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
 from libra_jax.planning import rows
-from libra_jax.training import packing, step
+from libra_jax.training import packing, placement, step
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Inputs:
         packs = self.config.trainer.pack
         return [
             (row_tokens, most)
-            for row_tokens in packing.row_lengths(self.config.trainer)
+            for row_tokens in placement.row_lengths(self.config.trainer)
             # Only the time of cuDNN's attention depends on the number, so other kernels need one program.
             for most in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
         ]
@@ -106,7 +106,7 @@ class Inputs:
         found = []
         row_shapes = self.row_shapes()
         if trees:
-            row_shapes = [(row_tokens, 0) for row_tokens in packing.row_lengths(self.config.trainer)]
+            row_shapes = [(row_tokens, 0) for row_tokens in placement.row_lengths(self.config.trainer)]
         for row_tokens, most in row_shapes:
             for name in (*names, self.loss):
                 arrays = self.empty(name, row_tokens, most, trees=trees).items()
@@ -152,11 +152,12 @@ class Inputs:
             batch |= {"routing": np.zeros((*shape, width), dtype), "routed": np.zeros(shape, bool)}
         return batch
 
-    def arrays(self, micro_batch: packing.MicroBatch, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a packed micro-batch and its further arrays as programs take them, like those of `empty`."""
+    def arrays(self, packed: packing.Packed, number: int, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a micro-batch and its further arrays as programs take them, like those of `empty`."""
+        micro_batch = packed.micro_batches[number]
         arrays = {**vars(micro_batch), **extras}
         if self.lists_sequences and not isinstance(micro_batch, packing.TreeMicroBatch):
-            arrays[packing.LENGTHS] = packing.sequence_lengths(micro_batch)
+            arrays[packing.LENGTHS] = packed.sequence_lengths(number)
         return arrays
 
 

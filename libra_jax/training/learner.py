@@ -324,7 +324,7 @@ class Learner(model_state.ModelState):
             # Between two updates the state is no longer that of before the step, so the step goes on.
             if self.abort.is_set() and not self._taking:
                 raise protocols.StepAborted(f"the step was aborted after {len(parts)} of its micro-batches.")
-            arrays = self.programs.put(self.inputs.arrays(packed.micro_batches[index], extras[index]))
+            arrays = self.programs.put(self.inputs.arrays(packed, index, extras[index]))
             accumulator, part = self.programs.grad_step(loss, params, accumulator, arrays, base)
             parts.append(part)
         return accumulator

@@ -21,6 +21,7 @@ from libra_jax.models import attention, lora, transformer
 from libra_jax.models import config as model_config
 from libra_jax.training import background, inputs, losses, optimizer, packing, score_norms, step, world
 from libra_jax.training import critic as critic_lib
+from libra_jax.training import sequences as sequences_lib
 from libra_jax.training import state as state_lib
 
 
@@ -226,7 +227,7 @@ class ModelState:
         with world.explaining():
             return [self.programs.score(reference, arrays) for arrays in self._scored(packed, extras, indices)]
 
-    def score_norms(self, examples: Sequence[packing.Example]) -> estimators.Scores:
+    def score_norms(self, examples: Sequence[sequences_lib.Example]) -> estimators.Scores:
         """Returns the scores of trajectories under the policy as it is now; 0 for those without a trained token.
 
         Takes a backward pass over each trajectory, in a row of its own.
@@ -256,7 +257,7 @@ class ModelState:
         """Yields the arrays on the mesh from which a program scores each micro-batch."""
         for index in indices:
             routing = {name: extras[index][name] for name in ("routing", "routed") if name in extras[index]}
-            yield self.programs.put(self.inputs.arrays(packed.micro_batches[index], routing))
+            yield self.programs.put(self.inputs.arrays(packed, index, routing))
 
     def values(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]] = ()) -> list[jax.Array]:
         """Returns the critic's values on the mesh: one [B, T] array per micro-batch. It takes none of the `extras`."""

@@ -11,6 +11,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import packing
+from libra_jax.training import sequences as sequences_lib
 
 OWN_REWARDS = ("grpo", "dr_grpo", "rloo", "opo")
 """Advantages that take rewards of single segments: of the others, the baseline has no meaning apart from the reward."""
@@ -88,7 +89,7 @@ def check_whole(packed: packing.Packed, trajectories: Sequence[protocols.Traject
 
 
 def add_rollout_tokens(
-    extras: Sequence[dict[str, Any]], packed: packing.Packed, examples: Sequence[packing.Example]
+    extras: Sequence[dict[str, Any]], packed: packing.Packed, examples: Sequence[sequences_lib.Example]
 ) -> None:
     """Adds `packing.ROLLOUT_TOKENS` to the arrays of the micro-batches that hold a part of a rollout.
 

@@ -1,4 +1,4 @@
-"""The per-token arrays of trajectories, with every number checked.
+"""Sequences to train on: the per-token arrays of trajectories, with every number checked.
 
 Of a trajectory of several segments, the own tokens of the segments follow one another.
 """
@@ -8,13 +8,74 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.training import packing, trees
+from libra_jax.training import trees
+
+
+@dataclass(frozen=True)
+class Example:
+    """A training sequence of N tokens.
+
+    Attributes:
+      sequence_id: names the sequence in errors.
+      tokens_N: int32 token ids.
+      mask_N: True for each token whose prediction is trained; the first token has no prediction.
+      behaviour_N: float32 log-probability under the policy that sampled the token; 0 if no policy sampled it.
+      on_version_N: True for each token sampled by the version that trains.
+      routing_RxW: experts of R tokens, unsigned, layers first; None: no token's are known.
+      routed_R: indices of these tokens; None: the first R.
+      tree: segments of the rollout, whose own tokens follow one another; None: it has one. Their first own tokens are
+        masked.
+      outline: counts of a sequence whose tokens other processes train; the arrays are then empty.
+    """
+
+    sequence_id: str
+    tokens_N: np.ndarray
+    mask_N: np.ndarray
+    behaviour_N: np.ndarray
+    on_version_N: np.ndarray
+    routing_RxW: np.ndarray | None = None
+    routed_R: np.ndarray | None = None
+    tree: trees.Tree | None = None
+    outline: protocols.Outline | None = None
+
+    @property
+    def columns(self) -> int:
+        """Number of columns without a tree: the predictions up to the last trained prediction; 0 without any."""
+        if self.outline is not None:
+            return self.outline.columns
+        # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
+        trained_N = self.mask_N[1:]
+        return len(trained_N) - int(trained_N[::-1].argmax()) if trained_N.any() else 0
+
+    @property
+    def trained(self) -> int:
+        """Number of trained predictions."""
+        return int(np.count_nonzero(self.mask_N[1:])) if self.outline is None else self.outline.trained
+
+    def layouts(self, longest: int) -> Sequence[trees.Layout | trees.Path]:
+        """Returns the sequences that hold the trained predictions: one, the parts of a tree, or none.
+
+        Args:
+          longest: columns of the longest row; only a path may need more.
+        """
+        if self.tree is not None:
+            return trees.lay_out(self.tree, self.mask_N, longest)
+        return [trees.Path(columns)] if (columns := self.columns) else []
+
+    @property
+    def prompt(self) -> np.ndarray | None:
+        """Tokens before the first trained one; None if rollouts cannot share two of them or more."""
+        if self.tree is not None or not self.columns:
+            return None
+        prompt_P = self.tokens_N[: 1 + int(np.argmax(self.mask_N[1:]))]
+        return prompt_P if len(prompt_P) > 1 else None
 
 
 def examples(
@@ -22,7 +83,7 @@ def examples(
     policy_version: int,
     model: model_config.TransformerConfig,
     masked: Sequence[bool] | None = None,
-) -> list[packing.Example]:
+) -> list[Example]:
     """Makes the per-token arrays of each trajectory.
 
     Args:
@@ -38,6 +99,9 @@ def examples(
     made = []
     for trajectory, out in zip(trajectories, masked or [False] * len(trajectories), strict=True):
         name, segments = trajectory.trajectory_id, trajectory.segments
+        if trajectory.outline is not None:
+            made.append(of_outline(trajectory))
+            continue
         for segment in segments:
             columns = (segment.token_ids, segment.loss_mask, segment.log_probs, segment.policy_versions)
             if len(lengths := {len(column) for column in columns}) > 1:
@@ -45,7 +109,7 @@ def examples(
                     f"trajectory {segment.name}: its columns have different lengths {sorted(lengths)}."
                 )
         routing_RxW, routed_R = _routing(segments, model)
-        example = packing.Example(
+        example = Example(
             sequence_id=name,
             tokens_N=joined([segment.token_ids for segment in segments], np.int32),
             mask_N=joined([segment.loss_mask for segment in segments], bool),
@@ -70,6 +134,18 @@ def examples(
         example.mask_N[:] &= not out
         made.append(example)
     return made
+
+
+def of_outline(trajectory: protocols.Trajectory) -> Example:
+    """Returns the sequence of a trajectory whose tokens another process trains."""
+    return Example(
+        trajectory.trajectory_id,
+        tokens_N=np.zeros(0, np.int32),
+        mask_N=np.zeros(0, bool),
+        behaviour_N=np.zeros(0, np.float32),
+        on_version_N=np.zeros(0, bool),
+        outline=trajectory.outline,
+    )
 
 
 def joined(columns: Sequence[array[Any]], dtype: Any) -> np.ndarray:

@@ -7,7 +7,6 @@ because each answer begins with another token.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,11 +59,12 @@ def bundles(prompts: Sequence[np.ndarray | None], columns: Sequence[int], longes
         shared = len(prompt_P) - 1
         whole = shared + sum(columns[index] - shared for index in members)
         for index in members:
-            layout, width = trees.path(columns[index]), columns[index]
+            layout, width = trees.Path(columns[index]), columns[index]
             if index == members[0]:
                 until_C = np.full(width, width, np.int32)
                 until_C[:shared] = whole
-                found[index] = Bundled(dataclasses.replace(layout, until_C=until_C), False, 0)
+                bundled = trees.Layout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
+                found[index] = Bundled(bundled, False, 0)
                 continue
             until_C = np.full(width - shared, width - shared, np.int32)
             inputs_C, targets_C, positions_C = (

@@ -302,7 +302,7 @@ class Programs:
     def put(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Starts the transfer of a micro-batch's host arrays onto the mesh.
 
-        Every process holds the whole arrays and cuts out the part of its own devices. Arrays on the mesh stay there.
+        Every process cuts out the part of its own devices; other rows may be empty. Arrays on the mesh stay there.
         """
         places = {name: self._place(name) for name in arrays}
         if jax.process_count() == 1:
@@ -313,6 +313,13 @@ class Programs:
             else jax.make_array_from_callback(array.shape, places[name], array.__getitem__)
             for name, array in arrays.items()
         }
+
+    def rows(self, shape: tuple[int, int]) -> list[list[int]]:
+        """Returns the rows that the devices of each process hold of an array [B, T], by process."""
+        held: list[set[int]] = [set() for _ in range(jax.process_count())]
+        for device, (rows, *_) in self._where.rows.devices_indices_map(shape).items():
+            held[device.process_index].update(range(*rows.indices(shape[0])))
+        return [sorted(each) for each in held]
 
     def _place(self, name: str) -> jax.sharding.Sharding:
         """Returns the sharding of an array of a micro-batch. Lengths have no tokens that `context` could split."""

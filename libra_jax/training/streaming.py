@@ -15,6 +15,7 @@ import numpy as np
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import packing
+from libra_jax.training import sequences as sequences_lib
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Whole:
 
     packed: packing.Packed
     groups: Sequence[protocols.Group]
-    examples: Sequence[packing.Example]
+    examples: Sequence[sequences_lib.Example]
     advantages: Sequence[np.ndarray]
     described: Mapping[str, float]
 

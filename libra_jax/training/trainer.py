@@ -5,7 +5,8 @@ own, and JAX's mesh contexts are thread-local.
 
 A trainer of several processes consists of one actor per process, each with its share of the mesh's devices. Every
 method is called on all actors at once with the same arguments (`trainer_control.client`); the result of process 0
-counts. Only process 0 receives `reserve`, `listen`, `stage_weights` and `is_saved`.
+counts. Only process 0 receives `reserve`, `rows`, `listen`, `stage_weights` and `is_saved`. Of a batch, a process may
+have the tokens of its own rows alone, and outlines of other sequences (`dividing`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs
 from libra_jax.training import batch as batch_lib
+from libra_jax.training import batch_advantages, optimizer, packing, step, streaming, trainer_life
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import optimizer, packing, step, streaming, trainer_life
 from libra_jax.training import sequences as sequences_lib
 from libra_jax.training import shares as shares_lib
 from libra_jax.weights import adapter_snapshot
@@ -124,12 +125,17 @@ class TrainerActor(trainer_life.TrainerLife):
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
         whole = begun.joined(prepared, batch)
-        metrics |= batch_lib.statistics(whole.advantages, whole.examples, whole.groups)
+        metrics |= batch_advantages.statistics(whole.advantages, whole.examples, whole.groups)
         metrics |= whole.described
         if collection is not None:
             metrics |= collection.metrics()
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._config.trainer.replica_devices)
         return self._finish(learner, metrics, whole.packed, self._config.algorithm.epochs)
+
+    def rows(self) -> Sequence[Sequence[int]]:
+        """Returns the rows of each micro-batch that each process's devices hold. See `protocols.TrainerProcess`."""
+        trainer = self._config.trainer
+        return self.running().learner.programs.rows((trainer.micro_batch_rows, trainer.row_tokens))
 
     def accumulate(self, batch: protocols.TrainBatch) -> None:
         """Sums the gradients of some groups of the next step. See `protocols.Trainer.accumulate`."""

@@ -73,6 +73,35 @@ class Layout:
         return float(np.sum(self.until_C - np.arange(self.columns) - 0.5))
 
 
+@dataclass(frozen=True)
+class Path:
+    """The `Layout` of a plain sequence: column j holds token j, and trains token j + 1. Its arrays are made when read,
+    because most of a batch's may belong to other processes."""
+
+    columns: int
+    until_C: None = None
+
+    @property
+    def inputs_C(self) -> np.ndarray:
+        """See `Layout`."""
+        return np.arange(self.columns, dtype=np.int32)
+
+    @property
+    def targets_C(self) -> np.ndarray:
+        """See `Layout`."""
+        return np.arange(1, self.columns + 1, dtype=np.int32)
+
+    @property
+    def positions_C(self) -> np.ndarray:
+        """See `Layout`."""
+        return self.inputs_C
+
+    @property
+    def pairs(self) -> float:
+        """See `Layout`."""
+        return self.columns**2 / 2
+
+
 def of_segments(segments: Sequence[protocols.Segment]) -> Tree:
     """Returns the tree of a rollout's segments.
 
@@ -97,12 +126,6 @@ def of_segments(segments: Sequence[protocols.Segment]) -> Tree:
         shared.append(segment.shared)
     starts = np.cumsum([0, *(len(segment.token_ids) for segment in segments)]).tolist()
     return Tree(tuple(starts), tuple(parents), tuple(shared))
-
-
-def path(columns: int) -> Layout:
-    """Returns the layout of a plain sequence: column j holds token j, and trains token j + 1."""
-    index = np.arange(columns + 1, dtype=np.int32)
-    return Layout(index[:-1], index[1:], index[:-1])
 
 
 def lay_out(tree: Tree, mask_N: np.ndarray, longest: int) -> list[Layout]:
@@ -140,7 +163,7 @@ def trained_columns(tree: Tree, mask_N: np.ndarray) -> dict[int, int]:
     return dict(zip(segments.tolist(), (trained - starts[segments]).tolist(), strict=True))
 
 
-def shared_columns(tree: Tree, mask_N: np.ndarray, layouts: Sequence[Layout]) -> int:
+def shared_columns(tree: Tree, mask_N: np.ndarray, layouts: Sequence[Layout | Path]) -> int:
     """Returns the columns that the segments would take in addition if each one computed its whole context."""
     whole = sum(tree.shared[segment] + count for segment, count in trained_columns(tree, mask_N).items())
     return whole - sum(layout.columns for layout in layouts)

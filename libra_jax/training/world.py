@@ -21,7 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
 from jax._src import distributed
+from jax.experimental import multihost_utils
 
 from libra_jax import config as config_lib
 from libra_jax import machine, protocols
@@ -32,6 +34,12 @@ them."""
 
 LEAVE_SECONDS = 5
 """Seconds that a leaving process waits for the others to leave with it."""
+
+_SENTENCE_BYTES = 1024
+"""Bytes of an error that processes tell each other."""
+
+_ERRORS = (protocols.DataError, protocols.ConfigError, protocols.LibraError)
+"""Types of these errors, each before its base."""
 
 _SIGNS = ("gloo", "nccl", "coordination service", "connection", "socket closed", "heartbeat", "unavailable")
 """Words in the error of a collective when a peer is gone."""
@@ -138,6 +146,32 @@ def peer_lost(error: BaseException) -> protocols.PeerLost | None:
         f"a process of the trainer is lost: process {jax.process_index()} can no longer reach it "
         f"({text.splitlines()[0][:200]}); restart the trainer to go on"
     )
+
+
+@contextlib.contextmanager
+def agreeing() -> Iterator[None]:
+    """Raises in every process what the block raises in one, so that no process waits for the others in a program.
+
+    All processes run such a block at the same time. The first process with an error is heard.
+    """
+    error: protocols.LibraError | None = None
+    try:
+        yield
+    except protocols.LibraError as found:
+        error = found
+    if jax.process_count() > 1:
+        said = np.zeros(_SENTENCE_BYTES, np.uint8)
+        if error is not None:
+            kind = next(number for number, kind in enumerate(_ERRORS) if isinstance(error, kind))
+            text = np.frombuffer(str(error).encode()[: _SENTENCE_BYTES - 1], np.uint8)
+            said[0], said[1 : 1 + len(text)] = 1 + kind, text
+        with explaining():
+            everywhere = np.asarray(multihost_utils.process_allgather(said))
+        for kind, *text in everywhere:
+            if kind and error is None:
+                error = _ERRORS[kind - 1](bytes(text).rstrip(b"\0").decode(errors="replace"))
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager

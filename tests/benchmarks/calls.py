@@ -106,7 +106,7 @@ def measure(rounds: int, progress: Callable[[str], None]) -> Measured:
     published = publishing.costs(rounds)
     publication = Check(*publishing.held_out(published, rounds))
     status_seconds, token_bytes = _status(rounds), _token_bytes()
-    put_seconds, fetch_seconds = handover.seconds_a_token(PROCESSES)
+    handed = handover.costs(PROCESSES)
     progress("decisions")
     decisions = {live: decision(live) for live in LIVE}
     progress("searches for a plan")
@@ -118,8 +118,7 @@ def measure(rounds: int, progress: Callable[[str], None]) -> Measured:
         actor=actor,
         call=call,
         status=status_seconds,
-        batch_token=put_seconds,
-        fetch_token=fetch_seconds,
+        **handed,
         token_bytes=token_bytes,
         decisions=decisions,
         planner=searches,

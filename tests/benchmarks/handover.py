@@ -2,16 +2,20 @@
 
   python -m tests.benchmarks.handover [--processes=1,2,4]     # a minute; starts Ray
 
-A batch of 64 rollouts of ten turns, 1.2 million tokens, goes to actors that count its tokens. `call` is until all have
-answered. `loop` is the coordinator's CPU time in it. `prepare` is one process's, from trajectories to checked arrays.
+A batch of 64 rollouts of ten turns, 1.2 million tokens, goes to actors that make arrays of the tokens that they get:
+those of their own rows, or with one process and where settings need it (`training.dividing`), all. `call` is until all
+have done so. `loop` is the coordinator's CPU time in it. The last line is for a batch of many short rollouts:
+microseconds a rollout in the coordinator, and in a process that has no token of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import statistics
 import time
+from collections.abc import Sequence
 
 from absl import app, flags
 
@@ -19,10 +23,18 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create
 from libra_jax.models import config as model_config
-from libra_jax.training import sequences
+from libra_jax.training import dividing, packing, sequences
 
 GROUPS, SIZE, TURNS, GENERATED, RETURNED, PROMPT, DELTA = 4, 16, 10, 700, 1_100, 1_500, 16
 VOCABULARY, VERSION, ROUNDS = 150_000, 5, 5
+MANY = 2_048
+"""Groups of the batch of short rollouts."""
+
+CONFIG = configuration.RunConfig(
+    rollout=configuration.RolloutConfig(max_context=24_576),
+    trainer=configuration.TrainerConfig(row_tokens=24_576, rows_per_micro_batch=16),
+)
+ROWS = CONFIG.trainer.micro_batch_rows
 
 _PROCESSES = flags.DEFINE_list("processes", ["1", "2", "4"], "Numbers of processes.")
 
@@ -30,44 +42,59 @@ _PROCESSES = flags.DEFINE_list("processes", ["1", "2", "4"], "Numbers of process
 class Receiver:
     """Stands for a process of the trainer."""
 
-    async def tokens(self, batch: protocols.TrainBatch) -> int:
-        """Returns the tokens of a batch."""
-        return sum(len(rollout.token_ids) for group in batch.groups for rollout in group.trajectories)
+    def __init__(self) -> None:
+        self._model = model_config.load_preset("Qwen3-14B", "model")
+
+    def tokens(self, batch: protocols.TrainBatch) -> int:
+        """Makes the micro-batches, and returns the tokens in them."""
+        rollouts = [rollout for group in batch.groups for rollout in group.trajectories]
+        packed = packing.pack(sequences.examples(rollouts, VERSION, self._model), CONFIG.trainer)
+        return len(packed.columns.place_C)
 
 
 def main(argv: list[str]) -> None:
     del argv
-    made = batch()
-    rollouts = [rollout for group in made.groups for rollout in group.trajectories]
-    count = sum(len(rollout.token_ids) for rollout in rollouts)
-    shape = model_config.load_preset("Qwen3-14B", "model")
-    spent = []
-    for _ in range(ROUNDS):
-        began = time.process_time()
-        sequences.examples(rollouts, VERSION, shape)
-        spent.append(time.process_time() - began)
-    print(f"{count:,} tokens. prepare: {1e9 * min(spent) / count:.1f} ns a token")
+    made = batch(GROUPS, TURNS)
+    count = tokens(made)
+    print(f"{count:,} tokens")
     for processes in map(int, _PROCESSES.value):
-        call, loop = asyncio.run(handed_over(made, processes))
-        print(f"{processes} processes: call {1e9 * call / count:.0f}, loop {1e9 * loop / count:.0f} ns a token")
+        for divided in (False, True) if processes > 1 else (False,):
+            call, loop = asyncio.run(handed_over(made, processes, divided=divided))
+            each = "own rows" if divided else "all rows"
+            print(f"{processes} processes, {each}: call {1e9 * call / count:.0f}, loop {1e9 * loop / count:.0f}")
+    many = batch(MANY, 0)
+    print(
+        f"{MANY * SIZE:,} rollouts: {1e6 * coordinator_seconds(many) / MANY / SIZE:.1f} us in the coordinator, "
+        f"{1e6 * outline_seconds(many) / MANY / SIZE:.1f} us in each process"
+    )
 
 
-def seconds_a_token(processes: int) -> tuple[float, float]:
-    """Returns the caller's CPU seconds, and the seconds until each process has made arrays of it, for each token."""
-    made = batch()
-    rollouts = [rollout for group in made.groups for rollout in group.trajectories]
-    count = sum(len(rollout.token_ids) for rollout in rollouts)
-    call, loop = asyncio.run(handed_over(made, processes))
-    shape, spent = model_config.load_preset("Qwen3-14B", "model"), []
-    for _ in range(ROUNDS):
-        began = time.process_time()
-        sequences.examples(rollouts, VERSION, shape)
-        spent.append(time.process_time() - began)
-    return loop / count, (call + statistics.median(spent)) / count
+def costs(processes: int) -> dict[str, float]:
+    """Returns what a divided batch costs (`planning.scale.Costs`): CPU seconds a token and a rollout."""
+    made, many = batch(GROUPS, TURNS), batch(MANY, 0)
+    count = tokens(made)
+    call, loop = asyncio.run(handed_over(made, processes, divided=True))
+    return {
+        "batch_token": loop / count,
+        "batch_rollout": coordinator_seconds(many) / (MANY * SIZE),
+        # What the call takes beyond the coordinator's part; a process has its share of the tokens.
+        "fetch_token": max(0.0, call - loop) * processes / count,
+        "fetch_rollout": outline_seconds(many) / (MANY * SIZE),
+    }
 
 
-async def handed_over(made: protocols.TrainBatch, processes: int) -> tuple[float, float]:
-    """Returns the seconds until all processes have the batch, and the caller's CPU seconds; medians."""
+def tokens(made: protocols.TrainBatch) -> int:
+    return sum(len(rollout.token_ids) for group in made.groups for rollout in group.trajectories)
+
+
+def shares(processes: int) -> Sequence[Sequence[int]]:
+    """Returns the rows of each process."""
+    each = ROWS // processes
+    return [range(first, first + each) for first in range(0, ROWS, each)]
+
+
+async def handed_over(made: protocols.TrainBatch, processes: int, *, divided: bool) -> tuple[float, float]:
+    """Returns the seconds until all processes have arrays of the batch, and the caller's CPU seconds; medians."""
     cluster = create.create(configuration.ClusterConfig(backend="ray"))
     try:
         specs = [
@@ -79,7 +106,12 @@ async def handed_over(made: protocols.TrainBatch, processes: int) -> tuple[float
         for _ in range(ROUNDS + 1):
             again = protocols.TrainBatch(made.policy_version, made.groups)
             began, cpu = time.perf_counter(), time.process_time()
-            await asyncio.gather(*(actor.call(Receiver.tokens, again) for actor in actors))
+            given: Sequence[object] = [again] * processes
+            if divided:
+                given = dividing.divide(CONFIG, again, shares(processes)) or given
+            await asyncio.gather(
+                *(actor.call(Receiver.tokens, part) for actor, part in zip(actors, given, strict=True))
+            )
             calls.append(time.perf_counter() - began)
             loops.append(time.process_time() - cpu)
         return statistics.median(calls[1:]), statistics.median(loops[1:])
@@ -87,20 +119,51 @@ async def handed_over(made: protocols.TrainBatch, processes: int) -> tuple[float
         await cluster.shutdown()
 
 
-def batch() -> protocols.TrainBatch:
-    """Returns the batch, whose rollouts grew delta by delta as in a run."""
-    drawn, groups = random.Random(0), []
-    for number in range(GROUPS):
+def coordinator_seconds(made: protocols.TrainBatch) -> float:
+    """Returns the CPU seconds of dividing a batch among many processes and pickling its outlines; a median."""
+    spent = []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        parts = dividing.divide(CONFIG, made, shares(ROWS))
+        assert parts is not None
+        pickle.dumps(parts[0].outlines, protocol=5)
+        spent.append(time.process_time() - began)
+    return statistics.median(spent)
+
+
+def outline_seconds(made: protocols.TrainBatch) -> float:
+    """Returns the CPU seconds of a process that reads a batch's outlines and places them, without a token; a median."""
+    parts = dividing.divide(CONFIG, made, shares(ROWS))
+    assert parts is not None
+    sent, spent = pickle.dumps(parts[0].outlines, protocol=5), []
+    shape = model_config.load_preset("Qwen3-14B", "model")
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        joined = protocols.BatchPart(pickle.loads(sent), {}).joined()
+        rollouts = [rollout for group in joined.groups for rollout in group.trajectories]
+        packing.pack(sequences.examples(rollouts, VERSION, shape), CONFIG.trainer)
+        spent.append(time.process_time() - began)
+    return statistics.median(spent)
+
+
+def batch(groups: int, turns: int) -> protocols.TrainBatch:
+    """Returns a batch whose rollouts grew delta by delta as in a run; without turns, short ones."""
+    drawn, made = random.Random(0), []
+    for number in range(groups):
         task = protocols.Task(f"p{number}", {})
-        rollouts = [_rollout(f"p{number}/{sample}", task.prompt_id, drawn) for sample in range(SIZE)]
-        groups.append(protocols.Group(number, task, VERSION, rollouts))
-    return protocols.TrainBatch(VERSION, tuple(groups))
+        rollouts = [_rollout(f"p{number}/{sample}", task.prompt_id, drawn, turns) for sample in range(SIZE)]
+        made.append(protocols.Group(number, task, VERSION, rollouts))
+    return protocols.TrainBatch(VERSION, tuple(made))
 
 
-def _rollout(name: str, prompt_id: str, drawn: random.Random) -> protocols.Trajectory:
+def _rollout(name: str, prompt_id: str, drawn: random.Random, turns: int) -> protocols.Trajectory:
     made = protocols.Trajectory(name, prompt_id, reward=1.0)
+    if not turns:
+        made.append_text([1], protocols.TokenSource.PROMPT)
+        made.append_sampled(protocols.TokenDelta((2,), (-1.0,), (VERSION,)))
+        return made
     made.append_text([drawn.randrange(VOCABULARY) for _ in range(PROMPT)], protocols.TokenSource.PROMPT)
-    for _ in range(TURNS):
+    for _ in range(turns):
         for first in range(0, GENERATED, DELTA):
             count = min(DELTA, GENERATED - first)
             ids = tuple(drawn.randrange(VOCABULARY) for _ in range(count))

@@ -60,6 +60,7 @@ def _child() -> dict[str, Any]:
     from libra_jax.models import config as model_config
     from libra_jax.training import learner as learner_lib
     from libra_jax.training import packing, resize, state
+    from libra_jax.training import sequences as sequences_lib
     from libra_jax.training import step as step_lib
     from tests.benchmarks import models
 
@@ -75,7 +76,7 @@ def _child() -> dict[str, Any]:
     learner.begin(state.random_params(shape, learner.layout, 0))
     rng = np.random.default_rng(0)
     examples = [
-        packing.Example(
+        sequences_lib.Example(
             sequence_id=str(index),
             tokens_N=rng.integers(0, shape.vocab_size, 128).astype(np.int32),
             mask_N=np.arange(128) >= 32,

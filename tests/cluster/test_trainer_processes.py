@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -23,6 +24,7 @@ from libra_jax import protocols
 from libra_jax.cluster import inprocess, ray_cluster
 from libra_jax.models import hf
 from libra_jax.trainer_control import client, handover
+from libra_jax.training import dividing
 from libra_jax.weights import memfd
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
@@ -57,7 +59,9 @@ class Bench:
 
     def several(self, name: str, processes: int, sizes: protocols.MeshSizes = FOUR) -> Trainer:
         make = doubles.maker(self.model, sizes)
-        return Trainer(client.TrainerProcesses(self.ray, make, count=processes, name=name), LIMITS)
+        config = doubles.run_config(self.model, sizes, processes)
+        divide = functools.partial(dividing.divide, config)
+        return Trainer(client.TrainerProcesses(self.ray, make, count=processes, name=name, divide=divide), LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +160,21 @@ def test_a_run_that_moves_between_process_sets_keeps_its_loss_curve(bench, moves
     assert not (bench.folder / handover.FOLDER).exists()
 
 
-def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_step_alike(bench, moves):
+@pytest.fixture(scope="module")
+def four(bench: Bench, moves: Moves) -> Trainer:
+    """A trainer of four processes without a state, each with rows of its own."""
+    made = bench.several("four", 4)
+
+    async def body() -> None:
+        await made.make()
+        await made.stand_by()
+        await made.warm(await moves.two.shapes())
+
+    bench.runner.run(body())
+    return made
+
+
+def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_step_alike(bench, moves, four):
     """From one process to two, four and one: parameters, moments, step and random key, and what is trained from there.
 
     Each trains on while its state is saved.
@@ -165,10 +183,6 @@ def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_ste
     version = len(moves.curves[0])
 
     async def body() -> None:
-        four = bench.several("four", 4)
-        await four.make()
-        await four.stand_by()
-        await four.warm(await moves.two.shapes())
         assert await four.shapes() == await moves.two.shapes()
         wanted, previous, steps = await moves.one.bits(), moves.one, []
         (key,) = [name for name in wanted if "rng" in name]
@@ -187,7 +201,6 @@ def test_a_state_goes_round_process_sets_bit_for_bit_and_each_takes_the_next_ste
             assert taken.keys() == steps[0].keys()
             for name in ("loss", "grad_norm", "entropy", "learning_rate", "tokens/processed", "micro_batches"):
                 assert taken[name] == pytest.approx(steps[0][name], rel=1e-4)
-        await four.stop()
 
     bench.runner.run(body())
 
@@ -241,6 +254,24 @@ def test_several_processes_answer_what_is_wrong_with_the_sentence_of_one(bench, 
             with pytest.raises(protocols.DataError, match="taken: exists and holds no model"):
                 await trainer.export(str(taken))  # process 0 refuses, and the others wait for nothing
             await trainer.train_step(doubles.batch(version))
+
+    bench.runner.run(body())
+
+
+def test_a_rollout_that_one_process_alone_has_is_refused_by_all_of_them(bench, four):
+    async def body() -> None:
+        version = await four.policy_version()
+        rows = await four._processes.first.call(doubles.Trainer.rows)
+        assert sorted(row for each in rows for row in each) == list(range(8)), "no two processes have a row in common"
+        for group in range(3):
+            batch = doubles.batch(version)
+            rollout = batch.groups[group].trajectories[0]
+            rollout.token_ids[-1] = small_model.VOCABULARY
+            refused = f"^trajectory {rollout.trajectory_id}: holds a token id outside the model's vocabulary"
+            with pytest.raises(protocols.DataError, match=refused):
+                await four.train_step(batch)
+        assert await four.policy_version() == version
+        await four.train_step(doubles.batch(version))
 
     bench.runner.run(body())
 

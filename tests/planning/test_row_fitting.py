@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from libra_jax import config
 from libra_jax.planning import rows
 from libra_jax.training import packing
+from libra_jax.training import sequences as sequences_lib
 
 
-def example(tokens: int) -> packing.Example:
+def example(tokens: int) -> sequences_lib.Example:
     """A sequence whose last token is trained."""
     mask_N = np.zeros(tokens, bool)
     mask_N[-1] = True
-    return packing.Example("s", np.zeros(tokens, np.int32), mask_N, np.zeros(tokens, np.float32), mask_N)
+    return sequences_lib.Example("s", np.zeros(tokens, np.int32), mask_N, np.zeros(tokens, np.float32), mask_N)
 
 
 @st.composite

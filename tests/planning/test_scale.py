@@ -33,7 +33,9 @@ COSTS = scale.Costs(
     loop_turn=0.3 * MS,
     loop_token=1e-8,
     batch_token=1e-7,
+    batch_rollout=5e-5,
     fetch_token=2e-7,
+    fetch_rollout=3e-5,
     token_bytes=100.0,
     decisions={1_000: 20e-6, 100_000: 40e-6},
     planner={40: 0.1, 4_000: 10.0},
@@ -76,7 +78,7 @@ def test_rates_and_cores_are_those_that_were_added_up_by_hand():
         "tokens": 4_000.0 * 1e-6 + 0.5 * (2_000.0 * 2e-6 + 50_000.0 * 1e-7),
         "health": 8 * (0.1 + 0.5) * 1e-3 / 10.0,
         "status": (8 + 2) * 1e-6,
-        "batches": 0.5 * 12_000 * 1e-7,
+        "batches": 0.5 * (12_000 * 1e-7 + 5e-5),
     }
     assert here.coordinator == pytest.approx(expected)
     assert here.parts["coordinator"].value == pytest.approx(sum(expected.values()))
@@ -108,7 +110,9 @@ def test_a_start_makes_the_actors_one_after_the_other_while_engines_start_at_onc
 
 def test_the_batch_that_is_handed_over_and_kept_counts_each_token_of_each_live_step():
     here = found()
-    assert here.parts["hand-over"].value == pytest.approx(500 * 12_000 * 2e-7)
+    # Three hosts train, each with a process that takes its own rows.
+    own = 500 * 12_000 * 2e-7 / 3
+    assert here.parts["hand-over"].value == pytest.approx(500 * (12_000 * 1e-7 + 5e-5) + 500 * 3e-5 + own)
     assert here.parts["hand-over"].limit == pytest.approx(100.0)
     assert here.parts["memory"].value == pytest.approx(2 * 500 * 12_000 * 100.0 / 1e9)
     assert found(staleness=0).parts["memory"].value == pytest.approx(500 * 12_000 * 100.0 / 1e9)
@@ -201,7 +205,7 @@ def test_larger_chunks_are_the_remedy_of_a_weight_sync_as_long_as_they_are_enoug
     ("part", "said"),
     [
         ("start-up", "coordinators that make actors"),
-        ("hand-over", "the rows alone that it trains"),
+        ("hand-over", "hands over its share of the groups"),
         ("planner", "in a process of its own"),
         ("memory", "each on a host of its own"),
     ],

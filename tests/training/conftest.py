@@ -14,7 +14,8 @@ import small_model
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
 from libra_jax.models import hf
-from libra_jax.training import learner, packing, state, trainer
+from libra_jax.training import learner, state, trainer
+from libra_jax.training import sequences as sequences_lib
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
@@ -31,7 +32,7 @@ def _run_config(trainer=None, model=None, **groups) -> config_lib.RunConfig:
     )
 
 
-def _examples(count: int, seed: int = 0, longest: int = 24) -> list[packing.Example]:
+def _examples(count: int, seed: int = 0, longest: int = 24) -> list[sequences_lib.Example]:
     """Random sequences, their first tokens a prompt, log-probabilities near uniform, half the tokens on-version."""
     rng = np.random.default_rng(seed)
     vocabulary, made = small_model.VOCABULARY, []
@@ -39,7 +40,7 @@ def _examples(count: int, seed: int = 0, longest: int = 24) -> list[packing.Exam
         length = int(rng.integers(4, longest + 1))
         mask_N = np.arange(length) >= 2
         made.append(
-            packing.Example(
+            sequences_lib.Example(
                 sequence_id=f"s{index}",
                 tokens_N=rng.integers(0, vocabulary, length).astype(np.int32),
                 mask_N=mask_N,

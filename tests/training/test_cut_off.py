@@ -10,7 +10,7 @@ import trainer_doubles as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import shares
+from libra_jax.training import batch_advantages, shares
 
 MASKED = {0: (1, 3), 1: (0,)}
 """Group to the samples in it that are cut off."""
@@ -116,6 +116,6 @@ def test_groups_without_a_gradient_are_counted(small, advantage):
     for trajectory in batch.groups[2].trajectories:
         trajectory.reward = 0.1  # no multiple of a power of two: rounding must not pass for a difference
     prepared = _prepared(small, batch, advantage)
-    found = batch_lib.statistics(prepared.advantages, prepared.examples, batch.groups)
+    found = batch_advantages.statistics(prepared.advantages, prepared.examples, batch.groups)
     assert found["groups/without_gradient"] == pytest.approx(2 / 3), "one is left alone, one has equal rewards"
     assert found["advantage/min"] < 0 < found["advantage/max"]

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import rows
-from libra_jax.training import packing
+from libra_jax.training import packing, placement
+from libra_jax.training import sequences as sequences_lib
 
 
-def _example(index: int, length: int, trained: list[bool]) -> packing.Example:
+def _example(index: int, length: int, trained: list[bool]) -> sequences_lib.Example:
     tokens_N = np.arange(length, dtype=np.int32) + 1000 * (index + 1)  # every token names its sequence and place
-    return packing.Example(
+    return sequences_lib.Example(
         sequence_id=f"s{index}",
         tokens_N=tokens_N,
         mask_N=np.array(trained[:length], bool),
@@ -34,7 +35,7 @@ def cases(draw):
         rows_per_micro_batch=draw(st.integers(1, 4)),
         pack=draw(st.booleans()),
     )
-    longest = packing.row_lengths(config)[-1] + 1
+    longest = placement.row_lengths(config)[-1] + 1
     lengths = draw(st.lists(st.integers(0, longest), max_size=25))
     masks = [draw(st.lists(st.booleans(), min_size=length, max_size=length)) for length in lengths]
     return config, [
@@ -50,7 +51,7 @@ def test_every_trained_prediction_appears_once_with_all_that_precedes_it(case):
     seen = []
     for micro_batch in packed.micro_batches:
         assert micro_batch.tokens.shape[0] == config.rows_per_micro_batch
-        assert micro_batch.tokens.shape[1] in packing.row_lengths(config)
+        assert micro_batch.tokens.shape[1] in placement.row_lengths(config)
         for row in range(config.rows_per_micro_batch):
             segments_T = micro_batch.segments[row]
             used = int((segments_T > 0).sum())
@@ -96,8 +97,9 @@ def test_lengths_of_sequences_say_where_the_columns_are_used(case, few):
     config, examples = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "FEW_SEGMENTS", few)
-        for micro_batch in packing.pack(examples, config).micro_batches:
-            lengths_BxM, segments_BxT = packing.sequence_lengths(micro_batch), micro_batch.segments
+        packed = packing.pack(examples, config)
+        for number, micro_batch in enumerate(packed.micro_batches):
+            lengths_BxM, segments_BxT = packed.sequence_lengths(number), micro_batch.segments
             bounds = rows.segment_bounds(segments_BxT.shape[1], packed=True)
             assert lengths_BxM.shape[1] == min(bound for bound in bounds if bound >= segments_BxT.max())
             for lengths_M, segments_T in zip(lengths_BxM, segments_BxT, strict=True):

@@ -173,7 +173,7 @@ def test_without_branches_arrays_and_programs_stay_as_they_were(small):
     learner = small.learner(config)
     rollouts = [segment_rollouts.plain(seed, f"p/{seed}", float(seed % 2)) for seed in range(6)]
     prepared = batch_lib.prepare(config, segment_rollouts.batch(rollouts), small.shape)
-    arrays = [learner.inputs.arrays(*each) for each in zip(prepared.packed.micro_batches, prepared.extras, strict=True)]
+    arrays = [learner.inputs.arrays(prepared.packed, *each) for each in enumerate(prepared.extras)]
     names = {"tokens", "targets", "positions", "segments", "mask", "behaviour", "on_version", "advantages"}
     assert [set(each) for each in arrays] == [names] * len(arrays)
     _, wanted = learner.inputs.shapes()[-1]

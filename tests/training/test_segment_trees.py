@@ -149,7 +149,7 @@ def test_experts_are_laid_out_by_the_input_token(case):
     rng = np.random.default_rng(0)
     known = [np.flatnonzero(rng.random(len(example.tokens_N)) < 0.7) for example in examples]
     examples = [
-        packing.Example(**{**vars(example), "routing_RxW": at[:, None].astype(np.uint16), "routed_R": at})
+        sequences_lib.Example(**{**vars(example), "routing_RxW": at[:, None].astype(np.uint16), "routed_R": at})
         for example, at in zip(examples, known, strict=True)
     ]
     packed = packing.pack(examples, config)

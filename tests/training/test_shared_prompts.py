@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import packing
+from libra_jax.training import sequences as sequences_lib
 
 OPTIMIZER = config_lib.OptimizerConfig(name="sgd", learning_rate=0.05, clip_norm=0.0)
 ROW = 64
@@ -30,7 +31,7 @@ def groups(draw):
                 mask_N[len(prompt)] = True
             tokens_N = np.concatenate([prompt, answer]).astype(np.int32)
             behaviour_N = rng.random(len(tokens_N)).astype(np.float32)
-            made.append(packing.Example(f"s{len(made)}", tokens_N, mask_N, behaviour_N, mask_N.copy()))
+            made.append(sequences_lib.Example(f"s{len(made)}", tokens_N, mask_N, behaviour_N, mask_N.copy()))
     return made
 
 
