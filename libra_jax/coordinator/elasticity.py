@@ -338,7 +338,7 @@ class Elasticity:
         if self.hybrid is not None:
             times, evaluation = report.times, report.evaluation.get("evaluation/seconds", 0.0)
             streams = report.streams.stream_seconds
-            took = hybrid.Step(times.step - evaluation, times.train, times.wait, times.rollout, streams)
+            took = hybrid.Step(times.step - evaluation, times.train, times.wait, times.rollout, streams, times.ahead)
             metrics |= self.hybrid.after(step, took)
         return metrics
 

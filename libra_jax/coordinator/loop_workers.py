@@ -53,6 +53,7 @@ class _Worker(protocols.PlacementSink):
       commands: commands that were not sent yet.
       due: set while there are commands to send.
       places: instance of each of its requests that decodes.
+      sources: instance that such a request came from, if its latest placement was a move.
       generated: tokens of each of its requests, as told last.
       told: the last entry of each instance that it was sent.
     """
@@ -66,6 +67,7 @@ class _Worker(protocols.PlacementSink):
     commands: list[protocols.WorkerCommand] = field(default_factory=list)
     due: asyncio.Event = field(default_factory=asyncio.Event)
     places: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)
     told: dict[str, protocols.EngineEntry] = field(default_factory=dict)
 
@@ -82,12 +84,20 @@ class _Worker(protocols.PlacementSink):
         """Passes a placement on (`protocols.PlacementSink.placed`)."""
         if placement.instance:
             self.places[placement.request_id] = placement.instance
+            self.sources.pop(placement.request_id, None)
             if placement.move is not None:
-                self.describe(placement.move.source)  # it may be asked to hand keys and values over
+                # It may be asked to hand keys and values over, if its weights are still the same then.
+                self.sources[placement.request_id] = placement.move.source
+                self.describe(placement.move.source)
             self.describe(placement.instance)
         else:
-            self.places.pop(placement.request_id, None)
+            self.left(placement.request_id)
         self.send(protocols.Place(placement, ask))
+
+    def left(self, request: str) -> None:
+        """Notes that a request of this worker is on no instance."""
+        self.places.pop(request, None)
+        self.sources.pop(request, None)
 
     def describe(self, name: str) -> None:
         """Tells what the worker does not know yet of an instance."""
@@ -105,7 +115,7 @@ class _Worker(protocols.PlacementSink):
         """Tells that an instance has changed, if requests of this worker are there."""
         if name not in self.told:
             return
-        if name in self.places.values():
+        if name in self.places.values() or name in self.sources.values():
             self.describe(name)
         else:
             # Described again before the next placement there.
@@ -113,7 +123,7 @@ class _Worker(protocols.PlacementSink):
 
     def forget(self) -> None:
         """Forgets all that a lost process knew."""
-        for memory in (self.live, self.commands, self.places, self.generated, self.told):
+        for memory in (self.live, self.commands, self.places, self.sources, self.generated, self.told):
             memory.clear()
         self.due.clear()
 
@@ -290,7 +300,7 @@ class LoopWorkers(rollouts.Runner):
                 self._copy(worker, update)
                 worker.generated[request] = generated
                 self._hear(worker, request)
-                worker.places.pop(request, None)
+                worker.left(request)
                 self._dispatcher.tool_called(request, generated)
             case protocols.ToolReturned(request, generated, causal_state, context, update):
                 self._copy(worker, update)
@@ -301,7 +311,7 @@ class LoopWorkers(rollouts.Runner):
                 self._dispatcher.arrived(info, worker)
             case protocols.RequestFinished(request, generated, completed):
                 del worker.generated[request]
-                worker.places.pop(request, None)
+                worker.left(request)
                 self._dispatcher.finished(request, generated, completed=completed)
             case protocols.RolloutLeft(update, error):
                 self._left(worker, update, error)

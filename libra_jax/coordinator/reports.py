@@ -26,6 +26,7 @@ class StepTimes:
       rollout: seconds in which at least one group ran.
       wait: seconds in which the trainer waited for its batch, without those in which it had begun on it.
       train: seconds of the trainer's step, with those in which it had begun on the first groups.
+      ahead: those in which it had begun.
       sync: seconds of the weight sync.
       checkpoint: seconds spent on checkpoints since the step before.
     """
@@ -34,6 +35,7 @@ class StepTimes:
     rollout: float = 0.0
     wait: float = 0.0
     train: float = 0.0
+    ahead: float = 0.0
     sync: float = 0.0
     checkpoint: float = 0.0
 

@@ -285,6 +285,7 @@ class Coordinator:
         finally:
             self._stopping.in_step = False
         # A restart of the trainer within the step is reported as recovery, not as training time.
+        times.ahead = ahead
         times.train = ahead + self._clock() - begin - (self._parts.recovery.seconds - before)
         flops = self._workers.peak_flops
         report = reports.StepReport(

@@ -1,12 +1,15 @@
 """Lets the trainer begin a step on finished groups while others still roll out (`trainer.stream`).
 
 At max staleness 0 all groups of a step are of one version, so the update is that of a whole batch (periodic asynchrony,
-arXiv 2511.18871). Above 0 the first groups to finish go first, as far as no other group would be trained too late
-(AsyncFlow, arXiv 2507.01663).
+arXiv 2511.18871). Above 0 a step's groups are the same as without streams where all places within the bound are taken.
+Only groups whose place another has given up, by being replaced, let a younger one go first (AsyncFlow, arXiv
+2507.01663).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 
 from libra_jax import protocols
@@ -63,7 +66,7 @@ class Stream:
         self._recorder.status(name, f"training step {step + 1} on the first {len(self.taken)} groups")
         try:
             async with self._trainer.lock:
-                await self._trainer.accumulate(protocols.TrainBatch(step, groups))
+                await self._accumulate(protocols.TrainBatch(step, groups))
         except protocols.TrainerLost as error:
             await self._recovery.restarted(error)
             return True
@@ -72,6 +75,15 @@ class Stream:
         self._recorder.span(name, "train step", began, end, {"step": step + 1, "groups": len(groups)})
         self._recorder.status(name, "idle")
         return True
+
+    async def _accumulate(self, batch: protocols.TrainBatch) -> None:
+        try:
+            await self._trainer.accumulate(batch)
+        except asyncio.CancelledError:
+            # The run ends, and no step takes these sums: its last checkpoint must not wait for them.
+            with contextlib.suppress(protocols.LibraError):
+                await self._trainer.abort_step()
+            raise
 
     def take(self) -> tuple[int, ...]:
         """Returns the begun groups of the step that is formed, and forgets them."""

@@ -64,7 +64,8 @@ class Step:
 
     Attributes:
       total: from the end of the step before to the end of this step, without an evaluation.
-      train: of the trainer's step.
+      train: of the trainer's step, with what it had begun before its batch was complete.
+      ahead: of those, the seconds before.
       wait: in which the trainer waited for its batch.
       rollout: in which at least one group ran.
       streams: in which slots were in use, summed over the slots.
@@ -75,6 +76,7 @@ class Step:
     wait: float
     rollout: float
     streams: float
+    ahead: float = 0.0
 
 
 class Taken(NamedTuple):
@@ -94,13 +96,13 @@ class MeasuredSteps:
         it, and does not wait for present rollout. Long and short steps also alternate.
 
     Attributes:
-      train_seconds: training seconds of the last measured step; None if no step was measured.
+      call_seconds: seconds of the last measured step from its complete batch on; None if no step was measured.
     """
 
     def __init__(self, staleness: int) -> None:
         self._synchronous = staleness == 0
         self._taken: collections.deque[Taken] = collections.deque(maxlen=staleness + 1)
-        self.train_seconds: float | None = None
+        self.call_seconds: float | None = None
 
     def after(self, step: Step, slots: int, *, disturbed: bool) -> tuple[Taken, bool]:
         """Takes a step in. Returns the mean of the measured steps, and whether enough were measured.
@@ -123,7 +125,7 @@ class MeasuredSteps:
             # Slot seconds over slots: the seconds that rollout needs if every slot is always in use.
             busy = step.streams / slots if slots else step.rollout
             self._taken.append(Taken(step.total, step.train, step.wait, busy))
-        self.train_seconds = self._taken[-1].train if self._taken else None
+        self.call_seconds = step.train - step.ahead if self._taken else None
         if not self._taken:
             return Taken(0.0, 0.0, 0.0, 0.0), False
         mean = Taken(*map(statistics.fmean, zip(*self._taken, strict=True)))
@@ -207,7 +209,7 @@ class HybridWorkers:
         Also starts the timer of workers that switch to training for the next step.
         """
         shares = self._shares.split(self.pool.training(), batch.policy_version)
-        coming, step = self._coming, self._measured.train_seconds
+        coming, step = self._coming, self._measured.call_seconds
         if coming is not None and coming.timer is None:
             seconds = 0.0
             # Synchronous workers are idle during training. Without a measured step, nothing can be timed.

@@ -103,7 +103,7 @@ class Shares:
             else:
                 task.add_done_callback(lambda _, name=name: self._work.pop(name, None))  # type: ignore[misc]
         # The core's own micro-batches and seconds: those of the workers are not its work.
-        core = metrics.get("micro_batches", 0.0) - metrics.get("shares/micro_batches", 0.0)
+        core = metrics.get("shares/of", 0.0) - metrics.get("shares/micro_batches", 0.0)
         taken = seconds - metrics.get("shares/wait_seconds", 0.0)
         # If a share is missing, the core computed it, too, and the step's times compare nothing.
         if len(told) == len(shares) and core > 0 and taken > 0:

@@ -192,7 +192,7 @@ class Worker(protocols.LoopWorker):
 
 
 def _told(error: BaseException) -> protocols.LibraError:
-    """Returns an error as the coordinator is sees it."""
+    """Returns an error in a form that can be sent to the coordinator."""
     told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(resolving.raised(error))
     return protocols.portable(told)
 

@@ -417,7 +417,7 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
             made = f"rollout.loop_workers, one or more a host: {cores:.2g} cores"
             if cores > BUSY:
                 shards = math.ceil(cores / BUSY)
-                made = f"rollout.loop_workers and {shards} coordinators, each of a share of the groups and engines"
+                made = f"rollout.loop_workers and {shards} coordinators, each of a share of the groups and engines (not built)"
         case "weight sync":
             # The smallest sufficient size of chunks, or else what is left with a single chunk.
             changed, after = settings, load
@@ -436,16 +436,18 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
             whole, room = sum(here.start.values()), settings.start_limit - here.start["engines"]
             if room > 0:
                 makers = math.ceil((whole - here.start["engines"]) / room)
-                made = f"{makers} coordinators that make actors, or deadlines.engine_start above {whole:.0f}"
+                made = (
+                    f"{makers} coordinators that make actors (not built), or deadlines.engine_start above {whole:.0f}"
+                )
             else:
                 made = "raise deadlines.engine_start: engines alone take longer"
         case "hand-over":
-            made = f"{math.ceil(load.ratio)} coordinators, each of which hands over its share of the groups"
+            made = f"{math.ceil(load.ratio)} coordinators, each of which hands over its share of the groups (not built)"
         case "planner":
             share = load.value / work.step_seconds
-            made = f"search in a process of its own: it takes {share:.2g} of a step's time there"
+            made = f"search in a process of its own (not built): it takes {share:.2g} of a step's time there"
         case "memory":
-            made = f"{math.ceil(load.ratio)} coordinators, each on a host of its own"
+            made = f"{math.ceil(load.ratio)} coordinators, each on a host of its own (not built)"
         case _:
             raise ValueError(f"{part!r} is none of {', '.join(here.parts)}")
     return f"{made} (now {load.value:.3g} {load.unit})"

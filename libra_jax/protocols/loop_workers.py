@@ -112,12 +112,18 @@ class SegmentUpdate:
 
 @dataclass(frozen=True)
 class RolloutUpdate:
-    """What is new in a rollout since the update before. Fields of `Trajectory` that are not listed do not change.
+    """What is new in a rollout since the update before. Other fields of `Trajectory` do not change.
 
     Attributes:
       trajectory_id: id of the rollout.
       segments: segments that have changed, by index.
       count: number of segments.
+      finish: `Trajectory.finish`, like the following ones, as it is now.
+      metrics: see there.
+      start_seconds: see there.
+      seconds: see there.
+      snapshot: see there.
+      environment_reward: see there.
     """
 
     trajectory_id: str

@@ -235,6 +235,7 @@ class Trainer(WeightStager, Protocol):
         Raises:
           DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
           LibraError: the batch is for another version.
+          StepAborted: `abort_step` came meanwhile; the sums are dropped.
         """
         ...
 
@@ -256,9 +257,10 @@ class Trainer(WeightStager, Protocol):
         ...
 
     async def abort_step(self) -> bool:
-        """Asks the current step to abort between two micro-batches with StepAborted. Returns False if it will not.
+        """Asks the current step, or `accumulate`, to abort between two micro-batches with StepAborted. Returns False if
+        it will not.
 
-        The trainer's state is then as before the step. Call only during a step: otherwise, the next step is aborted.
+        The trainer's state is then as before the step. Call only during one: otherwise, the next step is aborted.
         """
         ...
 

@@ -140,7 +140,7 @@ class Trainer:
         began = asyncio.get_running_loop().time()
         await self._train([lengths[index] for index in core])
         own = asyncio.get_running_loop().time() - began
-        counts = {"micro_batches": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
+        counts = {"shares/of": float(len(lengths)), "shares/micro_batches": 0.0, "shares/late": 0.0}
         sent = [share for share in shares if parts[share.worker]]  # an empty share is never sent
         taken = await self._collect(batch.policy_version, sent, own)
         if shares:

@@ -9,11 +9,11 @@
     repeated     each call that the lost trainer did not answer
 
 Only the trainer goes back. Each version is trained from the same batches in the same order, so its number names the
-same policy as before. On the same devices the two agree bit for bit. Other devices, or a share that a hybrid worker
-computed, round differently. So tokens keep the version that sampled them; groups under way, records and the data
-position stay. Rollouts continue meanwhile, up to the staleness bound. Each group is trained into the resulting state
-once. The batches since the last checkpoint are kept until a later checkpoint is committed. If no checkpoint is
-committed for too long (`KEPT`), a lost trainer ends the run.
+same policy as before. On the same devices the two agree bit for bit. Other devices, a share that a hybrid worker
+computed, or a step that began on its first groups, round differently. So tokens keep the version that sampled them;
+groups under way, records and the data position stay. Rollouts continue meanwhile, up to the staleness bound. Each group
+is trained into the resulting state once. The batches since the last checkpoint are kept until a later checkpoint is
+committed. If no checkpoint is committed for too long (`KEPT`), a lost trainer ends the run.
 """
 
 from __future__ import annotations

@@ -32,6 +32,9 @@ ScoreNorms = Callable[[Sequence[sequences_lib.Example]], estimators.Scores]
 """Returns the scores of trajectories (`learner.Learner.score_norms`)."""
 
 
+UNTRAINED = "no token of the batch's {} sequences is under the loss mask."
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The prepared batch of a policy update.
@@ -46,7 +49,7 @@ class Prepared:
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence. Of a sequence whose tokens other processes train,
         the array has one number.
-      described: metrics of what was left out of the loss; empty if all turns are trained.
+      described: what was left in the loss, and all of it, by metric of its share; empty if all turns are trained.
     """
 
     packed: packing.Packed
@@ -55,7 +58,7 @@ class Prepared:
     targets: Sequence[dict[str, Any]]
     examples: Sequence[sequences_lib.Example]
     advantages: Sequence[np.ndarray]
-    described: Mapping[str, float] = field(default_factory=dict)
+    described: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def work(self) -> tuple[int, ...]:
@@ -131,7 +134,7 @@ def prepare(
         config.algorithm, batch.groups, sequences, references, masked, values, truncated, of_rollouts, own_rewards
     )
     further["advantages"] = packed.scatter(advantage)
-    described: dict[str, float] = {}
+    described: dict[str, tuple[int, int]] = {}
     if config.algorithm.entropy_share < 1:
         # Only now, because advantages and a critic's returns are those of whole trajectories.
         packed, sequences, described = _of_high_entropy(config.algorithm.entropy_share, packed, sequences, batch.groups)
@@ -159,6 +162,11 @@ def prepare(
     if config.algorithm.aggregation != "token_mean":
         segments.add_rollout_tokens(extras, packed, sequences)
     return Prepared(packed, extras, minibatches, targets, sequences, advantage, described)
+
+
+def leaves_out(config: config_lib.RunConfig, groups: Sequence[protocols.Group]) -> bool:
+    """Returns True if a rollout is left out of the loss because it was cut off (`task.cut_off`)."""
+    return any(config.task.masks(rollout.finish) for group in groups for rollout in group.trajectories)
 
 
 def _in_minibatches(
@@ -192,7 +200,7 @@ def _in_minibatches(
 
 def _of_high_entropy(
     share: float, packed: packing.Packed, sequences: Sequence[sequences_lib.Example], groups: Sequence[protocols.Group]
-) -> tuple[packing.Packed, list[sequences_lib.Example], dict[str, float]]:
+) -> tuple[packing.Packed, list[sequences_lib.Example], dict[str, tuple[int, int]]]:
     """Leaves the turns of the lowest entropy out of the loss (`algorithm.entropy_share`).
 
     Returns:
@@ -209,10 +217,7 @@ def _of_high_entropy(
     # A turn begins where the mask rises.
     rises = [[np.diff(mask_N.astype(np.int8), prepend=0) > 0 for mask_N in each] for each in (masks, kept)]
     turns, tokens = ([sum(map(np.count_nonzero, each)) for each in both] for both in (rises, (masks, kept)))
-    described = {
-        "turns/trained_share": turns[1] / max(1, turns[0]),
-        "tokens/entropy_share": tokens[1] / max(1, tokens[0]),
-    }
+    described = {"turns/trained_share": (turns[1], turns[0]), "tokens/entropy_share": (tokens[1], tokens[0])}
     chosen = [dataclasses.replace(item, mask_N=mask_N) for item, mask_N in zip(sequences, kept, strict=True)]
     return dataclasses.replace(packed, micro_batches=micro_batches), chosen, described
 
@@ -283,5 +288,5 @@ def pack(
         columns = dataclasses.replace(packed.columns, shapes=(shape,))
         return dataclasses.replace(packed, micro_batches=(packing.empty(shape),), columns=columns, padding_fraction=1.0)
     if not packed.micro_batches:
-        raise protocols.LibraError(f"no token of the batch's {len(examples)} sequences is under the loss mask.")
+        raise protocols.LibraError(UNTRAINED.format(len(examples)))
     return packed

@@ -38,7 +38,7 @@ class Learner(model_state.ModelState):
       accumulator: the zeroed sums on the devices, kept from step to step; None before the first step,
         after a failed one, and after `release`.
       abort: event that any thread may set during a step of a single-process trainer. It aborts the step between two
-        micro-batches of the first update, and has no effect after it; `update` and `train` clear it.
+        micro-batches of the first update, and has no effect after it. `update`, `train` and `accumulate` clear it.
     """
 
     def __init__(
@@ -194,16 +194,20 @@ class Learner(model_state.ModelState):
         Raises:
           LibraError: the devices ran out of memory.
           PeerLost: another process of the trainer is gone.
+          StepAborted: `abort` was set; the sums are dropped.
         """
         state, indices = self.train_state(), range(len(packed.micro_batches))
         accumulator, parts = self._begun or (self.accumulator or self.programs.zeros(), [])
         self.accumulator = self._begun = None  # the first program consumes the sums
-        with world.explaining():
-            accumulator = self._accumulate(
-                self.inputs.loss, state.params, packed, extras, indices, accumulator, parts, state.base
-            )
-            # The caller is told when the devices are free again.
-            jax.block_until_ready(accumulator)
+        try:
+            with world.explaining():
+                accumulator = self._accumulate(
+                    self.inputs.loss, state.params, packed, extras, indices, accumulator, parts, state.base
+                )
+                # The caller is told when the devices are free again.
+                jax.block_until_ready(accumulator)
+        finally:
+            self.abort.clear()
         self._begun = accumulator, parts
 
     def forget(self) -> None:

@@ -237,7 +237,7 @@ class ModelState:
           PeerLost: another process of the trainer is gone.
         """
         state, found = self.train_state(), np.zeros((2, len(examples)), np.float32)
-        packed = packing.pack(examples, dataclasses.replace(self.config.trainer, pack=False))
+        packed = packing.pack(examples, dataclasses.replace(self.config.trainer, pack=False, share_prompt=False))
         extras: Sequence[Mapping[str, Any]] = [{} for _ in packed.micro_batches]
         if self.config.algorithm.routing_replay == "rollout":
             extras = packed.routing(examples, self.model.routing_width, np.dtype(self.model.routing_dtype))

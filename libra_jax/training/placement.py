@@ -83,7 +83,7 @@ def _sequences(examples: Sequence[sequences_lib.Example], config: config_lib.Tra
     """Returns the sequences that the examples become: one, none or, of a tree that fits no row, several each."""
     longest = row_lengths(config)[-1]
     made = _Sequences([], [], {}, 0)
-    saved = 0
+    saved, bundled = 0, -1  # the last bundled sequence: others may lie between it and the next of its bundle
     bundles: Mapping[int, shared_prompts.Bundled] = {}
     if config.share_prompt:
         prompts, columns = [example.prompt for example in examples], [example.columns for example in examples]
@@ -94,7 +94,8 @@ def _sequences(examples: Sequence[sequences_lib.Example], config: config_lib.Tra
             found = [bundle.layout]
             saved += bundle.saved
             if bundle.follows:
-                made.beside[len(made.layouts) - 1] = len(made.layouts)
+                made.beside[bundled] = len(made.layouts)
+            bundled = len(made.layouts)
         for layout in found:
             if layout.columns > longest:
                 raise protocols.ConfigError(

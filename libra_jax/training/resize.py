@@ -145,7 +145,7 @@ class Resize:
         program_bytes = following.programs.temporary_bytes() or (
             present.programs.temporary_bytes() * before.mesh.size // after.mesh.size
         )
-        holds_sums = present.accumulator is not None
+        holds_sums = present.accumulator is not None or present.has_begun
         made = estimate(before, after, holds_sums=holds_sums, program_bytes=program_bytes)
         devices = list(after.mesh.devices.flat)
         free = self._free_bytes(devices)

@@ -21,7 +21,7 @@ class Bundled:
 
     Attributes:
       layout: columns of the rollout; of a bundle, the first rollout alone has those of the prompt.
-      follows: whether the rollout goes right after the example before it.
+      follows: whether the rollout goes right after the one before it in the bundle.
       saved: columns that the rollout would take in addition if it computed its prompt.
     """
 

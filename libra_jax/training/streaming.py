@@ -53,12 +53,8 @@ class Begun:
         """
         parts = [*self._parts, (batch.rest.groups, last)]
         prepared = [part for _, part in parts]
-        described = {
-            name: float(
-                np.average([part.described[name] for part in prepared], weights=[_size(part) for part in prepared])
-            )
-            for name in last.described
-        }
+        counts = {name: np.sum([part.described[name] for part in prepared], axis=0) for name in last.described}
+        described = {name: float(kept / max(1, of)) for name, (kept, of) in counts.items()}
         return Whole(
             packing.joined([part.packed for part in prepared]),
             [group for groups, _ in parts for group in groups],
@@ -66,7 +62,3 @@ class Begun:
             [values for part in prepared for values in part.advantages],
             described,
         )
-
-
-def _size(part: batch_lib.Prepared) -> int:
-    return len(part.examples)

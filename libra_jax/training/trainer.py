@@ -109,6 +109,9 @@ class TrainerActor(trainer_life.TrainerLife):
                 ranges=ranges,
                 accumulator=learner.layout.accumulator,
             )
+        whole = begun.joined(prepared, batch)
+        if not whole.packed.places and not batch_lib.leaves_out(self._config, whole.groups):
+            raise protocols.LibraError(batch_lib.UNTRAINED.format(len(whole.examples)))
         rate = float(self._schedule(self._version))
         if critic is not None and self._version < self._config.critic.warmup_steps:
             metrics = learner.stay()
@@ -124,11 +127,11 @@ class TrainerActor(trainer_life.TrainerLife):
             learner.abort.clear()
         # A skipped step counts too: the version is the number of steps taken.
         self._version += 1
-        whole = begun.joined(prepared, batch)
         metrics |= batch_advantages.statistics(whole.advantages, whole.examples, whole.groups)
         metrics |= whole.described
         if collection is not None:
             metrics |= collection.metrics()
+            metrics["shares/of"] = float(len(prepared.packed.micro_batches))
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._config.trainer.replica_devices)
         return self._finish(learner, metrics, whole.packed, self._config.algorithm.epochs)
 

@@ -188,7 +188,7 @@ async def _ray(rounds: int) -> tuple[float, float]:
 
 
 def _spec(name: str) -> protocols.ActorSpec:
-    return protocols.ActorSpec(name, f"{coordinator.__name__}:instant", {"deltas": 1})
+    return protocols.ActorSpec(name, f"{coordinator.__name__}:instant", {"deltas": 1, "pause": 0.0})
 
 
 def decision(live: int) -> float:

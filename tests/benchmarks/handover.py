@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 
@@ -45,7 +46,7 @@ class Receiver:
     def __init__(self) -> None:
         self._model = model_config.load_preset("Qwen3-14B", "model")
 
-    def tokens(self, batch: protocols.TrainBatch) -> int:
+    async def tokens(self, batch: protocols.TrainBatch) -> int:
         """Makes the micro-batches, and returns the tokens in them."""
         rollouts = [rollout for group in batch.groups for rollout in group.trajectories]
         packed = packing.pack(sequences.examples(rollouts, VERSION, self._model), CONFIG.trainer)
@@ -106,7 +107,7 @@ async def handed_over(made: protocols.TrainBatch, processes: int, *, divided: bo
         for _ in range(ROUNDS + 1):
             again = protocols.TrainBatch(made.policy_version, made.groups)
             began, cpu = time.perf_counter(), time.process_time()
-            given: Sequence[object] = [again] * processes
+            given: Sequence[Any] = [again] * processes
             if divided:
                 given = dividing.divide(CONFIG, again, shares(processes)) or given
             await asyncio.gather(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import os
+import pathlib
+import tempfile
+import types
 import typing
 
 import coordinator_doubles as doubles
@@ -13,6 +17,7 @@ import pytest
 from hypothesis import strategies
 
 from libra_jax import protocols
+from libra_jax.coordinator import loop_workers
 from libra_jax.engines import fake_engine
 
 ALL = sorted(f"task-{index}" for index in range(12))
@@ -66,13 +71,25 @@ def reference(tmp_path_factory):
     return doubles.reference_tokens(tmp_path_factory.mktemp("reference"))
 
 
-@hypothesis.settings(max_examples=25)
-@hypothesis.given(lives=lives, staleness=strategies.integers(0, 1), count=strategies.integers(1, 3))
-def test_lost_workers_lose_no_group_and_change_no_token(tmp_path_factory, reference, lives, staleness, count):
-    folder = tmp_path_factory.mktemp("run")
+EXAMPLES = int(os.environ.get("LIBRA_JAX_LOOP_WORKER_RUNS", "40"))
+"""Runs in which workers or engines die, over all tests; with more of them, a drill."""
+
+
+@hypothesis.settings(max_examples=EXAMPLES // 2)
+@hypothesis.given(
+    lives=lives,
+    staleness=strategies.integers(0, 2),
+    stream=strategies.sampled_from(["off", "off", "group"]),
+    count=strategies.integers(1, 3),
+)
+def test_lost_workers_lose_no_group_and_change_no_token(tmp_path_factory, reference, lives, staleness, stream, count):
     config = doubles.make_config(
-        coordinator={"max_staleness": staleness}, rollout={"restarts": 8}, task={"environment_retries": 50}
+        coordinator={"max_staleness": staleness},
+        rollout={"restarts": 8},
+        task={"environment_retries": 50},
+        trainer={"stream": stream},
     )
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp()))
     bench = workers.Bench(config, folder, count=count, lives=lives)
     summary = bench.run()
     assert sorted(bench.trained["prompts"]) == ALL
@@ -83,11 +100,17 @@ def test_lost_workers_lose_no_group_and_change_no_token(tmp_path_factory, refere
     assert doubles.turns_of(bench) == reference
 
 
-@hypothesis.settings(max_examples=15)
-@hypothesis.given(lives=lives, tokens=strategies.integers(20, 200))
-def test_engines_and_workers_that_die_together_lose_no_group(tmp_path_factory, reference, lives, tokens):
-    folder = tmp_path_factory.mktemp("run")
-    config = doubles.make_config(rollout={"restarts": 20, "generation_retries": 50}, task={"environment_retries": 50})
+@hypothesis.settings(max_examples=EXAMPLES // 2)
+@hypothesis.given(
+    lives=lives, tokens=strategies.integers(20, 200), stream=strategies.sampled_from(["off", "off", "group"])
+)
+def test_engines_and_workers_that_die_together_lose_no_group(tmp_path_factory, reference, lives, tokens, stream):
+    folder = pathlib.Path(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp()))
+    config = doubles.make_config(
+        rollout={"restarts": 20, "generation_retries": 50},
+        task={"environment_retries": 50},
+        trainer={"stream": stream},
+    )
     engines = doubles.engine_specs(config, count=2, fail_after_tokens=tokens)
     bench = workers.Bench(config, folder, lives=lives, specs=engines)
     summary = bench.run()
@@ -164,6 +187,26 @@ def test_an_instance_that_others_hear_from_survives_a_silent_stream_of_one_worke
     assert SkipsOne.skipped
     assert sorted(bench.trained["prompts"]) == ALL
     assert not any("engine-0 was lost" in note for note in bench.recorder.notes)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_worker_is_told_of_new_weights_where_a_moved_request_may_fetch_its_cache(moved):
+    """Or it would hand keys and values of other weights over."""
+    source, target = (types.SimpleNamespace(life=1, client=None, policy_version=0, paused=False) for _ in range(2))
+    engines = types.SimpleNamespace(engines={"source": source, "target": target})
+    worker = loop_workers._Worker(engines, protocols.ActorSpec("loops-0", "", {}))
+    move = protocols.Move("task-0/0", "source", "target", protocols.MoveReason.TOOL_RETURN)
+    worker.placed(protocols.Placement("task-0/0", "source"), 1)
+    worker.placed(protocols.Placement("task-0/0", "target", move if moved else None), 2)
+    worker.commands.clear()
+    source.policy_version = 1
+    worker.updated("source")
+    told = [(each.name, each.policy_version) for each in worker.commands if isinstance(each, protocols.EngineEntry)]
+    assert told == ([("source", 1)] if moved else [])
+    worker.left("task-0/0")
+    source.policy_version = 2
+    worker.updated("source")
+    assert len(worker.commands) == len(told)
 
 
 def test_a_rollout_of_a_lost_worker_goes_on_after_its_last_whole_output(tmp_path):

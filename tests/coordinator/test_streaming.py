@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import itertools
+import os
+import signal
 
 import coordinator_doubles as doubles
 import mortal_trainers
@@ -97,3 +100,51 @@ def test_a_trainer_that_dies_with_its_sums_loses_no_group_and_trains_none_twice(
     assert fate.lives == 2
     assert len(bench.trained["prompts"]) == len(set(bench.trained["prompts"])) == 3 * 7
     assert all(len(found) == 1 for found in fate.policies.values()), "a step was trained in two ways"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_the_trainer_begins_on_groups_saves_at_once_and_trains_them_later(tmp_path, number):
+    seconds = []
+
+    class OneThread(doubles.RecordingTrainer):
+        """The run is stopped while it sums groups of the step from version 2 on. That takes 1,000 s; then it saves."""
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.free = asyncio.Event()
+            self.free.set()
+
+        async def accumulate(self, batch):
+            if self.state["version"] == 2 and self.free.is_set():
+                self.free.clear()
+                self.began = asyncio.get_running_loop().time()
+                asyncio.get_running_loop().call_later(1000.0, self.free.set)
+                os.kill(os.getpid(), number)
+                await self.free.wait()
+            await super().accumulate(batch)
+
+        async def abort_step(self):
+            self.free.set()
+            return True
+
+        async def save(self, path):
+            await self.free.wait()
+            seconds.append(asyncio.get_running_loop().time() - self.began)
+            await super().save(path)
+
+    config = doubles.make_config(
+        steps=STEPS,
+        coordinator={"max_staleness": 0},
+        trainer={"stream": "group"},
+        checkpoint={"every": 100},
+        deadlines={"grace": 20.0},
+    )
+    bench = doubles.Bench(config, tmp_path, make_environment=Uneven)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "make_trainer", lambda log: OneThread(0.05, 3, log))
+        summary = bench.run()
+    assert summary.sentence == "Stopped at step 2; the same command goes on from the checkpoint there."
+    assert seconds[0] < 1.0
+    resumed = doubles.Bench(config, tmp_path, make_environment=Uneven)
+    assert resumed.run().steps == STEPS
+    assert sorted(resumed.trained["prompts"]) == sorted(f"task-{index}" for index in range(STEPS * 3))

@@ -39,14 +39,18 @@ class Sides(training_sides.TrainingSides):
         return {"seconds": len(part) / self.pace, "bytes": 0.0, "micro_batches": float(len(part))}
 
 
-async def steps(count: int, sides: Sides, shares: worker_shares.Shares) -> None:
-    """Trains steps whose micro-batches take the core a second each."""
+async def steps(count: int, sides: Sides, shares: worker_shares.Shares, begun: int = 0) -> None:
+    """Trains steps whose micro-batches take the core a second each; it had computed `begun` further ones before."""
     for version in range(count):
         split = shares.split({WORKER: 1}, version)
         shares.begin(protocols.TrainBatch(version, ()), split)
         await asyncio.sleep(0)
         taken = sides.micro_batches - sides.computed[-1]
-        metrics = {"micro_batches": float(sides.micro_batches), "shares/micro_batches": float(sides.computed[-1])}
+        metrics = {
+            "micro_batches": float(begun + sides.micro_batches),
+            "shares/of": float(sides.micro_batches),
+            "shares/micro_batches": float(sides.computed[-1]),
+        }
         (outcome,) = await shares.finish(split, metrics, float(taken))
         assert outcome.counted
 
@@ -59,6 +63,17 @@ def test_a_worker_that_was_slow_for_a_while_is_measured_again():
         assert sides.computed[-1] == 0
         sides.pace = 1.0
         await steps(100, sides, shares)
+        assert sides.computed[-1] == sides.micro_batches // 2
+        assert shares.speed[WORKER] == pytest.approx(1.0, rel=0.1)
+
+    asyncio.run(main())
+
+
+def test_what_the_core_had_begun_before_a_step_makes_it_no_faster():
+    async def main() -> None:
+        sides = Sides(pace=1.0)
+        shares = worker_shares.Shares(sides, {WORKER: 1.0})
+        await steps(50, sides, shares, begun=100)
         assert sides.computed[-1] == sides.micro_batches // 2
         assert shares.speed[WORKER] == pytest.approx(1.0, rel=0.1)
 

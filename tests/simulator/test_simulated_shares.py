@@ -93,6 +93,6 @@ def test_rollouts_that_are_masked_take_no_time_of_a_step():
 
     told, metrics, log = clock.run(main())
     assert (told["seconds"], log.busy_seconds) == (10.0, 20.0)
-    assert metrics["micro_batches"] == 3.0
+    assert metrics["shares/of"] == 3.0
     assert "p0/1" not in log.trained
     assert len(log.trained) == 3

@@ -12,6 +12,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import turn_selection
 from libra_jax.training import batch as batch_lib
+from libra_jax.training import streaming
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +48,28 @@ def test_the_gradient_is_that_of_the_turns_of_high_entropy_alone(small, learner)
     log_probs = [np.array(item.log_probs, np.float32) for item in members]
     kept = turn_selection.highest_entropy(log_probs, masks, np.repeat(range(3), 4), 0.6)
     share = sum(map(np.sum, kept)) / sum(map(np.sum, masks))
-    assert prepared.described == {"turns/trained_share": 5 / 8, "tokens/entropy_share": pytest.approx(share)}
+    found = {name: counted / of for name, (counted, of) in prepared.described.items()}
+    assert found == {"turns/trained_share": 5 / 8, "tokens/entropy_share": pytest.approx(share)}
     for trajectory, mask in zip(members, kept, strict=True):
         trajectory.loss_mask = array("b", mask.tolist())
     masked, _, _ = _sums(small, learner, _config(small), batch)
     assert float(sums.count) == float(masked.count) == sum(map(np.sum, kept))
     for leaf, wanted in zip(jax.tree.leaves(sums), jax.tree.leaves(masked), strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_streamed_step_reports_the_share_of_all_turns_and_tokens(small):
+    config, batch = _config(small, entropy_share=0.6), _rewarded(small)
+    del batch.groups[0].trajectories[1:]
+    parts = [batch.of([0]), batch.of([1, 2])]
+    first, last = (batch_lib.prepare(config, part, small.shape) for part in parts)
+    begun = streaming.Begun()
+    begun.add(parts[0], first)
+    whole = begun.joined(last, dataclasses.replace(batch, begun=(0,)))
+    for name in ("turns/trained_share", "tokens/entropy_share"):
+        (kept, of), (more, of_more) = first.described[name], last.described[name]
+        assert whole.described[name] == (kept + more) / (of + of_more)
+        assert kept / of != more / of_more
 
 
 @pytest.mark.parametrize("advantage", ["opo", "reinforce_plus_plus"])

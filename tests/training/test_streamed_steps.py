@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 import trainer_doubles as doubles
@@ -70,6 +69,37 @@ def test_a_trainer_that_has_lost_the_sums_or_was_aborted_computes_the_whole_step
         np.testing.assert_allclose(leaf, other, atol=1e-6, rtol=0)
 
 
+def test_an_abort_drops_the_sums_of_begun_groups_and_leaves_the_next_call_alone(small, start_trainer):
+    batch, actor = doubles.batch(small), start_trainer(optimizer=OPTIMIZER)
+    actor.accumulate(batch.of((0,)))
+    actor.running().learner.abort.set()
+    with pytest.raises(protocols.StepAborted):
+        actor.accumulate(batch.of((1,)))
+    assert not actor.running().learner.has_begun
+    actor.accumulate(batch.of((1,)))
+    assert actor.train_step(batch)["skipped"] == 0.0
+
+
+def test_a_streamed_step_without_a_trained_token_ends_with_a_sentence(small, start_trainer):
+    batch, actor = doubles.batch(small), start_trainer(trainer={"stream": "group"})
+    for trajectory in [one for group in batch.groups for one in group.trajectories]:
+        trajectory.disown(0, len(trajectory.token_ids))
+    given = begun(actor, batch, [(0,)])
+    with pytest.raises(protocols.LibraError, match="no token of the batch's 12 sequences is under the loss mask"):
+        actor.train_step(given)
+
+
+def test_a_resize_counts_the_sums_of_begun_groups_as_held(small, start_trainer):
+    actor, batch = start_trainer(trainer=EIGHT), doubles.batch(small)
+    actor.train_step(batch)
+    estimates = []
+    for version in (1, 1):
+        estimates.append(actor.begin_resize(protocols.MeshSizes(1, 2, 2)))
+        actor.cancel_resize()
+        actor.accumulate(doubles.batch(small, version).of((0,)))
+    assert estimates[0] == estimates[1]
+
+
 def wanted_share(batch):
     rewards = [{each.reward for each in group.trajectories} for group in batch.groups]
     return np.mean([len(found) == 1 for found in rewards])
@@ -79,7 +109,7 @@ def test_groups_for_another_version_are_refused(small, start_trainer):
     actor = start_trainer()
     with pytest.raises(protocols.LibraError, match="for policy version 1 and the trainer holds 0"):
         actor.accumulate(doubles.batch(small, 1))
-    assert len(jax.tree.leaves(actor.running().learner.params)) > 0
+    assert not actor.running().learner.has_begun
 
 
 @pytest.mark.parametrize(
