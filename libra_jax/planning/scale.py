@@ -417,7 +417,7 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
             made = f"rollout.loop_workers, one or more a host: {cores:.2g} cores"
             if cores > BUSY:
                 shards = math.ceil(cores / BUSY)
-                made = f"rollout.loop_workers and {shards} coordinators, each of a share of the groups and engines (not built)"
+                made = f"rollout.loop_workers and {shards} coordinators, each with a share of the groups (not built)"
         case "weight sync":
             # The smallest sufficient size of chunks, or else what is left with a single chunk.
             changed, after = settings, load

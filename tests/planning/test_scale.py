@@ -186,7 +186,7 @@ def test_agent_loops_beside_the_engines_are_the_remedy_of_a_busy_coordinator_as_
     assert left <= scale.BUSY
     assert f"rollout.loop_workers, one or more a host: {left:.2g} cores" in told
     shards = scale.remedy(COSTS, WORK, SETTINGS, 40_000, "coordinator")
-    assert "coordinators, each of a share of the groups" in shards
+    assert "coordinators, each with a share of the groups" in shards
     count = int(shards.split(" and ")[1].split()[0])
     left = found(40_000, loop_workers=True).parts["coordinator"].value
     assert (count - 1) * scale.BUSY < left <= count * scale.BUSY
