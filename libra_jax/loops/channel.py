@@ -46,6 +46,11 @@ class Connection:
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._writer.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that were sent and that the network has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
     async def drain(self) -> None:
         """Waits until the network has taken most of what was sent. Raises OSError if the connection is broken."""
         await self._writer.drain()

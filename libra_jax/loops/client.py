@@ -49,6 +49,8 @@ class LoopWorkerClient(clients.ActorClient):
             await self._tell(commands)
             return
         self._connection.send(commands)
+        if not self._connection.backlog:
+            return
         sending = self._connection.drain()
         try:
             await deadlines.limited(self._limits, "first_token", sending, f"{self._subject}, asked to take commands,")

@@ -101,7 +101,7 @@ def measure(rounds: int, progress: Callable[[str], None]) -> Measured:
     progress("actors and calls")
     actor, call = asyncio.run(_ray(rounds))
     progress("agent loops on loop workers")
-    beside = _loops()
+    beside = _loops(rounds)
     progress("publications, status, batches")
     published = publishing.costs(rounds)
     publication = Check(*publishing.held_out(published, rounds))
@@ -154,7 +154,7 @@ def counts(shape: coordinator.Shape) -> list[float]:
     return [1.0, shape.turns, shape.turns * shape.deltas, shape.turns * shape.tokens, payload, shape.sent]
 
 
-def _loops() -> dict[str, float]:
+def _loops(rounds: int) -> dict[str, float]:
     """Of rollouts on loop workers: one, a turn of it, and a token, by the differences of three shapes."""
 
     def rollout(turns: int, tokens: int) -> float:
@@ -162,7 +162,9 @@ def _loops() -> dict[str, float]:
         found = loop_workers.measure(shape, workers=4, live=LOOPS, seconds=LOOP_SECONDS)
         return turns * found.turn_seconds
 
-    few, many, long = rollout(1, 16), rollout(8, 16), rollout(8, 2_048)
+    # By turns, because a machine is slower at times.
+    taken = np.array([[rollout(1, 16), rollout(8, 16), rollout(8, 2_048)] for _ in range(rounds)])
+    few, many, long = map(float, np.median(taken, axis=0))
     turn = max(0.0, (many - few) / 7)
     token = max(0.0, (long - many) / (8 * (2_048 - 16)))
     return {"loop_request": max(0.0, few - turn), "loop_turn": turn, "loop_token": token}
@@ -217,7 +219,8 @@ def _token_bytes() -> float:
     """Of memory that a sampled token takes in a trajectory, as it comes from another process."""
     tracemalloc.start()
     try:
-        _trajectory(1)  # the interpreter's free lists of tuples fill up, and belong to no token
+        for seed in (1, 2, 3):
+            _trajectory(seed)  # the interpreter's free lists of tuples fill up, and belong to no token
         before, _ = tracemalloc.get_traced_memory()
         kept = _trajectory(0)
         size, _ = tracemalloc.get_traced_memory()
