@@ -56,12 +56,12 @@ class SentPart:
         """Returns the batch (`protocols.BatchPart.joined`). Call in the actor's process.
 
         Raises:
-          LibraError: bytes of it are lost.
+          WorkerLost: bytes of it are lost. The other processes wait for this one, so all have to be restarted.
         """
         try:
             outlines, held = await asyncio.to_thread(ray.get, [self.outlines, self.held])
         except ray.exceptions.RayError as error:
-            raise protocols.LibraError(
+            raise protocols.WorkerLost(
                 f"a part of a batch cannot be read from Ray's object store: {actors.summary(error)}"
             ) from error
         return protocols.BatchPart(outlines, held).joined()

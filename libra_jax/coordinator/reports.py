@@ -26,7 +26,7 @@ class StepTimes:
       rollout: seconds in which at least one group ran.
       wait: seconds in which the trainer waited for its batch, without those in which it had begun on it.
       train: seconds of the trainer's step, with those in which it had begun on the first groups.
-      ahead: those in which it had begun.
+      ahead: seconds of `train` before the batch was complete.
       sync: seconds of the weight sync.
       checkpoint: seconds spent on checkpoints since the step before.
     """

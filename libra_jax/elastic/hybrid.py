@@ -65,7 +65,7 @@ class Step:
     Attributes:
       total: from the end of the step before to the end of this step, without an evaluation.
       train: of the trainer's step, with what it had begun before its batch was complete.
-      ahead: of those, the seconds before.
+      ahead: of `train` before the batch was complete.
       wait: in which the trainer waited for its batch.
       rollout: in which at least one group ran.
       streams: in which slots were in use, summed over the slots.

@@ -33,6 +33,7 @@ BLOCK = 256
 """Rows that are looked through together for room."""
 
 FULL = np.int64(-1)
+"""Room of a row that takes no further sequence, or that is not open."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def fit(columns: Integers, lengths: tuple[int, ...], packed: bool) -> Fit:
     count = len(columns)
     row_of, start_of, segment_of = (np.full(count, -1, np.int64) for _ in range(3))
     blocks = -(-count // BLOCK)
-    room = np.full(blocks * BLOCK, FULL)  # columns left in each open row; FULL if it takes no further sequence
+    room = np.full(blocks * BLOCK, FULL)  # columns left in each open row
     most = np.full(blocks, FULL)  # largest room of each block of rows: a batch may have 100,000 rows to look through
     used = np.zeros(count, np.int64)  # columns and sequences of each open row
     segments = np.zeros(count, np.int64)

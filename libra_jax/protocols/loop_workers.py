@@ -118,12 +118,12 @@ class RolloutUpdate:
       trajectory_id: id of the rollout.
       segments: segments that have changed, by index.
       count: number of segments.
-      finish: `Trajectory.finish`, like the following ones, as it is now.
-      metrics: see there.
-      start_seconds: see there.
-      seconds: see there.
-      snapshot: see there.
-      environment_reward: see there.
+      finish: reason for the end, as it is now (`Trajectory`, like the fields below).
+      metrics: numbers that the environment reports.
+      start_seconds: time at which the rollout began.
+      seconds: seconds since its first token.
+      snapshot: latest snapshot of its environment.
+      environment_reward: the environment's own part of the reward.
     """
 
     trajectory_id: str

@@ -314,10 +314,12 @@ class Outline(NamedTuple):
     Attributes:
       columns: predictions up to the last trained one; 0 without any.
       trained: trained predictions.
+      routed: True if experts of some of its tokens are known.
     """
 
     columns: int
     trained: int
+    routed: bool = False
 
 
 @dataclass

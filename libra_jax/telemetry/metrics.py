@@ -204,7 +204,7 @@ _TRAINER = _table(
 
 _SHARES = _table(
     "hybrid workers",
-    ("shares/of", "count", "micro-batches of which they had shares: those that the trainer had not begun before"),
+    ("shares/of", "count", "micro-batches that the trainer and hybrid workers computed once the batch was complete"),
     ("shares/micro_batches", "count", "micro-batches that hybrid workers computed in time"),
     ("shares/late", "count", "micro-batches that came too late, so that the core computed them"),
     ("shares/late/<worker>", "0 or 1", "1 if this worker's channel was closed for being late"),

@@ -49,7 +49,8 @@ class Prepared:
       examples: sequences in the batch's order.
       advantages: advantages of each token, one array per sequence. Of a sequence whose tokens other processes train,
         the array has one number.
-      described: what was left in the loss, and all of it, by metric of its share; empty if all turns are trained.
+      described: counts of what is trained and of all, by the name of the metric that is their quotient; empty if all
+        turns are trained.
     """
 
     packed: packing.Packed
@@ -259,8 +260,8 @@ def _replayed(
     Raises:
       DataError: no trained sequence has experts.
     """
-    trained = [example for example in sequences if example.columns and example.outline is None]
-    if trained and all(example.routing_RxW is None for example in trained):
+    trained = [example for example in sequences if example.columns]
+    if trained and not any(example.routed for example in trained):
         raise protocols.DataError(
             f"trajectory {trained[0].sequence_id} and all others of the batch came without experts, which "
             "config.algorithm.routing_replay=rollout trains on: use engines that return them, or set it to off."

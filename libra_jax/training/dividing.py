@@ -16,17 +16,17 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import placement
+from libra_jax.training import row_places
 from libra_jax.training import sequences as sequences_lib
 
-OF_REWARDS = ("grpo", "dr_grpo", "rloo")
+REWARD_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 """Advantages that are one number a rollout, computed from the rewards of its group alone."""
 
 
 def of_rewards(config: config_lib.AlgorithmConfig) -> bool:
     """Returns True if a rollout's advantage is one number, computed from the rewards of its group alone."""
     return (
-        config.advantage in OF_REWARDS
+        config.advantage in REWARD_ADVANTAGES
         and config.baseline in ("mean", "leave_one_out")
         and not (config.kl_in_reward and config.kl_coefficient)
     )
@@ -37,7 +37,6 @@ def divides(config: config_lib.RunConfig) -> bool:
     algorithm = config.algorithm
     return (
         of_rewards(algorithm)
-        and algorithm.loss in config_lib.LOSSES
         and algorithm.loss not in config_lib.BATCH_LOSSES
         and algorithm.entropy_share == 1
         and not config.critic.enabled
@@ -84,9 +83,14 @@ def divide(
         for of_minibatch in minibatches(config, part.groups):
             own = [numbers[id(rollout)] for group in of_minibatch for rollout in group.trajectories]
             examples = [sequences_lib.of_outline(outlined[number]) for number in own]
-            for place in placement.place(examples, config.trainer, len(holders)).places:
+            for place in row_places.place(examples, config.trainer, len(holders)).places:
                 for found in holders[place.row]:
                     found[own[place.example]] = rollouts[own[place.example]]
+    # Rollouts without a trained token lie in no row. One process checks them, as it would those of a whole batch.
+    first = held[tuple(sorted(rows[0]))]
+    for number, rollout in enumerate(outlined):
+        if rollout.outline is not None and not rollout.outline.columns:
+            first[number] = rollouts[number]
     whole = dataclasses.replace(batch, groups=tuple(groups))
     return [protocols.BatchPart(whole, held[tuple(sorted(each))]) for each in rows]
 
@@ -102,5 +106,5 @@ def _outlined(config: config_lib.RunConfig, rollout: protocols.Trajectory) -> pr
         rollout.prompt_id,
         reward=rollout.reward,
         finish=rollout.finish,
-        outline=protocols.Outline(columns, int(np.count_nonzero(trained))),
+        outline=protocols.Outline(columns, int(np.count_nonzero(trained)), bool(rollout.routing)),
     )

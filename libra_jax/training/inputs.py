@@ -18,7 +18,7 @@ from libra_jax.algorithms import batch_statistics
 from libra_jax.models import config as model_config
 from libra_jax.models import feasibility
 from libra_jax.planning import rows
-from libra_jax.training import packing, placement, step
+from libra_jax.training import packing, row_places, step
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Inputs:
         packs = self.config.trainer.pack
         return [
             (row_tokens, most)
-            for row_tokens in placement.row_lengths(self.config.trainer)
+            for row_tokens in row_places.row_lengths(self.config.trainer)
             # Only the time of cuDNN's attention depends on the number, so other kernels need one program.
             for most in rows.segment_bounds(row_tokens, packs)[0 if self.lists_sequences else -1 :]
         ]
@@ -106,7 +106,7 @@ class Inputs:
         found = []
         row_shapes = self.row_shapes()
         if trees:
-            row_shapes = [(row_tokens, 0) for row_tokens in placement.row_lengths(self.config.trainer)]
+            row_shapes = [(row_tokens, 0) for row_tokens in row_places.row_lengths(self.config.trainer)]
         for row_tokens, most in row_shapes:
             for name in (*names, self.loss):
                 arrays = self.empty(name, row_tokens, most, trees=trees).items()

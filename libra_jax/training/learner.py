@@ -184,12 +184,13 @@ class Learner(model_state.ModelState):
             self.abort.clear()
         return updates.step_metrics(taken, keeps_first=self.inputs.scores_proximal)
 
-    def accumulate(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]]) -> None:
+    def accumulate(self, packed: packing.Packed, extras: Sequence[Mapping[str, Any]], *, in_step: bool = False) -> None:
         """Sums micro-batches of the next update under the present parameters; `train` goes on from the sums.
 
         Args:
           packed: a part of the global batch.
           extras: further arrays of each micro-batch (`batch.Prepared`).
+          in_step: `train` follows, for which an abort that comes too late here is left.
 
         Raises:
           LibraError: the devices ran out of memory.
@@ -206,8 +207,12 @@ class Learner(model_state.ModelState):
                 )
                 # The caller is told when the devices are free again.
                 jax.block_until_ready(accumulator)
+        except BaseException:
+            in_step = False
+            raise
         finally:
-            self.abort.clear()
+            if not in_step:
+                self.abort.clear()
         self._begun = accumulator, parts
 
     def forget(self) -> None:

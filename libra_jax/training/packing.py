@@ -3,7 +3,7 @@
 A sequence of N tokens has N - 1 predictions and takes N - 1 columns of one row. Column j holds token j; its target,
 mask, behaviour log-probability and so on belong to token j + 1. Columns after the last trained prediction have no
 effect and are left out. Several sequences share a row, separated by segment ids (1, 2, ...; 0 is padding). Each
-sequence starts at position 0. `placement` assigns sequences to rows. Numpy only, deterministic.
+sequence starts at position 0. `row_places` assigns sequences to rows. Numpy only, deterministic.
 
 A process of a trainer may have the tokens of its own rows alone. Other rows of its micro-batches are empty then.
 
@@ -29,7 +29,7 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax.planning import rows
 from libra_jax.training import columns as columns_lib
-from libra_jax.training import placement
+from libra_jax.training import row_places
 from libra_jax.training import sequences as sequences_lib
 
 LENGTHS = "lengths"
@@ -106,7 +106,7 @@ class Packed:
 
     micro_batches: tuple[MicroBatch, ...]
     places: tuple[columns_lib.Place, ...]
-    layouts: tuple[placement.Layout, ...]
+    layouts: tuple[row_places.Layout, ...]
     columns: columns_lib.Columns
     examples: int
     padding_fraction: float
@@ -228,7 +228,7 @@ def pack(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerCo
     Raises:
       ConfigError: a sequence is longer than the longest row.
     """
-    placed = placement.place(examples, config, config.micro_batch_rows)
+    placed = row_places.place(examples, config, config.micro_batch_rows)
     held = [
         (place, layout)
         for place, layout in zip(placed.places, placed.layouts, strict=True)
@@ -246,7 +246,7 @@ def pack(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerCo
 def _filled(
     examples: Sequence[sequences_lib.Example],
     columns: columns_lib.Columns,
-    held: Sequence[tuple[columns_lib.Place, placement.Layout]],
+    held: Sequence[tuple[columns_lib.Place, row_places.Layout]],
     plain: int,
 ) -> list[MicroBatch]:
     """Returns the micro-batches, of which the first `plain` ones have no trees.

@@ -59,6 +59,11 @@ class Example:
         """Number of trained predictions."""
         return int(np.count_nonzero(self.mask_N[1:])) if self.outline is None else self.outline.trained
 
+    @property
+    def routed(self) -> bool:
+        """Whether experts of some of the tokens are known."""
+        return self.routing_RxW is not None if self.outline is None else self.outline.routed
+
     def layouts(self, longest: int) -> Sequence[trees.Layout | trees.Path]:
         """Returns the sequences that hold the trained predictions: one, the parts of a tree, or none.
 

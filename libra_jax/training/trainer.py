@@ -90,7 +90,7 @@ class TrainerActor(trainer_life.TrainerLife):
         """
         self._check_version(batch)
         learner, critic = self.running().learner, self.running().critic
-        begun = self._take_begun(batch)
+        begun, again = self._take_begun(batch)
         prepared = self._prepared(batch.rest)
         own, collection = None, None
         if shares:
@@ -131,7 +131,7 @@ class TrainerActor(trainer_life.TrainerLife):
         metrics |= whole.described
         if collection is not None:
             metrics |= collection.metrics()
-            metrics["shares/of"] = float(len(prepared.packed.micro_batches))
+            metrics["shares/of"] = float(len(prepared.packed.micro_batches) + again)
         metrics["train/devices"] = float(learner.layout.mesh.size + len(shares) * self._config.trainer.replica_devices)
         return self._finish(learner, metrics, whole.packed, self._config.algorithm.epochs)
 
@@ -143,20 +143,31 @@ class TrainerActor(trainer_life.TrainerLife):
     def accumulate(self, batch: protocols.TrainBatch) -> None:
         """Sums the gradients of some groups of the next step. See `protocols.Trainer.accumulate`."""
         self._check_version(batch)
-        prepared = self._prepared(batch)
-        self.running().learner.accumulate(prepared.packed, prepared.extras)
-        self._begun.add(batch, prepared)
+        self._accumulate(batch)
 
-    def _take_begun(self, batch: protocols.TrainBatch) -> streaming.Begun:
-        """Returns the groups whose sums the step goes on from; computes these sums first if they are gone."""
-        learner = self.running().learner
+    def _accumulate(self, batch: protocols.TrainBatch, *, in_step: bool = False) -> int:
+        """Sums gradients, within a step or before it. Returns the number of micro-batches."""
+        prepared, learner = self._prepared(batch), self.running().learner
+        if not learner.has_begun:
+            # Sums of earlier groups are gone, if there were any: the step will compute them again.
+            self._begun = streaming.Begun()
+        learner.accumulate(prepared.packed, prepared.extras, in_step=in_step)
+        self._begun.add(batch, prepared)
+        return len(prepared.packed.micro_batches)
+
+    def _take_begun(self, batch: protocols.TrainBatch) -> tuple[streaming.Begun, int]:
+        """Returns the groups whose sums the step goes on from; computes these sums first if they are gone.
+
+        Also returns the number of micro-batches that it computed for that.
+        """
+        learner, again = self.running().learner, 0
         if self._begun.numbers != batch.begun or learner.has_begun != bool(batch.begun):
             learner.forget()
             self._begun = streaming.Begun()
             if batch.begun:
-                self.accumulate(batch.of(batch.begun))
+                again = self._accumulate(batch.of(batch.begun), in_step=True)
         begun, self._begun = self._begun, streaming.Begun()
-        return begun
+        return begun, again
 
     def _check_version(self, batch: protocols.TrainBatch) -> None:
         if batch.policy_version != self._version:

@@ -154,16 +154,18 @@ def agreeing() -> Iterator[None]:
 
     All processes run such a block at the same time. The first process with an error is heard.
     """
-    error: protocols.LibraError | None = None
+    error: Exception | None = None
     try:
         yield
-    except protocols.LibraError as found:
+    except Exception as found:
         error = found
     if jax.process_count() > 1:
         said = np.zeros(_SENTENCE_BYTES, np.uint8)
         if error is not None:
-            kind = next(number for number, kind in enumerate(_ERRORS) if isinstance(error, kind))
-            text = np.frombuffer(str(error).encode()[: _SENTENCE_BYTES - 1], np.uint8)
+            # Of an error that is no LibraError, the others hear what it was.
+            told = error if isinstance(error, protocols.LibraError) else protocols.LibraError(repr(error))
+            kind = next(number for number, kind in enumerate(_ERRORS) if isinstance(told, kind))
+            text = np.frombuffer(str(told).encode()[: _SENTENCE_BYTES - 1], np.uint8)
             said[0], said[1 : 1 + len(text)] = 1 + kind, text
         with explaining():
             everywhere = np.asarray(multihost_utils.process_allgather(said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -16,14 +17,33 @@ from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import batch_advantages, dividing, packing
 
-ROWS = 4
+ROWS, VERSION = 4, 1
 TRAINER = config_lib.TrainerConfig(
     row_tokens=small_model.ROW_TOKENS, row_buckets=(2 * small_model.ROW_TOKENS,), rows_per_micro_batch=ROWS
 )
+ROLLOUT = dataclasses.replace(small_model.ROLLOUT, tensor_parallel=(1, 1))
+SHAPE = small_model.sparse()
 
 
 def run_config(trainer=TRAINER, **groups):
-    return config_lib.RunConfig(rollout=small_model.ROLLOUT, trainer=trainer, **groups)
+    return config_lib.RunConfig(rollout=ROLLOUT, trainer=trainer, **groups)
+
+
+def rollout(draw, rng, name, reward):
+    """A turn of any length up to the longest row, with experts of some tokens or of none; or no turn."""
+    made = protocols.Trajectory(name, name.split("/")[0], reward=reward)
+    made.append_text(rng.integers(0, small_model.VOCABULARY, 3).tolist(), protocols.TokenSource.PROMPT)
+    count = draw(st.sampled_from([0, 1, 5, 14, 2 * small_model.ROW_TOKENS - 8]))
+    if count:
+        known = draw(st.sampled_from([0, count]))
+        experts = [rng.permuted(np.tile(np.arange(8, dtype=np.uint8), (2, 1)), axis=1)[:, :2] for _ in range(known)]
+        tokens = tuple(rng.integers(0, small_model.VOCABULARY, count).tolist())
+        versions, routing = (draw(st.integers(0, VERSION)),) * count, tuple(each.tobytes() for each in experts)
+        log_probs = tuple(rng.normal(-3, 1, count).tolist())
+        made.append_sampled(protocols.TokenDelta(tokens, log_probs, versions, "stop", routing))
+    made.finish = draw(st.sampled_from(["answered", "answered", "max_seconds"]))
+    made.metrics = {"moves": float(draw(st.booleans()))}
+    return made
 
 
 @st.composite
@@ -32,16 +52,13 @@ def batches(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     groups = []
     for number in range(draw(st.integers(1, 5))):
-        made = []
-        for index in range(draw(st.integers(1, 4))):
-            reward = draw(st.sampled_from([0.0, 1.0, -2.5]))
-            rollout = doubles.attempt(number, index, rng, small_model.VOCABULARY, reward=reward)
-            rollout.finish = draw(st.sampled_from(["answered", "max_seconds"]))
-            rollout.metrics = {"moves": float(draw(st.booleans()))}
-            made.append(rollout)
+        made = [
+            rollout(draw, rng, f"p{number}/{index}", draw(st.sampled_from([0.0, 1.0, -2.5])))
+            for index in range(draw(st.integers(1, 4)))
+        ]
         groups.append(protocols.Group(number, protocols.Task(f"p{number}", {"text": "long"}), 0, made))
     begun = draw(st.lists(st.sampled_from(range(len(groups))), unique=True, max_size=len(groups) - 1))
-    return protocols.TrainBatch(0, tuple(groups), tuple(begun))
+    return protocols.TrainBatch(VERSION, tuple(groups), tuple(begun))
 
 
 @st.composite
@@ -60,29 +77,48 @@ def arrays(prepared):
 
 
 @settings(max_examples=40, deadline=None)
-@given(batches(), holders(), st.sampled_from([*dividing.OF_REWARDS, "grpo, leave_one_out"]))
-def test_each_process_lays_out_its_rows_and_reports_the_numbers_of_the_whole_batch(batch, rows, named):
+@given(
+    batches(),
+    holders(),
+    st.sampled_from([*dividing.REWARD_ADVANTAGES, "grpo, leave_one_out"]),
+    st.sampled_from(["off", "rollout"]),
+    st.integers(1, 2),
+)
+def test_each_process_lays_out_its_rows_and_reports_the_numbers_of_the_whole_batch(
+    batch, rows, named, routing, minibatches
+):
     advantage, _, baseline = named.partition(", ")
+    if minibatches > 1:
+        batch = dataclasses.replace(batch, begun=())
     config = run_config(
         algorithm=config_lib.AlgorithmConfig(
             advantage=advantage,
             baseline=baseline or "mean",
             proximal="interpolate",
             objective="decoupled",
+            routing_replay=routing,
+            minibatches=minibatches,
         ),
         task=config_lib.TaskConfig(cut_off="mask"),
     )
     parts = dividing.divide(config, batch, rows)
-    shape = small_model.shape()
     for whole in (batch.rest, batch.of(batch.begun)):
         if not whole.groups:
             continue
-        wanted = batch_lib.prepare(config, whole, shape)
+        wanted = refused = None
+        try:
+            wanted = batch_lib.prepare(config, whole, SHAPE)
+        except protocols.LibraError as error:
+            refused = str(error)
         numbers = [group.group_id for group in whole.groups]
         for own, part in zip(rows, parts, strict=True):
             joined = part.joined()
             assert joined.begun == batch.begun
-            got = batch_lib.prepare(config, joined.of(numbers), shape)
+            if wanted is None:
+                with pytest.raises(protocols.LibraError, match=re.escape(refused)):
+                    batch_lib.prepare(config, joined.of(numbers), SHAPE)
+                continue
+            got = batch_lib.prepare(config, joined.of(numbers), SHAPE)
             assert got.packed.places == wanted.packed.places
             assert (got.work, got.minibatches) == (wanted.work, wanted.minibatches)
             assert got.packed.padding_fraction == wanted.packed.padding_fraction
@@ -116,6 +152,10 @@ def test_a_process_takes_the_rollouts_in_its_rows_and_no_others(batch, rows):
                 for taken, own in zip(wanted, rows, strict=True):
                     if place.row in own:
                         taken.add(rollouts.index(of_part[place.example]))
+    untrained = {number for number, one in enumerate(rollouts) if not small_example(config, one).columns}
+    for taken, own in zip(wanted, rows, strict=True):
+        if tuple(own) == tuple(rows[0]):
+            taken |= untrained  # to be checked
     assert [set(part.held) for part in parts] == wanted
     for part in parts:
         assert all(rollouts[number] is rollout for number, rollout in part.held.items())
@@ -125,9 +165,7 @@ def test_a_process_takes_the_rollouts_in_its_rows_and_no_others(batch, rows):
 
 
 def small_example(config, rollout):
-    (example,) = batch_lib.sequences_lib.examples(
-        [rollout], 0, small_model.shape(), [config.task.masks(rollout.finish)]
-    )
+    (example,) = batch_lib.sequences_lib.examples([rollout], VERSION, SHAPE, [config.task.masks(rollout.finish)])
     return example
 
 
@@ -144,9 +182,11 @@ def small_example(config, rollout):
 )
 def test_settings_that_look_at_all_tokens_leave_the_batch_whole(groups):
     rng = np.random.default_rng(0)
-    made = [doubles.attempt(0, index, rng, small_model.VOCABULARY) for index in range(2)]
+    made = [doubles.attempt(0, index, rng, small_model.VOCABULARY, VERSION) for index in range(2)]
     batch = protocols.TrainBatch(0, (protocols.Group(0, protocols.Task("p0", {}), 0, made),))
     assert dividing.divide(run_config(**groups), batch, [(0, 1), (2, 3)]) is None
-    assert dividing.divide(run_config(), batch, [(0, 1), (2, 3)]) is not None
+    own_loss = run_config(algorithm=config_lib.AlgorithmConfig(loss="package.module:loss"))
+    for config in (run_config(), own_loss):
+        assert dividing.divide(config, batch, [(0, 1), (2, 3)]) is not None
     made[0].branch(made[0], 2)
     assert dividing.divide(run_config(), batch, [(0, 1), (2, 3)]) is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.planning import rows
-from libra_jax.training import packing, placement
+from libra_jax.training import packing, row_places
 from libra_jax.training import sequences as sequences_lib
 
 
@@ -35,7 +35,7 @@ def cases(draw):
         rows_per_micro_batch=draw(st.integers(1, 4)),
         pack=draw(st.booleans()),
     )
-    longest = placement.row_lengths(config)[-1] + 1
+    longest = row_places.row_lengths(config)[-1] + 1
     lengths = draw(st.lists(st.integers(0, longest), max_size=25))
     masks = [draw(st.lists(st.booleans(), min_size=length, max_size=length)) for length in lengths]
     return config, [
@@ -51,7 +51,7 @@ def test_every_trained_prediction_appears_once_with_all_that_precedes_it(case):
     seen = []
     for micro_batch in packed.micro_batches:
         assert micro_batch.tokens.shape[0] == config.rows_per_micro_batch
-        assert micro_batch.tokens.shape[1] in placement.row_lengths(config)
+        assert micro_batch.tokens.shape[1] in row_places.row_lengths(config)
         for row in range(config.rows_per_micro_batch):
             segments_T = micro_batch.segments[row]
             used = int((segments_T > 0).sum())

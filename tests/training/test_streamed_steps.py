@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 import trainer_doubles as doubles
@@ -69,7 +70,7 @@ def test_a_trainer_that_has_lost_the_sums_or_was_aborted_computes_the_whole_step
         np.testing.assert_allclose(leaf, other, atol=1e-6, rtol=0)
 
 
-def test_an_abort_drops_the_sums_of_begun_groups_and_leaves_the_next_call_alone(small, start_trainer):
+def test_an_abort_drops_the_sums_of_begun_groups_and_the_step_computes_them_again(small, start_trainer):
     batch, actor = doubles.batch(small), start_trainer(optimizer=OPTIMIZER)
     actor.accumulate(batch.of((0,)))
     actor.running().learner.abort.set()
@@ -77,7 +78,30 @@ def test_an_abort_drops_the_sums_of_begun_groups_and_leaves_the_next_call_alone(
         actor.accumulate(batch.of((1,)))
     assert not actor.running().learner.has_begun
     actor.accumulate(batch.of((1,)))
-    assert actor.train_step(batch)["skipped"] == 0.0
+    actor.train_step(dataclasses.replace(batch, begun=(0, 1)))
+    wanted = start_trainer(optimizer=OPTIMIZER)
+    wanted.train_step(batch)
+    for leaf, other in zip(doubles.params(actor), doubles.params(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6, rtol=0)
+
+
+def test_an_abort_while_a_step_computes_lost_sums_aborts_the_step(small, start_trainer, monkeypatch):
+    batch, actor = doubles.batch(small), start_trainer(optimizer=OPTIMIZER)
+    learner = actor.running().learner
+    ready = jax.block_until_ready
+
+    def late(arrays):
+        """The abort comes after the last micro-batch of the lost sums was queued."""
+        monkeypatch.setattr(jax, "block_until_ready", ready)
+        learner.abort.set()
+        return ready(arrays)
+
+    monkeypatch.setattr(jax, "block_until_ready", late)
+    with pytest.raises(protocols.StepAborted):
+        actor.train_step(dataclasses.replace(batch, begun=(0,)))
+    assert actor.policy_version() == 0
+    actor.train_step(dataclasses.replace(batch, begun=(0,)))
+    assert actor.policy_version() == 1
 
 
 def test_a_streamed_step_without_a_trained_token_ends_with_a_sentence(small, start_trainer):
