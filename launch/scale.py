@@ -88,14 +88,16 @@ def main() -> None:
     given = _ACCELERATORS.value
     if not all(text.strip().isdecimal() and int(text) for text in given):
         raise protocols.ConfigError(
-            f"--accelerators: {','.join(given)!r} are no sizes; give numbers from 1, like 48,1024"
+            f"--accelerators: {','.join(given)!r} must be numbers of accelerators from 1 on, like 48,1024"
         )
     sizes = [int(text) for text in given]
     output = None if _OUTPUT.value is None else Path(_OUTPUT.value)
     if output is not None:
         cli.check_output(output)
     if not isinstance(_CONFIG.value, settings.SimulatedRun):
-        raise protocols.ConfigError("--config: is no simulated run (it has no config.simulation), whose work is known")
+        raise protocols.ConfigError(
+            "--config: has no config.simulation; take the config of a simulated run, like configs/simulate.py"
+        )
     chosen = overrides.fields(flags.FLAGS["config"])
     if "rollout.stream_interval" in chosen:  # a simulation's own is far from a real run's
         raise protocols.ConfigError("--config.rollout.stream_interval: launch/scale.py takes --stream_interval instead")
@@ -172,11 +174,14 @@ def _read(path: Path) -> tuple[Record, scale.Costs]:
         record = json.loads(path.read_text())
         needed = {name: record[name] for name in ("date", "costs", "embedded")}
     except OSError as error:
-        raise protocols.DataError(f"--costs: {path} cannot be read ({error.strerror or error})") from error
-    except (ValueError, KeyError, TypeError) as error:
         raise protocols.DataError(
-            f"--costs: {path} has no costs ({type(error).__name__}: {error}); write one by "
-            "python -m tests.benchmarks.costs --output=FILE"
+            f"--costs: {path} cannot be read ({error.strerror or error}); write it by python -m tests.benchmarks.costs "
+            "--output=FILE"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else "it is no JSON object"
+        raise protocols.DataError(
+            f"--costs: {path} has no costs ({why}); write one by python -m tests.benchmarks.costs --output=FILE"
         ) from error
     measured = {name: record.get(name, []) for name in ("checks", "simulated")}
     values = needed["costs"]

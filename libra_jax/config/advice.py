@@ -79,6 +79,12 @@ def advice(config: RunConfig, *, parameters: int, accelerated: bool, cores: int 
             "config.rollout.dtype: float32 takes twice the memory and time of bfloat16 to decode on an accelerator; "
             "use bfloat16"
         )
+    instances = len(config.rollout.tensor_parallel)
+    if config.rollout.sync_at_once >= instances and not config.planner.period:
+        found.append(
+            f"config.rollout.sync_at_once: all {instances} instances of rollout.tensor_parallel take weights at "
+            "once, as with 0; set it below their number for some to go on decoding"
+        )
     if config.rollout.full_sync_every > 1 and config.rollout.dtype == "float32":
         found.append(
             "config.rollout.full_sync_every: in float32 (rollout.dtype) nearly every weight changes in every step, so "

@@ -41,12 +41,10 @@ class CoordinatorConfig:
         check(self.redundancy >= 0, "coordinator.redundancy", f"must not be negative, not {self.redundancy}")
         if self.recycle:
             check(
-                self.max_staleness > 0, "coordinator.max_staleness", "must be 1 or more with coordinator.recycle=True"
-            )
-            check(
-                0 < self.spare_groups <= self.groups_per_step,
-                "coordinator.redundancy",
-                f"must be above 0 and at most 1 with coordinator.recycle=True, not {self.redundancy:g}",
+                self.max_staleness > 0 and 0 < self.spare_groups <= self.groups_per_step,
+                "coordinator.recycle",
+                "True needs coordinator.max_staleness of 1 or more and coordinator.redundancy above 0, at most 1 (not "
+                f"{self.max_staleness} and {self.redundancy:g}); set these, or set it to False",
             )
         check(self.groups_per_step > 0, "coordinator.groups_per_step", "must be positive")
         check(self.group_size > 0, "coordinator.group_size", "must be positive")

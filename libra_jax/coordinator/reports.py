@@ -48,6 +48,7 @@ class StepReport:
       version: the version that trained.
       groups: groups of the batch.
       trainer: the trainer's own metrics.
+      begun: number of the groups that the trainer began on before the batch was complete.
       sync_bytes: bytes that each engine loaded in the weight sync after the step.
       sync_paused: seconds for which an engine stopped in it, a mean.
       sync_sent: bytes that weight relays sent to other hosts in it, and bytes of the chunks that these brought.
@@ -69,6 +70,7 @@ class StepReport:
     groups: Sequence[protocols.Group]
     trainer: Mapping[str, float]
     times: StepTimes = field(default_factory=StepTimes)
+    begun: int = 0
     sync_bytes: int = 0
     sync_paused: float = 0.0
     sync_sent: tuple[int, int] = (0, 0)
@@ -126,6 +128,8 @@ class StepReport:
             **routing.metrics(self.routing, counts),
             "groups/rollouts_least": min(sizes),
             "groups/rollouts_most": max(sizes),
+            "groups/begun": self.begun,
+            "groups/older": sum(versions > 0 for versions in staleness),
             "groups/replaced": sum(self.replaced.values()),
             **{f"groups/replaced_{reason}": count for reason, count in self.replaced.items()},
             "tokens/replaced": self.replaced_tokens,

@@ -289,7 +289,13 @@ class Coordinator:
         times.train = ahead + self._clock() - begin - (self._parts.recovery.seconds - before)
         flops = self._workers.peak_flops
         report = reports.StepReport(
-            self._step - 1, batch.groups, metrics, times, task=self._config.task, peak_flops=flops
+            self._step - 1,
+            batch.groups,
+            metrics,
+            times,
+            begun=len(batch.begun),
+            task=self._config.task,
+            peak_flops=flops,
         )
         try:
             times.sync = await self._ending.race(self._sync_weights())

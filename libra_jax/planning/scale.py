@@ -408,7 +408,7 @@ def remedy(costs: Costs, work: Work, settings: Settings, accelerators: int, part
     """Returns a sentence on what to do about a part on this many accelerators, with the resulting numbers."""
     here = loads(costs, work, settings, accelerators)
     load = here.parts[part]
-    if load.ratio <= (BUSY if part == "coordinator" else 1.0):
+    if load.ratio <= 1.0:
         return f"none needed at {accelerators:,}"
     match part:
         case "coordinator":

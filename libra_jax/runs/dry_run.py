@@ -81,9 +81,22 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
     batch = config.coordinator.groups_per_step * config.coordinator.group_size
     lines.append(
         f"step        {config.coordinator.groups_per_step} prompts x {config.coordinator.group_size} rollouts = "
-        f"{batch} trajectories, staleness at most {config.coordinator.max_staleness}"
+        f"{batch} trajectories, staleness at most {config.coordinator.max_staleness}{_flow(config)}"
     )
     return "\n".join(lines)
+
+
+def _flow(config: libra_config.RunConfig) -> str:
+    """Describes how groups and steps flow, where that differs from whole batches of the groups needed."""
+    said, spare = "", config.coordinator.spare_groups
+    if spare:
+        left = "recycled" if config.coordinator.recycle else "aborted"
+        said += f", {spare} more groups under way, those left over {left}"
+    if config.trainer.stream != "off":
+        said += f", begun by {config.trainer.stream.replace('_', '-')}"
+    if config.rollout.loop_workers:
+        said += f", agent loops in {config.rollout.loop_workers} loop workers"
+    return said
 
 
 def _policy(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> str:

@@ -125,6 +125,8 @@ _STEP = _table(
     ("replay/staleness_max", "versions", "versions between their oldest token and the training step"),
     ("replay/stored", "rollouts", "successes that are stored"),
     ("replay/stored_tokens", "tokens", "tokens of them"),
+    ("groups/begun", "groups", "groups that the trainer began on before the batch was complete (`trainer.stream`)"),
+    ("groups/older", "groups", "groups begun under an older version; with `coordinator.recycle`, those left over"),
     ("groups/replaced", "groups", "groups that were replaced instead of trained"),
     (
         "groups/replaced_<reason>",

@@ -65,7 +65,7 @@ def test_costs_that_come_along_are_whole_and_within_reason():
         (["--accelerators=0"], ["--accelerators", "from 1"]),
         (["--costs=missing.json"], ["--costs: missing.json cannot be read"]),
         (["--stream_interval=0"], ["--stream_interval=0"]),
-        (["--config=configs/quickstart.py"], ["--config", "no simulated run"]),
+        (["--config=configs/quickstart.py"], ["--config", "take the config of a simulated run"]),
         (["--output=/proc/scale.json"], ["--output"]),
         (["--config.optimizer.learning_rate=1.0"], ["optimizer.learning_rate: launch/scale.py does not read it"]),
         (["--config.rollout.stream_interval=64"], ["rollout.stream_interval: ", "takes --stream_interval"]),
@@ -78,8 +78,8 @@ def test_what_cannot_be_is_refused_by_one_sentence(arguments, said):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("no JSON", "--costs: {path} has no costs (JSONDecodeError"),
-        ("{}", "--costs: {path} has no costs (KeyError: 'date')"),
+        ("no JSON", "--costs: {path} has no costs (it is no JSON object)"),
+        ("{}", "--costs: {path} has no costs (it lacks 'date')"),
         ('{"date": "today", "embedded": {}, "costs": {"turn": 1}}', "its costs are not those of launch/scale.py"),
     ],
 )
