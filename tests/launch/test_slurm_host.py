@@ -158,7 +158,10 @@ class TestAHostWhoseRay:
             yield run
         for process in started:
             if process.poll() is None:
-                for child in psutil.Process(process.pid).children(recursive=True):
+                # Stopped first, or it may start Ray once more between the two.
+                driver = psutil.Process(process.pid)
+                driver.suspend()
+                for child in driver.children(recursive=True):
                     child.kill()
             process.kill()
             process.communicate(timeout=60)
