@@ -31,8 +31,8 @@ and each micro-batch's `routing` and `routed`, or empty dicts."""
 ScoreNorms = Callable[[Sequence[sequences_lib.Example]], estimators.Scores]
 """Returns the scores of trajectories (`learner.Learner.score_norms`)."""
 
-
 UNTRAINED = "no token of the batch's {} sequences is under the loss mask."
+"""Error of a batch that cannot be trained on, about its number of sequences."""
 
 
 @dataclass(frozen=True)

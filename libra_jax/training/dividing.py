@@ -97,14 +97,13 @@ def divide(
 
 def _outlined(config: config_lib.RunConfig, rollout: protocols.Trajectory) -> protocols.Trajectory:
     """Returns a rollout's name, rewards and end with an outline in place of its tokens."""
-    trained = np.array(rollout.loss_mask, bool)[1:]
-    if config.task.masks(rollout.finish):
-        trained[:] = False
-    columns = len(trained) - int(trained[::-1].argmax()) if trained.any() else 0
+    mask_N = np.array(rollout.loss_mask, bool) & (not config.task.masks(rollout.finish))
     return protocols.Trajectory(
         rollout.trajectory_id,
         rollout.prompt_id,
         reward=rollout.reward,
         finish=rollout.finish,
-        outline=protocols.Outline(columns, int(np.count_nonzero(trained)), bool(rollout.routing)),
+        outline=protocols.Outline(
+            sequences_lib.columns_of(mask_N), int(np.count_nonzero(mask_N[1:])), bool(rollout.routing)
+        ),
     )

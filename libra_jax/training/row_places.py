@@ -23,6 +23,7 @@ from libra_jax.training import sequences as sequences_lib
 from libra_jax.training import shared_prompts, trees
 
 Layout = trees.Layout | trees.Path
+"""The columns of a sequence: written out for a tree, or known from their number for a path."""
 
 
 def row_lengths(config: config_lib.TrainerConfig) -> tuple[int, ...]:

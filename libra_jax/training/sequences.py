@@ -50,9 +50,7 @@ class Example:
         """Number of columns without a tree: the predictions up to the last trained prediction; 0 without any."""
         if self.outline is not None:
             return self.outline.columns
-        # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
-        trained_N = self.mask_N[1:]
-        return len(trained_N) - int(trained_N[::-1].argmax()) if trained_N.any() else 0
+        return columns_of(self.mask_N)
 
     @property
     def trained(self) -> int:
@@ -81,6 +79,13 @@ class Example:
             return None
         prompt_P = self.tokens_N[: 1 + int(np.argmax(self.mask_N[1:]))]
         return prompt_P if len(prompt_P) > 1 else None
+
+
+def columns_of(mask_N: np.ndarray) -> int:
+    """Returns the number of predictions up to the last trained one, 0 without any, from a plain sequence's mask."""
+    # Column j - 1 predicts token j, so the index of the last trained token is the number of columns.
+    trained_N = mask_N[1:]
+    return len(trained_N) - int(trained_N[::-1].argmax()) if trained_N.any() else 0
 
 
 def examples(

@@ -4,9 +4,9 @@ A cluster spawns `create`. Most methods are synchronous, because all sync method
 own, and JAX's mesh contexts are thread-local.
 
 A trainer of several processes consists of one actor per process, each with its share of the mesh's devices. Every
-method is called on all actors at once with the same arguments (`trainer_control.client`); the result of process 0
-counts. Only process 0 receives `reserve`, `rows`, `listen`, `stage_weights` and `is_saved`. Of a batch, a process may
-have the tokens of its own rows alone, and outlines of other sequences (`dividing`).
+method is called on all actors at once (`trainer_control.client`); the result of process 0 counts. Arguments are the
+same, but of a batch a process may have the tokens of its own rows alone, and outlines of other sequences (`dividing`).
+Only process 0 receives `reserve`, `rows`, `listen`, `stage_weights` and `is_saved`.
 """
 
 from __future__ import annotations
