@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from libra_jax import config, protocols
+from libra_jax.agents import thoughts
 
 TOOL = "calculator"
 SIMPLIFIER = "simplifier"
@@ -145,7 +146,7 @@ def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> 
     A call is `<tool_call>12*3</tool_call>`, or there a JSON object with `arguments.expression`, as chat models write
     it. An ill-formed call, or several calls, are a failure of the tool.
     """
-    text = output.rpartition("</think>")[2]
+    text = thoughts.split(output).answer
     if "<tool_call>" not in text and "</tool_call>" not in text:
         return None
     calls = _CALL.findall(text)

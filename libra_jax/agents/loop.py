@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.agents import guarded, progress, resolving, wire
+from libra_jax.agents import guarded, progress, resolving, thoughts, wire
 from libra_jax.agents.rewards import scoring
 
 
@@ -49,6 +49,9 @@ class Limits:
     rollout_seconds: float = 0.0
     answer_tokens: int = 0
 
+
+_MARK_TOKENS = 64
+"""Tokens at the end of a context that hold an opening mark of `thoughts.MARKS` and white space after it."""
 
 _FROM_BEST = ("success", "failure", "timeout")
 """Outcomes of tools. Of several in one turn, the worst counts."""
@@ -232,9 +235,18 @@ class _Rollout:
         end = len(trajectory.token_ids) if sampled else start + kept
         self.walk.record(end, began)
         read = stopped or self.reward is not None  # only a scorer reads an output that was cut off
-        output = self.tokenizer.decode(trajectory.token_ids[start : end - stopped]) if read else ""
+        output = (
+            self._opening(start) + self.tokenizer.decode(trajectory.token_ids[start : end - stopped]) if read else ""
+        )
         self.messages.append(protocols.Message("assistant", output))
         return output if stopped else None, sampled
+
+    def _opening(self, start: int) -> str:
+        """Returns the beginning of a thought, if the template has written it before the output at `start`.
+
+        Environments read this text before the output. Without it, a thought would pass for an answer.
+        """
+        return thoughts.opening(self.tokenizer.decode(self.trajectory.token_ids[max(0, start - _MARK_TOKENS) : start]))
 
     async def _sample(self, start: int, room: int) -> bool:
         """Samples at most `room` more tokens of the output that begins at `start`.
@@ -244,7 +256,9 @@ class _Rollout:
         trajectory, stop_ids = self.trajectory, tuple(self.tokenizer.stop_token_ids)
         sampling = protocols.SamplingParams(self.limits.temperature, room, stop_ids)
         hear = self.environment.optional("hear")
-        listener = None if hear is None else progress.Hearing(hear, self.tokenizer, trajectory, start)
+        listener = None
+        if hear is not None:
+            listener = progress.Hearing(hear, self.tokenizer, trajectory, start, self._opening(start))
 
         def heard() -> None:
             self.watch.tokens_came(timer)

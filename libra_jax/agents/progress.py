@@ -117,6 +117,7 @@ class Hearing:
       tokenizer: Tokenizer that decodes the tokens.
       trajectory: Trajectory that ends with the output.
       start: Position in the trajectory where the output begins.
+      opening: Text in front of the output's own (`thoughts.opening`).
 
     Attributes:
       error: Exception that `hear` raised. `hear` is not called again after it.
@@ -128,8 +129,10 @@ class Hearing:
         tokenizer: protocols.Tokenizer,
         trajectory: protocols.Trajectory,
         start: int,
+        opening: str = "",
     ) -> None:
         self._hear, self._tokenizer, self._trajectory = hear, tokenizer, trajectory
+        self._opening = opening
         self._before = self._told = start
         self.error: Exception | None = None
 
@@ -151,8 +154,9 @@ class Hearing:
                     return
             known = len(self._tokenizer.decode(tokens[self._before : self._told]))
             self._before, self._told = self._told, whole
-            if text[known:]:
-                self._hear(text[known:])
+            piece, self._opening = self._opening + text[known:], ""
+            if piece:
+                self._hear(piece)
         except Exception as error:
             self.error = error
 

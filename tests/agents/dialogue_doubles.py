@@ -63,14 +63,18 @@ def make(*tools, score=score, **arguments):
     return dialogue.Dialogue(Tools(*tools, **arguments), pose, score)
 
 
-def attempt(outputs, environment, *, delta=1, seconds=0.1, limits=doubles.LIMITS, trajectory=None, sampler=None):
+def attempt(
+    outputs, environment, *, delta=1, seconds=0.1, limits=doubles.LIMITS, trajectory=None, sampler=None, **arguments
+):
     """The attempt on a virtual clock: tokens come `delta` at a time, `seconds` apart. Nothing is left running."""
     sampler = sampler or doubles.ScriptedSampler(outputs, delta=delta, seconds=seconds)
     trajectory = trajectory or protocols.Trajectory("t/0", "t")
 
     async def main():
         try:
-            return await doubles.run(trajectory=trajectory, environment=environment, limits=limits, sampler=sampler)
+            return await doubles.run(
+                trajectory=trajectory, environment=environment, limits=limits, sampler=sampler, **arguments
+            )
         finally:
             assert len(asyncio.all_tasks()) == 1
 

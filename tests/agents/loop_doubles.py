@@ -11,6 +11,14 @@ LIMITS = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=5
 SHORT = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=0.02, temperature=1.0, reset_seconds=0.05)
 
 
+class OpensThoughts(tokenizers.CharacterTokenizer):
+    """Its template opens the thought at the end of the context, as those of DeepSeek-R1 and Nemotron 3 do."""
+
+    def render(self, messages, *, first, generation_prompt):
+        tokens = super().render(messages, first=first, generation_prompt=generation_prompt)
+        return [*tokens, *(self.encode("<think>\n") if generation_prompt else ())]
+
+
 class ScriptedSampler:
     """Plays model outputs by turn, however much of a turn is already there; the log-prob of a token tells its place.
 
@@ -67,13 +75,13 @@ def attempt(outputs, *, sampler=None, **arguments):
     return asyncio.run(run(sampler=sampler, **arguments)), sampler
 
 
-async def run(*, task=None, environment=None, limits=LIMITS, trajectory=None, **arguments):
+async def run(*, task=None, environment=None, limits=LIMITS, trajectory=None, tokenizer=TOKENIZER, **arguments):
     trajectory = trajectory if trajectory is not None else protocols.Trajectory("t/0", "t")
     result = await loop.run_rollout(
         trajectory=trajectory,
         task=task or task_of(),
         environment=environment or calculator.environment(prompt_width=0, return_width=0),
-        tokenizer=TOKENIZER,
+        tokenizer=tokenizer,
         limits=limits,
         **arguments,
     )

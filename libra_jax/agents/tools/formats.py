@@ -2,7 +2,7 @@
 
 A parser reads the pieces of one output as they stream in, and returns each call as soon as it is complete. The result
 does not depend on how the output is cut into pieces. Text that looks like a call but is not valid is returned with its
-problem, which the policy sees as a failure. Text inside `<think>` is ignored.
+problem, which the policy sees as a failure. Text inside a thought (`agents.thoughts`) is ignored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config
+from libra_jax.agents import thoughts
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class Tag:
     read: Callable[[str], tuple[Call, bool]] | None
 
 
-_THINK = {"<think>": Tag("</think>", None)}
+_THOUGHTS = {mark: Tag(close, None) for mark, close in thoughts.MARKS.items()}
 
 
 class Scanner:
     """Reads one output. Its tags do not nest. It reads text once, and stores no text outside of calls."""
 
     def __init__(self, tags: Mapping[str, Tag]) -> None:
-        self._tags = {**tags, **_THINK}
+        self._tags = {**tags, **_THOUGHTS}
         self._opening = re.compile("|".join(map(re.escape, self._tags)))
         self._longest = max(map(len, self._tags))
         self._ahead = ""  # text not scanned yet, or the beginning of a mark
