@@ -21,6 +21,23 @@ PREFIX = "base_model.model."
 """PEFT's prefix of the names in `hf_names.adapter_map`."""
 
 
+_BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the base weights as they are, beside true and false."""
+
+_CHECKED_APART = (
+    *("r", "lora_alpha", "target_modules", "layers_to_transform", "init_lora_weights"),
+    # Names, and what is for training only.
+    *("task_type", "base_model_name_or_path", "lora_dropout", "inference_mode"),
+)
+"""Fields of `to_peft` that may have other values, or are compared with the config."""
+
+_HARMLESS = (
+    *("auto_mapping", "peft_version", "revision", "eva_config", "megatron_core", "qalora_group_size"),
+    "ensure_weight_tying",  # of modules_to_save, which is refused
+)
+"""Other fields of PEFT that change nothing in a trained adapter."""
+
+
 def adapted(shape: model_config.TransformerConfig, lora: run_config.LoraConfig) -> model_config.TransformerConfig:
     """Returns the shape with the adapters that the config requests; the shape itself if the rank is 0.
 
@@ -119,16 +136,28 @@ def _check_description(config: model_config.TransformerConfig, file: pathlib.Pat
         raise DataError(f"{file}: cannot be read ({error}); give the directory of a PEFT adapter.") from None
     if not isinstance(values, Mapping):
         raise DataError(f"{file}: must hold a JSON object.")
-    for name, setting in {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}.items():
+    assert config.adapter is not None
+    layers = values.get("layers_to_transform")
+    # PEFT takes one layer's number for a list of it, and none for all.
+    values = {**values, "layers_to_transform": [layers] if isinstance(layers, int) else layers or None}
+    if values["layers_to_transform"] is not None:
+        wanted["layers_to_transform"] = list(config.adapter.layers)
+    settings = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "layers_to_transform": "layers"}
+    for name, setting in settings.items():
         found, expected = values.get(name), wanted[name]
         if isinstance(expected, list):
-            found, expected = sorted(found) if isinstance(found, list) else found, sorted(expected)
+            found, expected = sorted(found, key=str) if isinstance(found, list) else found, sorted(expected, key=str)
         if found != expected:
             raise DataError(f"{file}: {name} is {found}, and config.model.lora.{setting} asks for {expected}.")
-    for name in ("bias", "use_rslora", "use_dora", "peft_type"):
-        if values.get(name, wanted[name]) != wanted[name]:
-            raise DataError(f"{file}: {name} = {values[name]!r} is not supported; supported is {wanted[name]!r}.")
-    # Their values would change the scale or the rank of single modules.
-    for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
-        if values.get(name):
-            raise DataError(f"{file}: {name} is not supported; train an adapter of one rank and alpha.")
+    init = values.get("init_lora_weights", True)
+    if not isinstance(init, bool) and str(init).lower() not in _BASE_KEEPING_INITS:
+        raise DataError(
+            f"{file}: init_lora_weights = {init!r} may train an adapter over changed base weights, which is not "
+            "supported; save it as a plain adapter (PEFT's path_initial_model_for_weight_conversion)."
+        )
+    # A field that is not named here may change what the tensors mean, so only its absence is right.
+    for name, value in values.items():
+        if name in wanted and name not in _CHECKED_APART and value != wanted[name]:
+            raise DataError(f"{file}: {name} = {value!r} is not supported; supported is {wanted[name]!r}.")
+        if name not in wanted and name not in _HARMLESS and value not in (None, False, {}, [], ""):
+            raise DataError(f"{file}: {name} = {value!r:.80} is not supported; train a plain adapter without it.")

@@ -1,5 +1,7 @@
 """Adapters that a config may ask for, and what is refused by name."""
 
+import copy
+import dataclasses
 import json
 
 import jax
@@ -111,7 +113,7 @@ def test_a_sync_that_cannot_bring_the_adapter_is_refused():
         ({"lora_alpha": 1}, "lora_alpha is 1, and config.model.lora.alpha asks for 32"),
         ({"target_modules": ["q_proj"]}, "target_modules is .*, and config.model.lora.targets asks for"),
         ({"use_rslora": True}, "use_rslora = True is not supported"),
-        ({"alpha_pattern": {"q_proj": 1}}, "alpha_pattern is not supported"),
+        ({"alpha_pattern": {"q_proj": 1}}, "alpha_pattern = .* is not supported"),
     ],
 )
 def test_another_adapter_of_peft_is_refused(tmp_path, changed, problem):
@@ -124,6 +126,76 @@ def test_another_adapter_of_peft_is_refused(tmp_path, changed, problem):
     (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(values | changed))
     with pytest.raises(protocols.DataError, match=rf"^config\.model\.lora\.path: .*{problem}"):
         adapters.check_directory(shape, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Returns the model, the folder of an adapter that PEFT wrote, and our shape of both."""
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(0)
+    values = model_config.to_hf(DENSE, "float32")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
+    fields = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=8, **fields))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    folder = tmp_path_factory.mktemp("adapter")
+    adapted.save_pretrained(folder)
+    given = config_lib.LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj"))
+    return adapted.unload(), folder, adapters.adapted(DENSE, given)
+
+
+def _with(saved, tmp_path, **changed):
+    """Copies PEFT's adapter with other fields, and tells whether we take it."""
+    _, folder, shape = saved
+    values = json.loads((folder / adapters.CONFIG_FILE).read_text())
+    (tmp_path / adapters.CONFIG_FILE).write_text(json.dumps(values | changed))
+    (tmp_path / adapters.WEIGHTS_FILE).write_bytes((folder / adapters.WEIGHTS_FILE).read_bytes())
+    try:
+        adapters.check_directory(shape, tmp_path)
+    except protocols.DataError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"init_lora_weights": init} for init in (False, "gaussian", "orthogonal", "pissa", "pissa_niter_2", "olora")),
+        *({"layers_to_transform": layers} for layers in (0, [1], [0, 1], [])),
+        *({name: ["v_proj"]} for name in ("exclude_modules", "target_modules")),
+        {"use_rslora": True},
+        {"lora_dropout": 0.5},
+        {"rank_pattern": {}, "alpha_pattern": {"q_proj": 4}},
+    ],
+)
+def test_an_adapter_is_refused_where_peft_computes_otherwise(saved, tmp_path, changed):
+    import peft
+    import torch
+
+    model, folder, _ = saved
+    tokens = torch.arange(8)[None]
+
+    def logits(directory):
+        adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), directory).eval()
+        with torch.no_grad():
+            return adapted(tokens).logits
+
+    accepted = _with(saved, tmp_path, **changed)
+    assert accepted == torch.allclose(logits(tmp_path), logits(folder), atol=1e-5)
+
+
+def test_every_field_of_an_adapters_description_is_harmless_or_refused(saved, tmp_path):
+    import peft
+
+    harmless = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "inference_mode"}
+    harmless |= {"lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"}
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)} | {"field_of_a_later_version"}
+    for name in sorted(names):
+        assert _with(saved, tmp_path, **{name: {"unlike": [1]}}) == (name in harmless), name
 
 
 def test_tensors_of_another_adapter_are_refused(tmp_path):
