@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from libra_jax import protocols
 from libra_jax.agents import tokenizers
 
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no text."""
+
 
 class Parsing(Protocol):
     """Makes a parser for each output."""
@@ -28,8 +31,9 @@ class Parsing(Protocol):
 
 # Parsing --------------------------------------------------------------------------------------------------------------
 
-_LONGEST_CHARACTER = 4
-"""Most tokens that one character takes: UTF-8 has up to four bytes, and no token is less than a byte."""
+_OFTEN = 16
+"""Number of waiting tokens up to which each further one is tried. Beyond, at powers of two: a run of bytes that are no
+text would cost the square of its length."""
 
 
 class Decoder(Protocol):
@@ -41,37 +45,50 @@ class Decoder(Protocol):
 
 
 class TextStream:
-    """Decodes one output while its tokens arrive.
+    """Decodes one output while its tokens arrive, as the `DecodeStream` of Hugging Face's tokenizers does.
 
-    Each token is decoded together with the ones before it, because the first token of a text may decode differently
-    from a later one. Tokens that end inside a character wait for the rest of it. The text does not depend on how the
-    output is cut into pieces.
+    Tokens are decoded together with the ones before them, because the first token of a text may decode differently
+    from a later one. Tokens whose text ends with U+FFFD wait: later ones may complete its character. The text does not
+    depend on how the output is cut into pieces.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._before: list[int] = []
+        self._before_text = ""
         self._ahead: list[int] = []
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns the text that further tokens complete."""
-        return "".join(self._next(token) for token in token_ids)
+        if token_ids and not self._ahead:
+            text = self._text(token_ids)
+            if _BROKEN not in text:
+                return self._take(list(token_ids), text)
+        return "".join(map(self._next, token_ids))
 
     def _next(self, token: int) -> str:
         self._ahead.append(token)
-        text = self._decoder.decode([*self._before, *self._ahead])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._ahead) < _LONGEST_CHARACTER:
+        count = len(self._ahead)
+        if count > _OFTEN and count & (count - 1) and self._decoder.decode([token]).endswith(_BROKEN):
             return ""
-        return self._take(text)
+        text = self._text(self._ahead)
+        return "" if text.endswith(_BROKEN) else self._take(self._ahead, text)
 
-    def _take(self, text: str) -> str:
-        known = len(self._decoder.decode(self._before)) if self._before else 0
-        self._before, self._ahead = self._ahead, []
-        return text[known:]
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens that follow those before."""
+        text = self._decoder.decode([*self._before, *tokens])
+        # A decoder may read a character and broken bytes after it as broken bytes alone.
+        if not text.startswith(self._before_text):
+            return self._decoder.decode(tokens)
+        return text[len(self._before_text) :]
+
+    def _take(self, tokens: list[int], text: str) -> str:
+        self._before, self._before_text, self._ahead = tokens, self._decoder.decode(tokens), []
+        return text
 
     def finish(self) -> str:
         """Returns the text of tokens that still wait for the rest of a character."""
-        return self._take(self._decoder.decode([*self._before, *self._ahead])) if self._ahead else ""
+        return self._take(self._ahead, self._text(self._ahead)) if self._ahead else ""
 
 
 class TextParser:

@@ -8,10 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from libra_jax import protocols
+from libra_jax.agents import chat_format
 from libra_jax.agents.sandbox import limits
-
-_LONGEST_CHARACTER = 4
-"""Largest number of bytes of a UTF-8 character, and so of its tokens."""
 
 
 class ReplayDiffers(Exception):
@@ -108,10 +106,6 @@ class Stopwatch:
 class Hearing:
     """Passes one output to an environment, piece by piece, while its tokens arrive.
 
-    Each piece is decoded together with the piece before it, because the first token of a text may decode differently
-    from a later one. Tokens that end inside a character wait for the rest of it. So all pieces together cost little
-    more than decoding the output once.
-
     Args:
       hear: The environment's `protocols.Listener.hear`.
       tokenizer: Tokenizer that decodes the tokens.
@@ -131,30 +125,21 @@ class Hearing:
         start: int,
         opening: str = "",
     ) -> None:
-        self._hear, self._tokenizer, self._trajectory = hear, tokenizer, trajectory
+        self._hear, self._trajectory, self._end = hear, trajectory, start
+        self._stream, self._stop_token_ids = chat_format.TextStream(tokenizer), frozenset(tokenizer.stop_token_ids)
         self._opening = opening
-        self._before = self._told = start
         self.error: Exception | None = None
 
     def heard(self) -> None:
         """Passes on the text since the last call. Never raises, because its caller has to go on handling tokens."""
         if self.error is not None:
             return
-        tokens = self._trajectory.token_ids
-        end = len(tokens)
-        if end > self._told and tokens[end - 1] in self._tokenizer.stop_token_ids:
-            end -= 1
+        tokens = self._trajectory.token_ids[self._end :]
+        stopped = bool(tokens) and tokens[-1] in self._stop_token_ids
+        self._end += len(tokens)
         try:
-            for whole in range(end, max(end - _LONGEST_CHARACTER, self._told), -1):
-                text = self._tokenizer.decode(tokens[self._before : whole])
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    break
-            else:  # these bytes complete no character; wait only while a later token still could
-                if end - self._told < _LONGEST_CHARACTER:
-                    return
-            known = len(self._tokenizer.decode(tokens[self._before : self._told]))
-            self._before, self._told = self._told, whole
-            piece, self._opening = self._opening + text[known:], ""
+            text = self._stream.feed(tokens[: len(tokens) - stopped])
+            piece, self._opening = self._opening + text + (self._stream.finish() if stopped else ""), ""
             if piece:
                 self._hear(piece)
         except Exception as error:
