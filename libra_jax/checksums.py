@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from libra_jax import protocols
+
 CHUNK = 16 * 2**20
 """Bytes that one thread reads at a time."""
 
@@ -179,13 +181,19 @@ def files_of(folder: Path) -> list[str]:
     return [str(file.relative_to(folder)) for file in found if file != folder / SEAL]
 
 
-def seal_folder(folder: Path) -> None:
+def seal_folder(folder: Path, added: Sequence[str] | None = None) -> None:
     """Writes a folder's seal durably.
 
+    Args:
+      folder: Folder to seal.
+      added: Files to add to the present seal. None seals all files.
+
     Raises:
-      OSError: A file cannot be read, or the seal cannot be written.
+      OSError: A file cannot be read, or the seal cannot be written or does not exist.
+      ValueError: The present seal is damaged.
     """
-    text = sealed(json.dumps({"files": of_files(folder, files_of(folder))}).encode())
+    sums = of_files(folder, files_of(folder)) if added is None else read_seal(folder) | of_files(folder, added)
+    text = sealed(json.dumps({"files": sums}).encode())
     partial = folder / f"{SEAL}.partial"
     with partial.open("wb") as file:
         file.write(text)
@@ -204,3 +212,37 @@ def read_seal(folder: Path) -> dict[str, Sum]:
       ValueError: The seal is damaged.
     """
     return from_json(unsealed((folder / SEAL).read_bytes())["files"])
+
+
+def check_sealed(folder: Path, *, weights: bool, share: slice = slice(None)) -> bool:
+    """Verifies the files of a model, tokenizer or adapter against the seal of the folder, or of the folder above it.
+
+    Args:
+      folder: Folder to read from. Folders inside it are not verified.
+      weights: Whether the folder's weights are read. If not, their files may be missing.
+      share: Part of the sorted files, if several processes verify the folder together.
+
+    Returns:
+      False if the folder has no seal, as one that another program wrote.
+
+    Raises:
+      DataError: The seal or a file is damaged or missing.
+    """
+    # An exported model seals the folder of its adapter, too.
+    for root, inside in ((folder, ""), (folder.resolve().parent, f"{folder.resolve().name}/")):
+        try:
+            sums = read_seal(root)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            raise protocols.DataError(f"{root / SEAL} cannot be used ({error}); {_ADVICE}") from None
+        names = [name.removeprefix(inside) for name in sorted(sums) if name.startswith(inside)]
+        names = [name for name in names if "/" not in name and (weights or not name.endswith(".safetensors"))]
+        if problem_found := problem(folder, {name: sums[inside + name] for name in names[share]}):
+            raise protocols.DataError(f"{folder}/{problem_found}; {_ADVICE}")
+        if names:
+            return True
+    return False
+
+
+_ADVICE = f"export the model again, or take a copy; if you changed the file yourself, remove {SEAL}"

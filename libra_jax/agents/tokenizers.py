@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import checksums, config, protocols
 
 _SPECIAL = {
     "<|pad|>": 0,
@@ -317,6 +317,7 @@ def load(path: str, *, incremental: bool = True) -> HuggingFaceTokenizer:
         raise protocols.DataError(f"{path}: no such tokenizer directory; give one that holds tokenizer.json")
     if not any((pathlib.Path(path) / name).is_file() for name in TOKENIZER_FILES):
         raise protocols.DataError(f"{path}: holds no tokenizer; it needs one of {', '.join(TOKENIZER_FILES)}")
+    checksums.check_sealed(pathlib.Path(path), weights=False)
     import transformers  # imported here, so that runs with the character tokenizer never pay for it
 
     try:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -24,12 +25,19 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from libra_jax import checksums
 from libra_jax.models import config as model_config
 from libra_jax.models import gather, hf_names, transformer, weight_files
 from libra_jax.protocols import DataError
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 4096
+
+METADATA = {"format": "pt", "seal": checksums.SEAL}
+"""Metadata of the weights of a sealed directory. It shows that a seal has been lost."""
+
+UNSEALED = f"%s: its seal {checksums.SEAL} is missing, so damage to it would not be seen."
+"""Warning about such a directory."""
 
 
 def load(
@@ -51,8 +59,13 @@ def load(
       DataError: a file is missing or truncated; or a tensor is missing, misshapen or unknown to the model; or the
         output projection of a tied model differs from the embedding. Rotary frequencies are ignored.
     """
+    # Together the processes read each file once.
+    share = slice(jax.process_index(), None, jax.process_count())
+    sealed = checksums.check_sealed(pathlib.Path(directory), weights=True, share=share)
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(pathlib.Path(directory), stack)
+        if not sealed and any(checksums.SEAL in (handle.metadata() or {}).values() for _, handle in tensors.values()):
+            logging.getLogger(__name__).warning(UNSEALED, directory)
         _check_tensors(config, tensors, directory)
         params: dict[str, Any] = {}
         for path, entries in _by_leaf(config).items():
@@ -69,6 +82,8 @@ def save(
     config: model_config.TransformerConfig,
     directory: str | pathlib.Path,
     max_shard_bytes: int = 4 << 30,
+    *,
+    sealed: bool = False,
 ) -> None:
     """Writes config.json, the weights and, if there are several files, their index.
 
@@ -79,6 +94,7 @@ def save(
       config: shape of the model.
       directory: directory to create, with its parents; a model in it is replaced.
       max_shard_bytes: maximum bytes of a file (a single larger tensor gets its own file).
+      sealed: the caller seals the directory afterwards. The files say so, and `load` warns if the seal is missing.
 
     Raises:
       DataError: `directory` holds something that is not a model, or the disk refuses.
@@ -96,7 +112,9 @@ def save(
     # Every process enters, because taking the next block is a collective.
     with gather.blocks(requests, block_bytes, to_host=True) as blocks:
         if jax.process_index() == 0:
-            _save(_tensors(entries, blocks, dtype), dtype, config, pathlib.Path(directory).absolute(), max_shard_bytes)
+            metadata = METADATA if sealed else {"format": "pt"}
+            target = pathlib.Path(directory).absolute()
+            _save(_tensors(entries, blocks, dtype), dtype, config, target, max_shard_bytes, metadata)
 
 
 def _save(
@@ -105,6 +123,7 @@ def _save(
     config: model_config.TransformerConfig,
     target: pathlib.Path,
     max_shard_bytes: int,
+    metadata: Mapping[str, str],
 ) -> None:
     if target.exists() and not (target / "config.json").is_file() and any(target.iterdir()):
         raise DataError(f"{target}: exists and holds no model, so it is not replaced; choose another directory.")
@@ -114,7 +133,7 @@ def _save(
         try:
             # mkdtemp makes a folder for this user only.
             partial.chmod(0o755)
-            _write(tensors, dtype, config, partial, max_shard_bytes)
+            _write(tensors, dtype, config, partial, max_shard_bytes, metadata)
             if target.exists():
                 old = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
                 target.rename(old)  # a directory may be renamed onto an empty directory
@@ -216,6 +235,7 @@ def _write(
     config: model_config.TransformerConfig,
     directory: pathlib.Path,
     max_shard_bytes: int,
+    metadata: Mapping[str, str],
 ) -> None:
     values = model_config.to_hf(config, dtype)
     (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -224,7 +244,7 @@ def _write(
     # The number of files is known only at the end, so files get their final names then.
     for number, shard in enumerate(_in_shards(tensors, max_shard_bytes), start=1):
         # Hugging Face's readers refuse files that do not name the framework of their tensor layout.
-        safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata={"format": "pt"})
+        safetensors.numpy.save_file(shard, directory / f"{number}.safetensors", metadata=dict(metadata))
         # On the disk before the rename: after a power cut, the directory is the old model or the whole new one.
         with (directory / f"{number}.safetensors").open("rb") as file:
             os.fsync(file.fileno())

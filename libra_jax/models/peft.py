@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import pathlib
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from libra_jax.models import adapters, hf_names, sharding
+from libra_jax import checksums
+from libra_jax.models import adapters, hf, hf_names, sharding
 from libra_jax.models import config as model_config
 from libra_jax.protocols import DataError
 
@@ -43,7 +45,7 @@ def save(adapter: Any, config: model_config.TransformerConfig, directory: pathli
         tensors[f"{adapters.PREFIX}{entry.hf_name}"] = np.ascontiguousarray(stacked[entry.layer])
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        safetensors.numpy.save_file(tensors, directory / adapters.WEIGHTS_FILE, metadata={"format": "pt"})
+        safetensors.numpy.save_file(tensors, directory / adapters.WEIGHTS_FILE, metadata=hf.METADATA)
         text = json.dumps(adapters.to_peft(config, base), indent=2)
         (directory / adapters.CONFIG_FILE).write_text(text + "\n")
     except OSError as error:
@@ -62,10 +64,14 @@ def load(directory: str | pathlib.Path, config: model_config.TransformerConfig, 
       DataError: a file cannot be read, or holds another adapter; the message names the difference.
     """
     folder = pathlib.Path(directory)
+    sealed = checksums.check_sealed(folder, weights=True)
     adapters.check_directory(config, folder)
     file = folder / adapters.WEIGHTS_FILE
     try:
-        tensors = safetensors.numpy.load_file(file)
+        with safetensors.safe_open(str(file), framework="numpy") as handle:
+            if not sealed and checksums.SEAL in (handle.metadata() or {}).values():
+                logging.getLogger(__name__).warning(hf.UNSEALED, folder)
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # no mapping
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"config.model.lora.path: {file}: cannot be read ({error}).") from None
     stacks: dict[tuple[str, ...], list[np.ndarray]] = {}

@@ -298,6 +298,12 @@ def _without_training(config: libra_config.RunConfig) -> libra_config.RunConfig:
     return located.config
 
 
+def tell_skipped(found: checkpoint_store.Found) -> None:
+    """Warns of damaged checkpoints, and names the older one that takes their place."""
+    for sentence in found.skipped:
+        print(f"warning: {sentence} The one at step {found.step} takes its place.", file=sys.stderr)
+
+
 def _trainer_part(checkpoint: checkpoint_store.Stored | None) -> str | None:
     return None if checkpoint is None else str(checkpoint.manifest.parent / checkpoint.record["trainer"])
 
@@ -320,6 +326,7 @@ async def evaluate_async(
         found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
         if found.stored is None:
             raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
+        tell_skipped(found)
         checkpoint = found.stored
     elif model is not None:
         named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))

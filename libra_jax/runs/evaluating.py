@@ -204,6 +204,7 @@ def chosen(
         return config, counting[asked.step], f"{config.name}, step {asked.step}"
     found = checkpoint_store.find(asked.workdir)
     if found.stored is not None:
+        api.tell_skipped(found)
         return config, found.stored, f"{config.name}, step {found.step}"
     export = asked.workdir / "model"
     if not any(export.glob("*.safetensors")):

@@ -38,7 +38,7 @@ def serve(
     secret = os.environ.get(key_env, "") if key_env else ""
     if key_env and not secret:
         raise protocols.ConfigError(f"--key_env: the environment has no variable {key_env}, or it is empty")
-    config, checkpoint, _ = evaluating.chosen(asked, given)
+    config, checkpoint, source = evaluating.chosen(asked, given)
     config = evaluating.located(config, asked)
     changes = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     try:
@@ -50,4 +50,5 @@ def serve(
     config = dataclasses.replace(config, gateway=gateway)
     if config.rollout.engine == "fake":
         print("warning: config.rollout.engine is fake, a test double without a model: its answers are noise.")
+    print(f"Loading {source}.")
     asyncio.run(api.serve(config, checkpoint, secret=secret, ready=ready))

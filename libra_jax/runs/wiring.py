@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from libra_jax import checksums, protocols
 from libra_jax import config as libra_config
-from libra_jax import protocols
 from libra_jax.agents import factories, harness_loop, samples
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
@@ -40,9 +40,12 @@ def policy_shape(config: libra_config.RunConfig, *, need_weights: bool) -> model
 
     Raises:
       ConfigError: the model cannot have the adapter of `model.lora`.
+      DataError: the directory cannot be used, or is damaged.
     """
     path = config.model.path
     here = path and (need_weights or Path(path).exists())
+    if here:
+        checksums.check_sealed(Path(path), weights=False)
     shape = model_config.read_directory(path) if here else model_config.load_preset(config.model.preset)
     return adapters.adapted(shape, config.model.lora)
 
@@ -351,8 +354,11 @@ def add_files(config: libra_config.RunConfig, model: Path) -> None:
         for file in (file for pattern in patterns for file in Path(folder).glob(pattern)):
             try:
                 shutil.copy2(file, model)
-            except OSError as error:
+                if (model / checksums.SEAL).exists():
+                    checksums.seal_folder(model, [file.name])
+            except (OSError, ValueError) as error:
                 raise protocols.LibraError(
                     f"The trained weights are in {model}, but {file} could not be copied there "
-                    f"({error.strerror or error}): copy {', '.join(patterns)} yourself to load that directory."
+                    f"({getattr(error, 'strerror', None) or error}): copy {', '.join(patterns)} yourself to load that "
+                    "directory."
                 ) from error

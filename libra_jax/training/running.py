@@ -188,7 +188,7 @@ class Running:
                 f"{path}: not written, because version {version} of the policy {checkpoints.NOT_FINITE}: go back "
                 "to an earlier checkpoint, and lower optimizer.learning_rate or look at the rewards."
             )
-        hf.save(params, self.model, path)
+        hf.save(params, self.model, path, sealed=True)
         if self.model.adapter is not None:
             del params  # before the next copy of the weights
             peft.save(learner.params, self.model, pathlib.Path(path) / ADAPTER, self._exported_base(path))

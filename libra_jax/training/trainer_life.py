@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from libra_jax import checksums, machine, protocols, turns
 from libra_jax import config as config_lib
-from libra_jax import machine, protocols, turns
 from libra_jax.algorithms import contract
 from libra_jax.models import adapters
 from libra_jax.models import config as model_config
@@ -27,6 +27,8 @@ MIB = 2**20
 
 def model_shape(config: config_lib.ModelConfig) -> model_config.TransformerConfig:
     """Returns the model's shape with its adapter: from the model directory if the config names one, else the preset."""
+    if config.path:
+        checksums.check_sealed(pathlib.Path(config.path), weights=False)
     shape = model_config.read_directory(config.path) if config.path else model_config.load_preset(config.preset)
     return adapters.adapted(shape, config.lora)
 

@@ -68,6 +68,25 @@ def test_the_newest_checkpoint_is_evaluated_and_a_step_is_chosen(workdir, tmp_pa
         evaluating.evaluate(evaluating.Asked(workdir=workdir, step=7), None)
 
 
+def test_a_damaged_newest_checkpoint_is_said_with_the_step_that_takes_its_place(workdir, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(workdir, run)
+    further = small()
+    further.steps = 2
+    libra_jax.train(further, workdir=run)
+    file = max((run / "checkpoints/step-00000002").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    capsys.readouterr()
+    _, stored, source = evaluating.chosen(evaluating.Asked(workdir=run), None)
+    said = capsys.readouterr().err
+    assert (stored.step, source) == (1, "mine, step 1")
+    assert "step-00000002 is skipped" in said
+    assert "is damaged" in said
+    assert "step 1 takes its place" in said
+
+
 def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
