@@ -13,6 +13,12 @@ search, math). The lengths may also come from a trace or a config's own workload
   python launch/plan.py --config=configs/simulate.py --sweep=accelerators
   python launch/plan.py --config=configs/planned_cpu.py --trace=runs/mine/trace.jsonl   # a real run's
 
+Accelerators on several hosts are planned in whole hosts, because no host both trains and rolls out:
+
+  python launch/plan.py --config=configs/mine.py --hardware=h100 --accelerators=16 --workload=search \\
+      --config.cluster.accelerators_per_host=8 --output=runs/plan.json
+  python launch/slurm.py --config=configs/mine.py --config.cluster.accelerators_per_host=8 --plan=runs/plan.json
+
 The costs of steps are computed from a hardware sheet and the model's shape. Batch, staleness and limits come from
 the config (configs/simulate.py without --config). --config.coordinator.groups_per_step=64 changes one of these
 settings; a field that no plan reads is refused. --config.planner.simulate_top=3 simulates the three best plans for some
@@ -135,7 +141,7 @@ def main() -> None:
     if trials:
         print("\n".join(["Simulated, the shortest step first:", *(f"  {one.line()}" for one in trials)]))
     if _OBJECTIVE.value == "step_time":
-        print(f"Runner-up: {search.compared(best, splits)}.")
+        print(f"Runner-up: {search.compared(best, splits, case.setting.staleness)}.")
     else:
         shortest = min(split.step_seconds for split in splits)
         print(f"The shortest step that {case.devices} accelerators allow takes {shortest:.1f} s.")
@@ -226,6 +232,8 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     idle = f"; {unused} of {case.devices} accelerators have no use" if unused else ""
     rolling = best.plan.rollout_devices
     print(f"{case.subject()}: {mesh.devices} train, {rolling} roll out{idle}.")
+    if said := _hosts(best, case):
+        print(said)
     usable = case.model.sheet.memory_bytes * case.model.coefficients.memory_fraction
     print(
         f"A training device needs {mesh.memory_bytes / 1e9:.0f} of its {usable / 1e9:.0f} usable GB (1e9 bytes): "
@@ -239,6 +247,11 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
         f"(config.coordinator.max_staleness), by a sample of {len(case.work.turns):,} ({case.work.source}): "
         f"{case.lengths}. An instance serves at once: {slots}."
     )
+    if case.work.cut:
+        print(
+            f"Of these, {case.work.cut:.0%} end because their context is full (config.rollout.max_context = "
+            f"{case.run.rollout.max_context:,}), as they would in the run."
+        )
     _print_spread(case)
     positions = case.model.shape.max_position_embeddings
     if case.lengths.context_max > positions:
@@ -257,12 +270,28 @@ def _print(best: search.Split, case: planned.Case, unsure: forecast.Prediction) 
     )
 
 
+def _hosts(best: search.Split, case: planned.Case) -> str:
+    """Says how many hosts the plan takes, of those that the config or the hardware sheet has."""
+    each = case.run.cluster.accelerators_per_host or case.model.sheet.devices_per_node
+    train, roll_out = -(-best.train.devices // each), -(-best.plan.rollout_devices // each)
+    said = f"of {each}, {train} to train and {roll_out} to roll out: no host does both"
+    if case.run.cluster.accelerators_per_host:
+        return f"That takes {train + roll_out} hosts {said}."
+    if case.devices <= each or train + roll_out <= -(-case.devices // each):
+        return ""
+    return (
+        f"On several hosts {said}. For {-(-case.devices // each)} hosts, plan in whole ones: "
+        f"--config.cluster.accelerators_per_host={each}."
+    )
+
+
 def _print_spread(case: planned.Case) -> None:
     """Says which spread of lengths was assumed where --generated_tokens gives only the mean."""
     if _GENERATED.value is None or len(_GENERATED.value) != 1:
         return
     workload, mean, p90 = case.work.source.partition(",")[0], case.lengths.generated_mean, case.lengths.generated_p90
-    example = f"{mean:.0f},{1.75 * mean:.0f}"
+    wanted = float(_GENERATED.value[0])
+    example = f"{wanted:.0f},{1.75 * wanted:.0f}"
     print(
         f"--generated_tokens gives the mean alone, so the spread of the workload {workload} is assumed: P90 {p90:,}, "
         f"{p90 / mean:.1f} times the mean. Give mean,P90 for another, like --generated_tokens={example}."

@@ -10,6 +10,7 @@ from typing import Any
 from ml_collections import config_flags
 
 from libra_jax import config as libra_config
+from libra_jax.cluster import hosts
 from libra_jax.planning import plans
 from libra_jax.protocols import ConfigError
 from libra_jax.telemetry import escapes
@@ -41,7 +42,22 @@ def config(flag: Any, plan: str | None = None, cluster: Overrides = MappingProxy
     if plan is not None:
         found = plans.applied(found, plans.read(Path(plan)))
     found["cluster"].update(cluster)
-    return libra_config.parse(libra_config.RunConfig, found)
+    made = libra_config.parse(libra_config.RunConfig, found)
+    if plan is not None:
+        _check_hosts(made, plans.accelerators(Path(plan)))
+    return made
+
+
+def _check_hosts(config: libra_config.RunConfig, accelerators: int) -> None:
+    """Raises ConfigError if a plan takes more hosts than hold its accelerators."""
+    layout, each = hosts.layout(config), config.cluster.accelerators_per_host
+    if layout is not None and accelerators and len(layout.hosts) > -(-accelerators // each):
+        raise ConfigError(
+            f"--plan: {accelerators} accelerators are {-(-accelerators // each)} hosts of {each} "
+            f"(config.cluster.accelerators_per_host), and this plan takes {len(layout.hosts)}, because no host both "
+            "trains and rolls out; plan in whole hosts: launch/plan.py with "
+            f"--config.cluster.accelerators_per_host={each}"
+        )
 
 
 def arguments(flag: Any) -> list[str]:

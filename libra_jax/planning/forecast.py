@@ -54,6 +54,7 @@ class Setting:
       ageing: seconds after which a waiting request takes any free slot, whether or not the cache has room.
       part_tokens: fewest tokens of finished groups on which a step begins (`trainer.stream`); None: steps take whole
         batches.
+      host_devices: devices of a host if no host may both train and roll out; 1: any device may do either.
     """
 
     model: costs.CostModel
@@ -71,6 +72,7 @@ class Setting:
     cache_share: float = 0.9
     ageing: float = math.inf
     part_tokens: int | None = None
+    host_devices: int = 1
 
     @property
     def overlaps(self) -> bool:
@@ -88,6 +90,7 @@ class Setting:
         mesh: tuple[int, int, int] | None = None,
         reach: int | None = None,
         together: int | None = None,
+        whole_hosts: bool = False,
     ) -> Setting:
         """Returns the setting of a run.
 
@@ -99,6 +102,7 @@ class Setting:
           mesh: the trainer's mesh, if it has to stay.
           reach: devices of the largest mesh that the trainer can change to, if it runs.
           together: most devices that the run has on one host, if it runs: a host may have granted fewer than it has.
+          whole_hosts: whether plans give each host one role, as a run begins (`cluster.hosts`).
 
         Raises:
           ConfigError: no instance that plans may use holds a whole context, or the profile is not of this model and
@@ -110,11 +114,11 @@ class Setting:
             model = profile.cost_model(model)
         most, context = _devices_together(run, model), run.rollout.max_context
         most = most if together is None else min(most, together)
-        possible = []
+        host, possible = run.cluster.accelerators_per_host if whole_hosts else 0, []
         for degree in sorted(set(run.planner.degrees)):
             with contextlib.suppress(protocols.ConfigError):  # the degree does not divide the model
                 feasibility.check_tensor_parallel(model.shape, degree)
-                possible += [degree] if degree <= most else []
+                possible += [degree] if degree <= most and not host % degree else []
         degrees = tuple(degree for degree in possible if model.kv_tokens(degree) >= context)
         if not degrees:
             room = max((model.kv_tokens(degree) for degree in possible), default=0)
@@ -143,6 +147,7 @@ class Setting:
             confusion.cache_share(run.scheduler),
             run.scheduler.ageing_seconds,
             {"off": None, "group": 0, "micro_batch": micro_batch}[run.trainer.stream],
+            max(1, host),
         )
 
 
@@ -268,7 +273,10 @@ class Work:
         self._tokens = self._sample.peak.tolist() if streams else []
         self._least = (setting.part_tokens or 0) / (setting.requests * float(self._sample.peak.mean()))
         self._sequences: dict[int, tuple[pipeline.Integers, list[int], float]] = {}  # by groups of a step
-        front = search.front_of(self.training, setting.devices, mesh=setting.mesh, reach=setting.reach)
+        host = setting.host_devices
+        front = search.front_of(
+            self.training, setting.devices, mesh=setting.mesh, reach=setting.reach, host_devices=host
+        )
         fastest = front[-1]
         rollout = serving.Serving(
             self._engines,
@@ -279,7 +287,13 @@ class Work:
             after=fastest.seconds - fastest.early + self.besides(fastest.devices, Levels()),
         )
         self.search = search.Search(
-            rollout, front, setting.devices, staleness=setting.staleness, step=self._step, simpler=SIMPLER
+            rollout,
+            front,
+            setting.devices,
+            staleness=setting.staleness,
+            step=self._step,
+            simpler=SIMPLER,
+            host_devices=host,
         )
 
     def besides(self, devices: int, levels: Levels) -> float:

@@ -361,12 +361,14 @@ class Training:
             part = max(0.0, (self._parts * one - early) / (self._parts - 1))
         return Mesh(data, fsdp, tensor, seconds, held, self._trainer.context, early, part)
 
-    def front(self, most: int, *, whole_rows: bool = False) -> tuple[Mesh, ...]:
+    def front(self, most: int, *, whole_rows: bool = False, host_devices: int = 1) -> tuple[Mesh, ...]:
         """Returns meshes over at most `most` devices, fewest first, each faster than all with fewer.
 
         Args:
           most: largest number of devices.
           whole_rows: keeps only meshes whose shards divide the rows of a micro-batch, as a running trainer needs.
+          host_devices: devices of a host. A mesh on several hosts takes all of their devices, and splits layers and
+            rows inside a host (`cluster.hosts`). 1: any number.
 
         Raises:
           ConfigError: the model fits on none; the message says what is short.
@@ -382,6 +384,9 @@ class Training:
                 enough = -(-max(len(squares) for _, squares in self._rows) // fsdp)
                 for data in range(1, min(enough, most // (fsdp * tensor * context)) + 1):
                     divides = self._trainer.rows % (data * fsdp) == 0 or not whole_rows
+                    if data * fsdp * tensor * context > host_devices > 1:
+                        divides &= data * fsdp * tensor * context % host_devices == 0
+                        divides &= host_devices % (tensor * context) == 0
                     if divides and self.memory_bytes(data, fsdp, tensor) <= room:
                         found.append(self.mesh(data, fsdp, tensor))
         front: list[Mesh] = []

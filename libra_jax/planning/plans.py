@@ -79,10 +79,21 @@ def read(path: Path) -> protocols.Plan:
     return plan
 
 
+def accelerators(path: Path) -> int:
+    """Returns how many accelerators the plan of a file splits; 0 if the file does not say.
+
+    Args:
+      path: a file that `read` has read.
+    """
+    number = json.loads(path.read_text()).get("for", {}).get("accelerators", 0)
+    return number if isinstance(number, int) else 0
+
+
 def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
     """Returns a configuration, as nested dicts, with the mesh, instances, slots and buckets of a plan.
 
-    The rows of a micro-batch are rounded up to a multiple of the mesh's shards.
+    The rows of a micro-batch are rounded up to a multiple of the mesh's shards. If the trainer's processes do not
+    divide the mesh, or one would span hosts, there are the fewest that fit (`cluster.accelerators_per_host`).
 
     Args:
       values: values of a run, or of a simulated one.
@@ -109,10 +120,16 @@ def applied(values: Mapping[str, Any], plan: protocols.Plan) -> dict[str, Any]:
         return {**laid_out, "simulation": {**simulation, **sizes}}
     # A micro-batch needs the same rows on every shard.
     shards, rows = plan.data * plan.fsdp, values["trainer"]["rows_per_micro_batch"]
+    each, processes = values["cluster"]["accelerators_per_host"], values["trainer"]["processes"]
+    devices = plan.train_devices
+    if devices % processes or (each and devices // processes > each):  # no process spans hosts
+        fewest = -(-devices // (each or devices))
+        processes = next(count for count in range(fewest, devices + 1) if devices % count == 0)
     trainer = {
         **values["trainer"],
         **mesh,
         "context": plan.context,
+        "processes": processes,
         "rows_per_micro_batch": -(-rows // shards) * shards,
     }
     return {**laid_out, "trainer": trainer}

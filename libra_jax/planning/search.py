@@ -52,6 +52,9 @@ SIZES = 24
 SURE = 2
 """Layouts that are predicted with care at the end: the best by rough predictions."""
 
+BOUND = 0.03
+"""Share by which a step may exceed a stage that is still said to set its length."""
+
 
 class Step(Protocol):
     """Predicts steps."""
@@ -96,7 +99,12 @@ class Split:
 
 
 def front_of(
-    training: meshes.Training, most: int, *, mesh: tuple[int, int, int] | None = None, reach: int | None = None
+    training: meshes.Training,
+    most: int,
+    *,
+    mesh: tuple[int, int, int] | None = None,
+    reach: int | None = None,
+    host_devices: int = 1,
 ) -> tuple[meshes.Mesh, ...]:
     """Returns the meshes that a search chooses from, the fewest devices first.
 
@@ -105,13 +113,14 @@ def front_of(
       most: most devices that will be asked about.
       mesh: (data, fsdp, tensor) of the only possible mesh; None leaves it to the search.
       reach: most devices of a mesh that a running trainer can change to; None: any mesh.
+      host_devices: devices of a host, of which larger meshes take all; 1: any number.
 
     Raises:
       ConfigError: the model fits on no mesh of `most` devices; the message says what is short.
     """
     if mesh is not None:
         return (training.mesh(*mesh),)
-    return training.front(min(most, reach or most), whole_rows=reach is not None)
+    return training.front(min(most, reach or most), whole_rows=reach is not None, host_devices=host_devices)
 
 
 class Search:
@@ -124,6 +133,7 @@ class Search:
       staleness: max staleness.
       step: predicts the step of a layout.
       simpler: share of a step that each further degree has to save.
+      host_devices: devices of a host if no host may both train and roll out; 1: any device may do either.
 
     Raises:
       ConfigError: a request fits on no instance; the message says what is short.
@@ -138,12 +148,14 @@ class Search:
         staleness: int,
         step: Step,
         simpler: float = 0.0,
+        host_devices: int = 1,
     ) -> None:
         self.demand: Demand = rollout.demand
         self._rollout = rollout
         self._staleness = staleness
         self._step = step
         self._simpler = simpler
+        self._host_devices = host_devices
         self._front = tuple(front)
         edges = self.demand.edges(max(PARTS, PARTS_A_DEVICE * most))
         self._partitions = partition.Partitions(rollout.seconds, edges, rollout.degrees)
@@ -188,10 +200,12 @@ class Search:
         if not proposals:
             served = self._partitions.within(partition.ANY_SECONDS)
             assert served is not None
+            each, train = self._host_devices, self._front[0].devices
+            hosts = f", in whole hosts of {each} (config.cluster.accelerators_per_host)" if each > 1 else ""
             raise protocols.ConfigError(
-                f"{devices} devices are too few: training takes at least {self._front[0].devices} to hold the model "
-                f"and its activations, and rollout at least {served.devices} more; take "
-                f"{self._front[0].devices + served.devices} or more"
+                f"{devices} devices are too few: training takes at least {train} to hold the model "
+                f"and its activations, and rollout at least {served.devices} more{hosts}; take "
+                f"{each * (math.ceil(train / each) + math.ceil(served.devices / each))} or more"
             )
         proposals.sort(key=lambda proposal: proposal.step_seconds)
         # Bounds of one mesh are near each other, and their errors alike.
@@ -208,6 +222,11 @@ class Search:
             if found[0] is best:
                 break
         return sorted((self._predicted(split, rough=False) for split in found[:count]), key=self._cost)
+
+    def _left(self, devices: int, mesh: meshes.Mesh) -> int:
+        """Returns the devices beside a mesh that may roll out."""
+        each = self._host_devices
+        return max(0, each * (devices // each - math.ceil(mesh.devices / each)))
 
     def _added(self, found: Sequence[Split], proposals: Sequence[Split]) -> list[Split]:
         """Returns all of them, the best first. Those whose bound is no better than the best keep it unpredicted."""
@@ -239,7 +258,7 @@ class Search:
             yield from self._of_degrees(other, degrees, devices)
             if (
                 len(degrees) > 1
-                and (served := self._partitions.fastest(devices - other.devices, precision=ROUGH)) is not None
+                and (served := self._partitions.fastest(self._left(devices, other), precision=ROUGH)) is not None
             ):
                 yield self._split(other, served)
 
@@ -248,7 +267,7 @@ class Search:
 
         Each degree gets the share of the tokens that it has of the devices, the widest those of the longest requests.
         """
-        left, buckets = devices - mesh.devices, list[protocols.PlannedBucket]()
+        left, buckets = self._left(devices, mesh), list[protocols.PlannedBucket]()
         if left < min(degrees) or not set(degrees) <= set(self._rollout.degrees):
             return
         if len(degrees) == 1:
@@ -280,7 +299,7 @@ class Search:
             yield mixed
         for mesh in self._front:
             for degree in self._rollout.degrees:
-                count = (devices - mesh.devices) // degree
+                count = self._left(devices, mesh) // degree
                 if count > 0:
                     split = self._alike(mesh, degree, count)
                     if math.isfinite(split.rollout_seconds):
@@ -300,16 +319,17 @@ class Search:
             if both is not None:
                 # Neither stage needs the spare devices for this time, and the slower stage cannot use them, or it would
                 # have been faster.
-                left = devices - both[1].devices
-                mesh = max((item for item in self._front if item.devices <= left), key=lambda item: item.devices)
-                best = self._split(mesh, self._partitions.fastest(devices - mesh.devices, precision=ROUGH) or both[1])
+                spare = [item for item in self._front if self._left(devices, item) >= both[1].devices]
+                mesh = max(spare, key=lambda item: item.devices)
+                served = self._partitions.fastest(self._left(devices, mesh), precision=ROUGH)
+                best = self._split(mesh, served or both[1])
         else:
             for mesh in self._front:
                 # Rollout may take only as long as would still beat the best step.
                 below = math.inf if best is None else best.step_seconds - (mesh.seconds - mesh.early)
-                if mesh.devices >= devices or below <= 0:
+                if self._left(devices, mesh) < 1 or below <= 0:
                     continue
-                served = self._partitions.fastest(devices - mesh.devices, below=below)
+                served = self._partitions.fastest(self._left(devices, mesh), below=below)
                 if served is not None and served.seconds < below:
                     best = self._split(mesh, served)
         return best
@@ -391,13 +411,14 @@ class Search:
             if near is not None and mesh == near.train:
                 yield near
                 continue
-            served = self._partitions.fastest(devices - mesh.devices) if mesh.devices < devices else None
+            left = self._left(devices, mesh)
+            served = self._partitions.fastest(left) if left > 0 else None
             if served is None:
                 continue
             proposals = [self._split(mesh, served)]
             for degree in self._rollout.degrees:
-                if (devices - mesh.devices) // degree > 0:
-                    proposals.append(self._alike(mesh, degree, (devices - mesh.devices) // degree))
+                if left // degree > 0:
+                    proposals.append(self._alike(mesh, degree, left // degree))
             alike = min(proposals, key=lambda split: split.rollout_seconds)
             found = min(map(self._predicted, {proposals[0], alike}), key=self._cost)
             yield self._predicted(found, rough=False)
@@ -441,10 +462,10 @@ class Search:
         many."""
         # The front is sorted by devices, so the first fast enough mesh is the smallest.
         mesh = next((item for item in self._front if item.seconds <= limit), None)
-        if mesh is None or mesh.devices >= devices:
+        if mesh is None or self._left(devices, mesh) < 1:
             return None
         served = self._partitions.within(limit)
-        return (mesh, served) if served is not None and mesh.devices + served.devices <= devices else None
+        return (mesh, served) if served is not None and served.devices <= self._left(devices, mesh) else None
 
     def _split(self, mesh: meshes.Mesh, served: partition.Partition) -> Split:
         """Returns the split with the bound of its step."""
@@ -468,17 +489,31 @@ class Search:
         return tuple(buckets)
 
 
-def compared(best: Split, splits: Sequence[Split]) -> str:
-    """Explains in a sentence why the runner-up lost."""
+def compared(best: Split, splits: Sequence[Split], staleness: int) -> str:
+    """Explains in a sentence why the runner-up lost.
+
+    Args:
+      best: the split that won.
+      splits: the splits that it is compared with.
+      staleness: max staleness.
+    """
     others = [item for item in splits if item.train.devices != best.train.devices]
     if not others:
         return "no other split fits"
     second = min(others, key=lambda item: item.step_seconds)
     more = second.step_seconds / best.step_seconds - 1.0
-    if second.train.seconds > second.rollout_seconds:
-        reason = f"training takes {second.train.seconds:.1f} s on {second.train.devices} devices"
+    train, left = second.train, second.plan.rollout_devices
+    if staleness and second.step_seconds > (1.0 + BOUND) * max(train.seconds, second.rollout_seconds):
+        # (path + training) / (staleness + 1) is the step's other bound (`pipeline`).
+        path = (staleness + 1) * second.step_seconds - train.seconds
+        reason = (
+            f"neither stage is as long as that, but the longest rollouts take about {path:.1f} s on {left} devices, "
+            f"and with {train.seconds:.1f} s of training they have to fit into {staleness + 1} steps"
+        )
+    elif train.seconds > second.rollout_seconds:
+        reason = f"training takes {train.seconds:.1f} s on {train.devices} devices"
     else:
-        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {second.plan.rollout_devices} devices left"
+        reason = f"rollout takes {second.rollout_seconds:.1f} s on the {left} devices left"
     # The search stops at a precision, so the runner-up may even be shorter by less than the printed digits.
     longer = f"{100 * more:.1f}% longer" if more >= 0.0005 else "no shorter"
-    return f"{second.train.devices} training devices would make the step {longer}: {reason}"
+    return f"{train.devices} training devices would make the step {longer}: {reason}"

@@ -439,6 +439,7 @@ def plan(
     """Plans a split of accelerators: `libra_jax.plan`."""
     if config is None:  # the batches and limits of configs/simulate.py
         config = settings.SimulatedRun()
+        config.steps = 16  # over which lengths drift
         config.model.remat = "full"  # otherwise a row of the longest context fits no device
         config.rollout.max_context, config.rollout.max_tokens = 131_072, 65_536
         config.trainer.row_tokens, config.trainer.rows_per_micro_batch = 131_072, 1

@@ -14,7 +14,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.models import hub
-from libra_jax.planning import costs, forecast, plans, search, serving
+from libra_jax.planning import costs, forecast, hardware, plans, search, serving
 from libra_jax.runs import wiring
 from libra_jax.simulator import comparison, report, scripts, settings, traces, workloads
 
@@ -43,6 +43,7 @@ SHARED = (
     "name",
     "algorithm.objective",
     "cluster.accelerators_per_host",
+    "cluster.backend",
     "coordinator.group_size",
     "coordinator.groups_per_step",
     "coordinator.max_staleness",
@@ -141,18 +142,23 @@ class Work:
       prompts: number of prompt tokens of each trajectory.
       turns: turns of each trajectory.
       count: number of trajectories in a training step.
+      cut: share of the sample that ends because its context is full.
     """
 
     source: str
     prompts: list[int]
     turns: list[tuple[protocols.Turn, ...]]
     count: int
+    cut: float = 0.0
 
     @classmethod
     def of(cls, run: libra_config.RunConfig, source: str, drawn: Sequence[scripts.Script]) -> Work:
-        """Returns the work of a run's step, from a sample of its rollouts."""
-        count = run.coordinator.groups_per_step * run.coordinator.group_size
-        return cls(source, [script.prompt_tokens for script in drawn], [script.turns for script in drawn], count)
+        """Returns the work of a run's step, from a sample of its rollouts, which end where their context is full."""
+        count, longest = run.coordinator.groups_per_step * run.coordinator.group_size, run.rollout.max_context
+        fitting = [scripts.cut(script, longest) for script in drawn]
+        share = sum(one is not script for one, script in zip(fitting, drawn, strict=True)) / max(1, len(drawn))
+        prompts, turns = [script.prompt_tokens for script in fitting], [script.turns for script in fitting]
+        return cls(source, prompts, turns, count, share)
 
     @property
     def scripts(self) -> list[scripts.Script]:
@@ -240,7 +246,7 @@ class Case:
     def setting(self) -> forecast.Setting:
         """The setting of the case's plans."""
         try:
-            setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots)
+            setting = forecast.Setting.of_run(self.run, self.model, self.devices, slots=self.slots, whole_hosts=True)
         except protocols.ConfigError as error:
             field, rest = "config.rollout.max_context: ", str(error)
             if not self.length_flags or not rest.startswith(field):
@@ -290,6 +296,8 @@ def case(values: Mapping[str, Any], asked: Asked) -> Case:
     """
     if asked.model is not None:
         asked = dataclasses.replace(asked, model=model_config.preset_of(asked.model))
+    if values["cluster"]["accelerators_per_host"]:  # a run over hosts has Ray, and the job launchers set it
+        values = {**values, "cluster": {**values["cluster"], "backend": "ray"}}
     simulated, batch = "simulation" in values, values["coordinator"]
     if batch["groups_per_step"] * batch["group_size"] > MOST_TRAJECTORIES:
         field = max(("groups_per_step", "group_size"), key=lambda name: int(batch[name]))
@@ -378,6 +386,9 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
     # A config may name a preset of its model's shape, for machines without the model.
     if path and chosen and not Path(path).exists() and asked.given & OF_MODEL != {"model.path"}:
         run, path = dataclasses.replace(run, model=dataclasses.replace(run.model, path="")), ""
+    if path and not Path(path).exists() and (shipped := model_config.preset_of(path)) != path:
+        # The hub need not be asked for a shape that ships.
+        run, path = dataclasses.replace(run, model=dataclasses.replace(run.model, preset=shipped, path="")), ""
     if path and "model.preset" in asked.given:
         raise protocols.ConfigError(
             f"--config.model.preset: model.path={path} counts; leave out one of the two, or name a preset with --model"
@@ -411,6 +422,12 @@ def _of_run(values: Mapping[str, Any], asked: Asked) -> Case:
             "--trace: the config of a real run has no workload to take lengths from; give a trace, such as the "
             "trace.jsonl of a run's folder, or --workload, or --generated_tokens=mean,P90"
         )
+    libra_config.check(
+        run.planner.hardware != hardware.THIS_MACHINE or run.trainer.platform not in ("cuda", "tpu"),
+        "planner.hardware",
+        f"{run.planner.hardware!r} is not what trainer.platform={run.trainer.platform} runs on; name the accelerator, "
+        "such as --hardware=h100",
+    )
     model = costs.of_hardware(run.planner.hardware, shape, "planner.hardware")
     devices = run.trainer.devices + sum(run.rollout.tensor_parallel)
     name = Path(path).name if path else run.model.preset
@@ -433,12 +450,6 @@ def _limited(run: settings.SimulatedRun, longest: int, asked: Asked) -> settings
     if "rollout.max_context" not in given:
         most = min(rollout.max_tokens, context - 1)
         rollout = dataclasses.replace(rollout, max_context=context, max_tokens=most)
-    elif rollout.max_context <= longest:
-        raise protocols.ConfigError(
-            f"--config.rollout.max_context: {rollout.max_context} is shorter than the longest rollout of the sample, "
-            f"{longest} tokens; raise it above {longest}, leave it out (the plan then fits it to the lengths), or give "
-            "smaller lengths (--generated_tokens, --turns, --payload_tokens, --prompt_tokens)"
-        )
     if not {"trainer.row_tokens", "trainer.row_buckets"} & given:
         trainer = dataclasses.replace(trainer, row_tokens=rollout.max_context, row_buckets=())
     return dataclasses.replace(run, rollout=rollout, trainer=trainer)

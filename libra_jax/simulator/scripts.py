@@ -265,6 +265,24 @@ def reshaped(drawn: Sequence[Script], wanted: Wanted) -> list[Script]:
     return shaped
 
 
+def cut(script: Script, max_context: int) -> Script:
+    """Returns the script up to where a context is full, as a run with this `rollout.max_context` would end it."""
+    turns: list[protocols.Turn] = []
+    for each in script.outputs():
+        room = max_context - each.known - each.fresh
+        if each.turn.generated_tokens > room:
+            turns += [protocols.Turn(room)] if room > 0 else []
+            break
+        turns.append(each.turn)
+    else:
+        return script
+    prompt = min(script.prompt_tokens, max_context - 1)
+    places = script.places[: len(turns)]
+    return dataclasses.replace(
+        script, prompt_tokens=prompt, turns=tuple(turns) or (protocols.Turn(1),), limit="max_context", places=places
+    )
+
+
 def _long(turns: Sequence[protocols.Turn], tokens: int) -> tuple[protocols.Turn, ...]:
     """Returns the same turns with `tokens` generated tokens; if there are more turns than tokens, drops the first
     turns."""

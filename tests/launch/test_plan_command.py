@@ -55,6 +55,20 @@ def test_one_command_plans_other_machine_model_and_lengths(tmp_path):
     assert "Qwen3-8B (8.19 billion parameters) on 16 h100" in drawn
 
 
+@pytest.mark.parametrize(("train", "hosts"), [(8, 2), (4, 3)])
+def test_a_job_of_a_plan_has_as_many_hosts_as_were_planned(train, hosts, tmp_path):
+    """No host both trains and rolls out, so 4 and 12 of 16 accelerators are not 2 hosts of 8."""
+    mesh = {"devices": train, "data": 1, "fsdp": train, "tensor": 1, "context": 1}
+    buckets = [{"tensor_parallel": 1, "count": 16 - train, "max_remaining_tokens": 8192}]
+    (tmp_path / "plan.json").write_text(json.dumps({"for": {"accelerators": 16}, "train": mesh, "rollout": buckets}))
+    laid_out = "--config.cluster.accelerators_per_host=8", f"--plan={tmp_path / 'plan.json'}"
+    result = scripts.run("slurm.py", "--config=configs/qwen3_1p7b_8gpu.py", *laid_out, "--dry_run")
+    if hosts == 2:
+        assert "\n#SBATCH --nodes=2\n" in result.stdout
+    else:
+        scripts.assert_one_sentence(result, "--plan: 16 accelerators are 2 hosts of 8", "this plan takes 3", "plan in")
+
+
 def test_the_best_plans_are_simulated_and_the_shortest_simulated_step_wins(tmp_path):
     output = tmp_path / "plan.json"
     flags = ("--config=configs/simulate.py:search", "--accelerators=16", "--config.coordinator.groups_per_step=4")
@@ -119,14 +133,6 @@ def test_other_numbers_and_lengths_are_swept_and_few_accelerators_do_more_each()
         (["--generated_tokens=4000,20000"], ["--generated_tokens: no log-normal", "between 4,000 and 9,092"]),
         (["--accelerators=4"], ["the model trains on no mesh of 4 a800 devices", "GB", "(training alone needs "]),
         (["--model=Someone/Qwen3-8B"], ["error: --model: 'Someone/Qwen3-8B' is not one of", "did you mean 'Qwen3-8B'"]),
-        (
-            ["--workload=search", "--generated_tokens=4000", "--config.rollout.max_context=4096"],
-            [
-                "--config.rollout.max_context: 4096 is shorter than",
-                "leave it out",
-                "smaller lengths (--generated_tokens",
-            ],
-        ),
         (
             ["--hardware=h100", "--model=Qwen3-8B", "--generated_tokens=4000000"],
             ["--generated_tokens: beside the weights"],

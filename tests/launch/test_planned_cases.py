@@ -1,12 +1,18 @@
 """What launch/plan.py plans: one place says each thing, and a field that it does not read is refused by name."""
 
+import dataclasses
+
 from support import overrides
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from configs import published, simulate
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.cluster import hosts
+from libra_jax.planning import plans
 from libra_jax.runs import planned
 from libra_jax.simulator import scripts, settings
 
@@ -64,11 +70,70 @@ def test_one_entry_gives_the_slots_of_all_instances():
     assert len(slots) == len(config["rollout"]["tensor_parallel"])
 
 
-def test_lengths_beyond_a_real_runs_rows_are_refused_by_their_flag():
+def real(**trainer):
+    """Values of a real run of Qwen3-8B, whose rows hold its longest context."""
     config = libra_config.to_dict(libra_config.RunConfig())
-    asked = planned.Asked(hardware="h200", model="Qwen3-4B", accelerators=8, wanted=scripts.Wanted(PAIR))
-    with pytest.raises(protocols.ConfigError, match=r"^--generated_tokens: .* raise --config\.trainer\.row_tokens and"):
-        planned.case(config, asked).searched()
+    config["model"].update(preset="Qwen3-8B", remat="full")
+    config["rollout"].update(max_context=16_384, max_tokens=4_096)
+    config["trainer"].update(platform="cuda", row_tokens=16_384, **trainer)
+    config["coordinator"].update(groups_per_step=16, group_size=4)
+    config["steps"] = 2
+    return config
+
+
+def test_rollouts_end_where_the_context_of_the_run_is_full():
+    asked = planned.Asked(hardware="h200", accelerators=16, workload="search", wanted=scripts.Wanted(6_000.0))
+    case = planned.case(real(), asked)
+    assert 0.05 < case.work.cut < 0.5
+    longest = max(script.context_tokens for script in case.work.scripts)
+    assert longest == 16_384, "as a run's longest context"
+    case.searched()
+    short = dataclasses.replace(asked, wanted=scripts.Wanted(500.0))
+    assert planned.case(real(), short).work.cut == 0.0
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=6),
+    st.integers(1, 60),
+    st.integers(2, 200),
+)
+def test_a_cut_script_is_what_fits_into_the_context(turns, prompt, room):
+    script = scripts.Script(prompt, tuple(protocols.Turn(tokens, "t", "success", paid) for tokens, paid in turns))
+    # Written out token by token: "g" is generated, "p" is everything else.
+    dialogue = "p" * prompt + "".join("g" * tokens + "p" * paid for tokens, paid in turns[:-1]) + "g" * turns[-1][0]
+    result = scripts.cut(script, room)
+    if len(dialogue) <= room:
+        assert result is script
+        return
+    assert result.limit == "max_context"
+    assert result.context_tokens <= room
+    assert result.generated_tokens == max(1, dialogue[:room].count("g"))
+
+
+@pytest.mark.parametrize(("per_host", "accelerators"), [(8, 16), (8, 24), (8, 40), (4, 16), (6, 18)])
+def test_a_plan_of_whole_hosts_is_laid_out_on_as_many(per_host, accelerators):
+    """A run gives each host one role, and no process of the trainer spans two hosts."""
+    config = real()
+    config["cluster"].update(accelerators_per_host=per_host)  # without cluster.backend=ray, which launchers set
+    asked = planned.Asked(hardware="h200", accelerators=accelerators, workload="search", wanted=scripts.Wanted(3_000.0))
+    plan = planned.case(config, asked).searched().best(accelerators).plan
+    config["cluster"].update(backend="ray")
+    run = libra_config.parse(libra_config.RunConfig, plans.applied(config, plan))
+    layout = hosts.layout(run)
+    assert len(layout.hosts) <= accelerators // per_host
+    assert plan.rollout_devices > per_host * (len(layout.of_role("rollout")) - 1), "no host of these idles"
+
+
+def test_a_published_model_is_planned_without_the_hub():
+    config = real()
+    config["model"].update(preset=libra_config.ModelConfig().preset, path="Qwen/Qwen3-8B")
+    case = planned.case(config, planned.Asked(hardware="h100", accelerators=16, workload="search"))
+    assert case.name == "Qwen3-8B"
+
+
+def test_a_config_for_gpus_is_not_planned_for_this_cpu():
+    with pytest.raises(protocols.ConfigError, match=r"planner\.hardware: 'cpu' is not what trainer.platform=cuda runs"):
+        planned.case(real(), planned.Asked(accelerators=16, workload="search"))
 
 
 def test_flags_name_machine_model_and_lengths_of_a_real_run():

@@ -155,9 +155,26 @@ def test_why_the_runner_up_lost_names_the_stage_that_is_slower():
     made = searched([20_000] * 8 + [100] * 50, 1, 8)
     best, splits = made.best(8), list(made.splits(8))
     assert math.isclose(best.step_seconds, min(item.step_seconds for item in splits), rel_tol=1e-7)
-    sentence = search.compared(best, splits)
+    sentence = search.compared(best, splits, 1)
     assert "training devices would make the step" in sentence
-    assert ("rollout takes" in sentence) != ("training alone takes" in sentence)
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "step", "reason"),
+    [
+        (100.0, 60.0, 100.5, ": training takes 100.0 s on 4 devices"),
+        (60.0, 100.0, 101.0, ": rollout takes 100.0 s on the 8 devices left"),
+        # (path + 100) / 2 = 200, so the path is 300.
+        (100.0, 120.0, 200.0, "the longest rollouts take about 300.0 s on 8 devices, and with 100.0 s of training"),
+    ],
+)
+def test_why_the_runner_up_lost_names_what_binds_its_step(train, rollout, step, reason):
+    def split(devices, train, rollout, step):
+        mesh = meshes.Mesh(1, devices, 1, train, 1.0)
+        return search.Split(mesh, (protocols.PlannedBucket(4, 2, 1000),), rollout, step)
+
+    best = split(8, 50.0, 50.0, 50.0)
+    assert reason in search.compared(best, [best, split(4, train, rollout, step)], 1)
 
 
 def test_of_many_splits_a_picture_has_some_and_the_runner_up_among_them():
@@ -167,7 +184,7 @@ def test_of_many_splits_a_picture_has_some_and_the_runner_up_among_them():
     assert len(some) <= search.LOOKED_AT < len(every)
     assert set(some) <= set(every)
     assert some[0] == every[0]
-    assert search.compared(best, some) == search.compared(best, every)
+    assert search.compared(best, some, 1) == search.compared(best, every, 1)
 
 
 @hypothesis.settings(max_examples=30)
@@ -228,4 +245,4 @@ def test_a_runner_up_that_is_as_fast_is_not_called_longer():
     bucket = (protocols.PlannedBucket(1, 4, 100),)
     best = search.Split(mesh, bucket, 20.0, 20.0)
     other = search.Split(dataclasses.replace(mesh, data=2), bucket, 19.9999, 19.9999)
-    assert search.compared(best, [best, other]).startswith("8 training devices would make the step no shorter")
+    assert search.compared(best, [best, other], 1).startswith("8 training devices would make the step no shorter")

@@ -13,8 +13,8 @@ import pytest
 import libra_jax
 from configs import simulate
 from libra_jax import config, protocols
-from libra_jax.runs import api, objects, wiring
-from libra_jax.simulator import report
+from libra_jax.runs import api, objects, planned, wiring
+from libra_jax.simulator import report, scripts
 
 QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
 
@@ -233,6 +233,9 @@ def test_objects_of_the_program_are_refused_where_workers_are_other_processes():
 def test_a_plan_and_a_simulation_answer_as_the_scripts_do():
     split = libra_jax.plan(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", generated_tokens=4000)
     assert (split.train.devices, split.plan.rollout_devices) == (4, 12)
+    wanted = scripts.Wanted(4000)
+    asked = planned.Asked(hardware="h100", model="Qwen3-8B", accelerators=16, workload="search", wanted=wanted)
+    assert split == planned.case(config.to_dict(simulate.get_config()), asked).searched().best(16)
     run = simulate.get_config("search")
     run.steps, run.coordinator.groups_per_step = 1, 2
 
