@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from libra_jax import protocols
 from libra_jax.algorithms import checks
 
 
@@ -36,6 +37,7 @@ class AdvantageInputs(NamedTuple):
         unless `algorithm.baseline` is minimum_variance.
       log_weights_N: logarithm of each trajectory's importance weight π/π_b; None as for `score_norms_N`.
       relative_N: rewards less `algorithm.baseline`; None if that is the mean.
+      outcomes_N: rewards without any penalty; None: `rewards_N`.
     """
 
     rewards_N: jax.Array
@@ -48,6 +50,7 @@ class AdvantageInputs(NamedTuple):
     score_norms_N: jax.Array | None = None
     log_weights_N: jax.Array | None = None
     relative_N: jax.Array | None = None
+    outcomes_N: jax.Array | None = None
 
 
 def centred(
@@ -125,12 +128,19 @@ def grpo_scale(rewards_N: jax.Array, groups_N: jax.Array, *, eps: float = 1e-6) 
 
 
 def _standardised(rewards_N: jax.Array, groups_N: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Returns rewards less their group's mean, and the standard deviation plus `eps`; 1 for a group of one."""
+    """Returns rewards less their group's mean, and the standard deviation plus `eps`; 1 for a group of one.
+
+    If the rewards of a group differ by rounding alone, both are those of equal rewards: 0 and `eps`.
+    """
     centred_N, size_N, number_N = centred(rewards_N, groups_N)
     # The maximum avoids 0 / 0 in a group of one, whose scale is set below.
     variance_N = _group_sum(jnp.square(centred_N), number_N) / jnp.maximum(size_N - 1, 1)
-    # With equal rewards the centred rewards are exactly 0, so eps gives 0 / eps = 0.
-    return centred_N, jnp.where(size_N > 1, jnp.sqrt(variance_N) + eps, 1.0)
+    deviation_N = jnp.sqrt(variance_N)
+    # Rewards less penalties have rounding errors of the size of the rewards. Divided by `eps`, they would count.
+    largest_N = jax.ops.segment_max(jnp.abs(rewards_N), number_N, num_segments=rewards_N.shape[0])[number_N]
+    equal_N = (size_N > 1) & (deviation_N <= protocols.REWARD_ROUNDING * largest_N)
+    centred_N, deviation_N = (jnp.where(equal_N, 0.0, values_N) for values_N in (centred_N, deviation_N))
+    return centred_N, jnp.where(size_N > 1, deviation_N + eps, 1.0)
 
 
 def dr_grpo(rewards_N: jax.Array, groups_N: jax.Array) -> jax.Array:
@@ -217,7 +227,8 @@ def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> 
       eps: constant added to the variance.
 
     Returns:
-      Whitened values of shape [N, T]; zero outside the mask, and everywhere if fewer than two tokens count.
+      Whitened values of shape [N, T]; zero outside the mask, and everywhere if fewer than two tokens count or the
+      values differ by rounding alone.
 
     Raises:
       LibraError: shapes or dtypes do not match.
@@ -230,13 +241,15 @@ def whiten(values_NxT: jax.Array, mask_NxT: jax.Array, *, eps: float = 1e-8) -> 
     checks.same_shape(values_NxT=values_NxT, mask_NxT=mask_NxT)
     counted_NxT = mask_NxT != 0
     centred_NxT = jnp.where(counted_NxT, checks.floats(values_NxT, "values_NxT"), 0.0)
-    count = jnp.sum(counted_NxT)
+    count, largest = jnp.sum(counted_NxT), jnp.max(jnp.abs(centred_NxT), initial=0.0)
     for _ in range(2):  # twice, for the reason given in `centred`
         mean = jnp.sum(centred_NxT) / jnp.maximum(count, 1)
         centred_NxT = jnp.where(counted_NxT, centred_NxT - mean, 0.0)
     # The maximum avoids 0 / 0 with a single token, whose centred value is 0.
     variance = jnp.sum(jnp.square(centred_NxT)) / jnp.maximum(count - 1, 1)
-    return centred_NxT * jax.lax.rsqrt(variance + eps)
+    # Large values have rounding errors that are large beside `eps`.
+    differs = variance > jnp.square(protocols.REWARD_ROUNDING * largest)
+    return jnp.where(differs, centred_NxT * jax.lax.rsqrt(variance + eps), 0.0)
 
 
 def spread_rewards(rewards_N: jax.Array, mask_NxT: jax.Array, penalties_NxT: jax.Array | None = None) -> jax.Array:

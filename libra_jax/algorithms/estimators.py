@@ -126,17 +126,17 @@ def _inputs(
     truncated_N: np.ndarray | None = None,
 ) -> advantages.AdvantageInputs:
     """Checks the arrays of a batch and lays them out for an estimator. T is rounded up to a power of two."""
-    rewards_N, groups_N, mask_NxT = np.asarray(rewards_N, np.float32), np.asarray(groups_N), np.asarray(mask_NxT) != 0
+    rewards_N, groups_N, mask_NxT = np.array(rewards_N, np.float64), np.asarray(groups_N), np.asarray(mask_NxT) != 0
     checks.rank(2, mask_NxT=mask_NxT)
     checks.same_shape(rewards_N=rewards_N, groups_N=groups_N)
     checks.same_shape(rewards_N=rewards_N, mask_N=mask_NxT[:, 0])
     checks.same_shape(mask_NxT=mask_NxT, kl_NxT=kl_NxT, values_NxT=values_NxT)
-    if not np.all(np.isfinite(rewards_N)):
-        index = int(np.flatnonzero(~np.isfinite(rewards_N))[0])
+    if not np.all(finite_N := np.isfinite(rewards_N.astype(np.float32))):
+        index = int(np.flatnonzero(~finite_N)[0])
         raise protocols.LibraError(f"rewards_N[{index}] is {rewards_N[index]}: every reward must be finite")
     if truncated_N is not None:
         checks.same_shape(rewards_N=rewards_N, truncated_N=truncated_N)
-        rewards_N = np.where(truncated_N, np.float32(0.0), rewards_N)
+        rewards_N = np.where(truncated_N, 0.0, rewards_N)
     penalties_NxT = np.zeros(mask_NxT.shape, np.float32)
     if config.kl_in_reward and config.kl_coefficient > 0:
         if kl_NxT is None:
@@ -148,19 +148,26 @@ def _inputs(
     padding = ((0, 0), (0, (1 << (tokens - 1).bit_length()) - tokens))
     # Small int32 numbers: JAX has no int64 by default, and group ids may be any integers.
     group_index_N = np.unique(groups_N, return_inverse=True)[1].astype(np.int32)
+    in_order = np.argsort(group_index_N, kind="stable")
+    for members in np.split(in_order, np.flatnonzero(np.diff(group_index_N[in_order])) + 1):
+        # 0.1 + 0.2 and 0.3 are one reward, for every estimator.
+        if len(members) > 1 and protocols.equal_rewards(rewards_N[members].tolist()):
+            rewards_N[members] = rewards_N[members[0]]
+    outcomes_N = rewards_N.astype(np.float32)
     mask_NxT, penalties_NxT = np.pad(mask_NxT, padding), np.pad(penalties_NxT, padding)
     if values_NxT is not None:
         # Selected, not multiplied: values at untrained tokens may be NaN.
         values_NxT = np.pad(np.where(mask_NxT[:, :tokens], values_NxT, 0.0), padding).astype(np.float32)
     return advantages.AdvantageInputs(
         # A trajectory pays for all of its tokens at once if whole trajectories are compared.
-        rewards_N=jnp.asarray(rewards_N - penalties_NxT.sum(axis=1)),
+        rewards_N=jnp.asarray((rewards_N - penalties_NxT.sum(axis=1, dtype=np.float64)).astype(np.float32)),
         groups_N=jnp.asarray(group_index_N),
         mask_NxT=jnp.asarray(mask_NxT),
-        token_rewards_NxT=_spread_rewards(rewards_N, mask_NxT, penalties_NxT),
+        token_rewards_NxT=_spread_rewards(outcomes_N, mask_NxT, penalties_NxT),
         penalties_NxT=jnp.asarray(penalties_NxT),
         values_NxT=None if values_NxT is None else jnp.asarray(values_NxT),
         truncated_N=None if truncated_N is None else jnp.asarray(truncated_N, bool),
+        outcomes_N=jnp.asarray(outcomes_N),
     )
 
 
@@ -172,7 +179,8 @@ def _distillation(inputs: advantages.AdvantageInputs, *, reward_weight: float = 
     """
     if not reward_weight:
         return -inputs.penalties_NxT
-    rewards_N = inputs.rewards_N + jnp.sum(inputs.penalties_NxT, axis=1)
+    # Not the rewards less penalties plus penalties: of equal rewards, rounding would make different ones.
+    rewards_N = inputs.rewards_N if inputs.outcomes_N is None else inputs.outcomes_N
     return reward_weight * advantages.grpo(rewards_N, inputs.groups_N)[:, None] - inputs.penalties_NxT
 
 

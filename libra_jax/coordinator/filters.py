@@ -58,7 +58,8 @@ def compared_reward(config: configuration.RunConfig, trajectory: protocols.Traje
 def same_rewards(config: configuration.RunConfig, group: protocols.Group) -> str | None:
     """Returns why all rollouts of a group whose rewards count have equal ones; None if rewards differ."""
     counted = [trajectory for trajectory in group.trajectories if not config.task.cuts(trajectory.finish)]
-    if len({compared_reward(config, trajectory) for trajectory in counted}) > 1:
+    rewards = [compared_reward(config, trajectory) for trajectory in counted]
+    if not protocols.equal_rewards([reward for reward in rewards if reward is not None]):
         return None
     prompt, size = group.task.prompt_id, len(group.trajectories)
     cut = size - len(counted)

@@ -148,6 +148,7 @@ from libra_jax.protocols.trajectories import (
     COLUMNS,
     FINISHES,
     LIMITS,
+    REWARD_ROUNDING,
     CausalState,
     Group,
     Move,
@@ -163,6 +164,7 @@ from libra_jax.protocols.trajectories import (
     Trajectory,
     Turn,
     TurnRecord,
+    equal_rewards,
 )
 from libra_jax.protocols.weights import (
     Relay,
@@ -184,6 +186,7 @@ __all__ = [
     "LOST",
     "NO_VERSION",
     "POOLS",
+    "REWARD_ROUNDING",
     "ActorAddress",
     "ActorHandle",
     "ActorSpec",
@@ -333,5 +336,6 @@ __all__ = [
     "WorkerLost",
     "WorkerNoted",
     "WorkerSpans",
+    "equal_rewards",
     "portable",
 ]

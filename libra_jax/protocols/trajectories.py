@@ -430,6 +430,15 @@ class Group:
         return [trajectory for trajectory in self.trajectories if not trajectory.replayed]
 
 
+REWARD_ROUNDING = 1e-6
+"""Largest difference of rewards, relative to the largest reward, that counts as rounding: a few units of float32."""
+
+
+def equal_rewards(rewards: Sequence[float]) -> bool:
+    """Returns True if rewards differ by rounding alone, or not at all. The trainer compares rewards in float32."""
+    return max(rewards) - min(rewards) <= REWARD_ROUNDING * max(map(abs, rewards)) if rewards else True
+
+
 class TurnRecord(TypedDict):
     """A `Turn` as `trace.jsonl` holds it."""
 

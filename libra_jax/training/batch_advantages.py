@@ -18,7 +18,7 @@ NO_ADVANTAGE = 1e-6
 
 
 def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns reward and group number of each trajectory, groups in order; float32 [N] and int32 [N].
+    """Returns reward and group number of each trajectory, groups in order; float64 [N] and int32 [N].
 
     Raises:
       DataError: a reward is missing or not finite; the message names the trajectory.
@@ -35,7 +35,7 @@ def rewards(groups: Sequence[protocols.Group]) -> tuple[np.ndarray, np.ndarray]:
                 )
             values.append(reward)
             numbers.append(number)
-    return np.array(values, np.float32), np.array(numbers, np.int32)
+    return np.array(values, np.float64), np.array(numbers, np.int32)
 
 
 def token_advantages(
@@ -76,12 +76,12 @@ def token_advantages(
     if any(masked):
         masked_N = np.array(masked, bool)
         sizes, kept = np.bincount(groups_N), np.bincount(groups_N, weights=~masked_N)
-        if config.advantage in config_lib.GROUP_ADVANTAGES:
+        if config.advantage in (*config_lib.GROUP_ADVANTAGES, "distillation"):
             alone_N = (sizes > 1)[groups_N] & (kept == 1)[groups_N] & ~masked_N
         # Each masked trajectory gets a group number of its own, so that no other baseline sees its reward.
         groups_N = np.where(masked_N, len(groups) + np.arange(len(sequences)), groups_N).astype(np.int32)
         # A reward of 0 in a group of one gives an advantage of 0: exactly at the baseline.
-        rewards_N = np.where(alone_N, np.float32(0.0), rewards_N)
+        rewards_N = np.where(alone_N, 0.0, rewards_N)
     if dividing.of_rewards(config) and own_rewards is None:
         return _of_rewards(config, sequences, rewards_N, groups_N, truncated), None
     mask_NxT = _stack([example.mask_N for example in sequences])
@@ -90,7 +90,9 @@ def token_advantages(
     if references is not None:
         behaviour_NxT = _stack([example.behaviour_N for example in sequences])
         estimates = kl.estimate(behaviour_NxT, _stack(references), config.kl_estimator)
-        kl_NxT = np.asarray(estimates) * (mask_NxT & ~alone_N[:, None])
+        # Distillation's penalties are no part of the reward that it compares.
+        compares_N = alone_N & (config.advantage != "distillation")
+        kl_NxT = np.asarray(estimates) * (mask_NxT & ~compares_N[:, None])
     values_NxT = None if values is None else _stack(values)
     advantages_NxT = estimators.compute(
         config,

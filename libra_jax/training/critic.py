@@ -23,6 +23,9 @@ from libra_jax.training import packing
 
 HEAD = "value_head"
 
+EQUAL_RETURNS = 1e-5
+"""Largest variance of returns, relative to their mean square, that counts as rounding."""
+
 
 def shape(model: model_config.TransformerConfig) -> model_config.TransformerConfig:
     """Returns the shape of the critic's trunk: the policy's, without an output projection of its own."""
@@ -133,6 +136,7 @@ def report(metrics: Mapping[str, float]) -> dict[str, float]:
     if "return" in metrics:
         variance = metrics["return_squared"] - metrics["return"] ** 2
         found |= {f"critic/{name}": metrics[name] for name in ("clip_fraction", "value", "return")}
-        if variance > 0:
+        # The difference of two float32 sums: of nearly equal returns, nothing but rounding is left.
+        if variance > EQUAL_RETURNS * metrics["return_squared"]:
             found["critic/explained_variance"] = 1.0 - metrics["squared_error"] / variance
     return found

@@ -196,6 +196,75 @@ def test_equal_rewards_of_a_group_teach_nothing_despite_rounding(name, reward):
         assert np.max(np.abs(GROUP_ESTIMATORS[name](rewards, groups)[:size])) < 1e-6
 
 
+@pytest.mark.parametrize("reward", [1.0, 0.1, -37.7])
+def test_distillation_of_equal_rewards_is_the_penalty_alone(reward):
+    kl = np.random.default_rng(0).normal(0.3, 1.0, (8, 2048)).astype(np.float32)
+    result = estimators.compute(
+        config_lib.AlgorithmConfig(
+            advantage="distillation",
+            advantage_arguments={"reward_weight": 1.0},
+            teacher="http://host:1/v1",
+            kl_coefficient=0.7,
+            kl_in_reward=True,
+            kl_estimator="k1",
+        ),
+        rewards_N=np.full(8, reward),
+        groups_N=np.zeros(8, int),
+        mask_NxT=np.ones(kl.shape),
+        kl_NxT=kl,
+    )
+    np.testing.assert_allclose(result, -0.7 * kl, atol=1e-6)
+
+
+def float32_mean(inputs):
+    """A user's baseline: the mean of all rewards, summed one by one in float32."""
+    return jnp.broadcast_to(jnp.cumsum(inputs.rewards_N)[-1] / 7, inputs.rewards_N.shape)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([(name, "mean") for name in WITHOUT_CRITIC] + [("reinforce_plus_plus_baseline", "own")]),
+    st.floats(0.01, 1e6),
+    st.booleans(),
+    st.lists(st.sampled_from([-1, 0, 1]), min_size=7, max_size=7),
+    st.booleans(),
+)
+def test_rewards_that_differ_by_rounding_alone_teach_nothing(estimator, size, negative, ulps, penalised):
+    advantage, baseline = estimator
+    reward = np.float32(-size if negative else size)
+    # As user's sums give them: some a unit of float32 higher or lower.
+    rewards = np.array([np.nextafter(reward, np.float32(ulp * np.inf)) if ulp else reward for ulp in ulps], np.float32)
+    name = f"{__name__}:float32_mean" if baseline == "own" else baseline
+    # A policy that is its reference: the estimates of the KL are float32's rounding of zero.
+    kl = np.random.default_rng(len(ulps)).normal(0, 1e-9, (7, 4))
+    result = estimators.compute(
+        config_lib.AlgorithmConfig(advantage=advantage, baseline=name, kl_coefficient=1.0, kl_in_reward=penalised),
+        rewards_N=rewards,
+        groups_N=np.zeros(7, int),
+        mask_NxT=np.ones((7, 4)),
+        kl_NxT=kl,
+    )
+    # Of estimators that divide by no deviation, what is left is smaller than the rewards' own rounding.
+    np.testing.assert_allclose(result, 0, atol=1e-4 + 1e-6 * size * (advantage in ("dr_grpo", "rloo", "opo")))
+    assert protocols.equal_rewards(rewards.tolist())
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.sampled_from(["grpo", "reinforce_plus_plus_baseline"]), st.sampled_from([0.0, 1.0, 1e3]))
+def test_small_differences_of_rewards_still_teach(seed, name, offset):
+    rng = np.random.default_rng(seed)
+    rewards = offset + rng.integers(0, 2, 7) * max(1e-3, 1e-4 * offset)
+    result = estimators.compute(
+        config_lib.AlgorithmConfig(advantage=name),
+        rewards_N=rewards,
+        groups_N=np.zeros(7, int),
+        mask_NxT=np.ones((7, 1)),
+    )[:, 0]
+    spread = statistics.stdev(rewards)
+    expected = (rewards - rewards.mean()) / (spread + 1e-6 if name == "grpo" else math.sqrt(spread**2 + 1e-8))
+    np.testing.assert_allclose(result, expected, atol=5e-3)
+
+
 def test_whitening_gives_mean_zero_and_variance_one_over_the_mask_only():
     rng = np.random.default_rng(0)
     values, mask = rng.normal(3.0, 2.0, (4, 9)).astype(np.float32), rng.random((4, 9)) < 0.5

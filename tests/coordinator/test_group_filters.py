@@ -66,5 +66,8 @@ def test_zero_variance_looks_at_the_environments_reward_alone():
     group = protocols.Group(0, protocols.Task("task-0", {}), 0, rollouts)
     assert name == "zero_variance"
     assert zero_variance(group) == "the environment gave every rollout of task-0 the same reward"
-    rollouts[1].environment_reward = 0.0
-    assert zero_variance(group) is None
+    rollouts[0].environment_reward, rollouts[1].environment_reward = 0.1 + 0.2, 0.3
+    assert zero_variance(group) is not None, "sums that differ by rounding alone are one reward"
+    for other in (0.0, 0.299):
+        rollouts[1].environment_reward = other
+        assert zero_variance(group) is None

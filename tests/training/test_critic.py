@@ -12,6 +12,7 @@ from libra_jax import protocols
 from libra_jax.algorithms import advantages
 from libra_jax.models import transformer
 from libra_jax.training import batch as batch_lib
+from libra_jax.training import critic as critic_lib
 from libra_jax.training import sequences as sequences_lib
 
 STATES, LEFT, RIGHT = 5, 10, 11
@@ -211,6 +212,15 @@ def test_a_discount_between_turns_counts_turns_and_not_tokens():
     found, returns = advantages.gae(rewards, jnp.zeros((1, 8)), mask, turn_discount=0.5)
     np.testing.assert_allclose(found, [[0.25, 0.25, 0, 0.5, 0.5, 0, 0, 1.0]])
     np.testing.assert_allclose(returns, found)
+
+
+def test_of_equal_returns_no_variance_is_explained():
+    means = {"value": 999.0, "squared_error": 1.0, "clip_fraction": 0.0, "return": 1000.0}
+    means["return_squared"] = float(np.nextafter(np.float32(1e6), np.float32(np.inf)))
+    taken = dict.fromkeys(("loss", "grad_norm", "skipped", "learning_rate"), 0.0)
+    assert "critic/explained_variance" not in critic_lib.report(taken | means)
+    means["return_squared"] = 1e6 + 100.0
+    assert critic_lib.report(taken | means)["critic/explained_variance"] == pytest.approx(0.99)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.training import batch as batch_lib
 from libra_jax.training import batch_advantages, shares
+from libra_jax.training import sequences as sequences_lib
 
 MASKED = {0: (1, 3), 1: (0,)}
 """Group to the samples in it that are cut off."""
@@ -92,6 +93,27 @@ def test_a_rollout_left_alone_in_its_group_has_no_advantage(small, advantage):
     assert prepared.packed.places[2] is not None, "it is a whole rollout, which KL and entropy may still look at"
     np.testing.assert_array_equal(prepared.advantages[2], 0.0)
     assert np.abs(prepared.advantages[4]).max() > 0
+
+
+def test_distillation_compares_no_rollout_that_is_left_alone(small):
+    batch = _batch(small, {0: (0, 1, 3)})
+    taught = [0.1 * np.arange(len(example.token_ids)) for group in batch.groups for example in group.trajectories]
+    found = []
+    for weight in (0.0, 1.0):
+        algorithm = config_lib.AlgorithmConfig(
+            advantage="distillation",
+            advantage_arguments={"reward_weight": weight},
+            kl_coefficient=0.5,
+            kl_in_reward=True,
+            kl_estimator="k1",
+        )
+        rollouts = [rollout for group in batch.groups for rollout in group.trajectories]
+        masked = [rollout.finish == "max_seconds" for rollout in rollouts]
+        examples = sequences_lib.examples(rollouts, 0, small.shape, masked)
+        found.append(batch_advantages.token_advantages(algorithm, batch.groups, examples, taught, masked)[0])
+    np.testing.assert_array_equal(found[1][2], found[0][2])
+    assert np.abs(found[1][2]).max() > 0, "its penalties stay"
+    assert np.abs(found[1][4] - found[0][4]).max() > 0
 
 
 def test_a_step_whose_rollouts_are_all_cut_off_changes_no_weight(small, start_trainer):
