@@ -86,6 +86,9 @@ def test_sharded_load_reads_only_each_device_piece(config, directory, monkeypatc
         def keys(self):
             return self.handle.keys()
 
+        def metadata(self):
+            return self.handle.metadata()
+
         def get_slice(self, name):
             piece = self.handle.get_slice(name)
             recorder = self
