@@ -1,4 +1,4 @@
-"""Planted bugs: the tests that each breaks, its fix, its demonstration, and levels that cannot be."""
+"""Planted bugs: the calls that judge them, their fix, its demonstration, and levels that cannot be."""
 
 import json
 
@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.agents.environments import repo_repair
-from libra_jax.agents.repair import planted, suites
-
-
-@pytest.fixture(scope="module")
-def judged():
-    with repairs.judging() as judged:
-        yield judged
+from libra_jax.agents.repair import planted
 
 
 @pytest.mark.parametrize("level", planted.LEVELS)
@@ -38,16 +32,6 @@ def test_a_demonstration_is_what_the_environment_says_and_is_rewarded(level):
     assert (result.done, result.reward) == (True, 1.0)
 
 
-@pytest.mark.parametrize("level", planted.LEVELS)
-def test_the_bug_breaks_the_tests_that_it_is_said_to_break_and_no_others(level, judged):
-    for index in range(4):
-        made = planted.task_source(level=level, seed=1).task(index).payload
-        arguments = {"repository": made["files"], "tests": made["tests"]}
-        failing, passing = made["fail_to_pass"], made["pass_to_pass"]
-        assert judged({}, names=failing, **arguments) == suites.Verdict(0, len(failing))
-        assert judged({}, names=passing, **arguments).passed == len(passing)
-
-
 @given(st.integers(0, 10**6), st.sampled_from(planted.LEVELS), st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_a_planted_bug_is_the_same_each_time_and_its_fix_applies_once(seed, level, index):
@@ -56,7 +40,7 @@ def test_a_planted_bug_is_the_same_each_time_and_its_fix_applies_once(seed, leve
     assert made == planted.task_source(level=level, seed=seed).task(index).payload == json.loads(json.dumps(made))
     fix = made["fix"]
     assert made["files"][fix["path"]].count(fix["old"]) == 1
-    assert made["fail_to_pass"]
+    assert len(made["calls"]) >= 24
     assert made["kind"] in planted.KINDS
 
 

@@ -189,25 +189,25 @@ def test_hidden_tests_use_the_repository_as_any_tests_do(judged):
 
 
 @pytest.mark.parametrize(
-    ("text", "passed"),
+    ("text", "outcome"),
     [
-        ("test_a (m.T.test_a) ... ok", {"m.T.test_a": True}),
-        ("test_a (m.T) ... ok", {"m.T.test_a": True}),
-        ("test_a (m.T.test_a)\nWhat it does. ... ok", {"m.T.test_a": True}),
-        ("test_a (m.T.test_a) ... noise\nmore\nok", {"m.T.test_a": True}),
-        ("test_a (m.T.test_a) ... ok\nok\nFAIL", {"m.T.test_a": False}),
-        ("test_a (m.T.test_a) ... skipped 'why'", {"m.T.test_a": False}),
-        ("test_a (m.T.test_a) ... expected failure", {"m.T.test_a": True}),
-        ("test_a (m.T.test_a) ... unexpected success", {"m.T.test_a": False}),
-        ("test_a (m.T.test_a) ... ok\nERROR: test_a (m.T.test_a)", {"m.T.test_a": False}),
-        ("PASSED tests/m.py::T::test_a", {"tests.m.T.test_a": True}),
-        ("tests/m.py::test_a PASSED   [ 50%]\nPASSED tests/m.py::test_a", {"tests.m.test_a": True}),
-        ("tests/m.py::test_a PASSED   [ 50%]\nFAILED tests/m.py::test_a - assert 1", {"tests.m.test_a": False}),
+        ("test_a (m.T.test_a) ... ok", {"m.T.test_a": "passed"}),
+        ("test_a (m.T) ... ok", {"m.T.test_a": "passed"}),
+        ("test_a (m.T.test_a)\nWhat it does. ... ok", {"m.T.test_a": "passed"}),
+        ("test_a (m.T.test_a) ... noise\nmore\nok", {"m.T.test_a": "passed"}),
+        ("test_a (m.T.test_a) ... ok\nok\nFAIL", {"m.T.test_a": "failed"}),
+        ("test_a (m.T.test_a) ... skipped 'why'", {"m.T.test_a": "skipped"}),
+        ("test_a (m.T.test_a) ... expected failure", {"m.T.test_a": "xfailed"}),
+        ("test_a (m.T.test_a) ... unexpected success", {"m.T.test_a": "failed"}),
+        ("test_a (m.T.test_a) ... ok\nERROR: test_a (m.T.test_a)", {"m.T.test_a": "failed"}),
+        ("PASSED tests/m.py::T::test_a", {"tests.m.T.test_a": "passed"}),
+        ("tests/m.py::test_a PASSED   [ 50%]\nPASSED tests/m.py::test_a", {"tests.m.test_a": "passed"}),
+        ("tests/m.py::test_a PASSED   [ 50%]\nFAILED tests/m.py::test_a - assert 1", {"tests.m.test_a": "failed"}),
         ("ok\nRan 3 tests\nOK", {}),
     ],
 )
-def test_what_runners_write_is_read_test_by_test(text, passed):
-    assert outcomes.printed(text) == passed
+def test_what_runners_write_is_read_test_by_test(text, outcome):
+    assert outcomes.printed(text) == outcome
 
 
 # The environment --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import pathlib
 import tarfile
 
 import pytest
@@ -58,9 +59,8 @@ def test_tasks_of_a_file_are_attempted_from_folder_and_tar(written):
 LISTED = [{"path": path, "text": text} for path, text in {**repairs.TESTS, "tests/sums.json": "[23, 2]"}.items()]
 
 
-def test_tests_may_be_listed_and_bring_data_where_a_command_runs_them_or_the_repository_has_them_too(written):
-    known = [*LISTED[:-1], {"path": "README.md", "text": repairs.REPOSITORY["README.md"]}]
-    for changes in ({"tests": LISTED}, {"tests": known, "command": ""}):
+def test_tests_may_be_listed_and_bring_data(written):
+    for changes in ({"tests": LISTED}, {"tests": LISTED, "command": ""}):
         source = read(written(**changes))
         (task,) = (task for task in map(source.task, range(2)) if isinstance(task.payload["tests"], dict))
         *_, ended = repairs.attempted(repairs.REPAIR, task=task)
@@ -81,12 +81,41 @@ def test_tests_may_be_listed_and_bring_data_where_a_command_runs_them_or_the_rep
         ({"tests": [{"path": "../a.py", "text": ""}]}, r"row 2: column 'tests' must be .* inside the repository"),
         ({"tests": [{"path": "./a.py", "text": ""}]}, r"row 2: column 'tests' must be .* inside the repository"),
         ({"tests": [{"path": "a.py"}]}, r"row 2: column 'tests' must be .* and a `text`, not \{'path': 'a.py'\}"),
-        ({"tests": LISTED, "command": ""}, r"row 2: column 'tests': the hidden tests bring 'tests/sums\.json'"),
     ],
 )
 def test_a_row_that_cannot_be_attempted_is_a_sentence_that_names_it(written, changes, sentence):
     with pytest.raises(protocols.DataError, match=sentence):
         read(written(**changes))
+
+
+CALLS = [
+    {"function": "calc:add", "arguments": [20, 3], "value": 23},
+    {"function": "calc:add", "arguments": ["a", 1], "raises": "TypeError"},
+]
+
+
+def test_calls_of_a_file_judge_instead_of_tests(written):
+    source = read_calls(written, CALLS)
+    assert repairs.attempted(repairs.REPAIR, task=source.task(0))[-1].metrics["tests_passed"] == 2.0
+    assert repairs.attempted(task=source.task(0))[-1].metrics["tests_passed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [[], [1], [{"function": "calc", "arguments": [], "value": 1}], [{**CALLS[0], "raises": "KeyError"}],
+     [{"function": "calc:add", "arguments": [1, 2]}], [{"function": "calc:add", "value": 1}]],
+    ids=str,
+)  # fmt: skip
+def test_calls_that_say_no_result_are_refused_with_their_row(written, calls):
+    with pytest.raises(protocols.DataError, match=r"tasks\.jsonl, row 1: column 'calls'"):
+        read_calls(written, calls)
+
+
+def read_calls(written, calls):
+    place = pathlib.Path(written())
+    rows = [{**json.loads(line), "calls": calls, "tests": None} for line in place.read_text().splitlines()]
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read(str(place), calls_column="calls", fail_to_pass_column="", command_column="")
 
 
 def test_a_converted_row_of_r2e_gym_is_attempted(tmp_path):

@@ -13,11 +13,6 @@ from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.sandbox import limits, pool
 
 FIXED = {"calc.py": repairs.FIXED}
-LIAR = (
-    "class Any:\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
-    "def add(a, b): return Any()\n"
-)
-ANY_SUM = {"test_calc.py": "import calc\ndef test_add(): assert calc.add(1, 1) == 2\n"}
 
 
 @pytest.fixture(scope="module")
@@ -57,54 +52,12 @@ def killing(monkeypatch, kind, deaths):
     monkeypatch.setattr(pool.worker.Worker, "call", call)
 
 
-HONEST = {
-    "read": (
-        "def drain(queue):\n    {}\n    items = list(queue)\n    queue.clear()\n    return items\n",
-        "queue = [1, 2]\n    assert calc.drain(queue) == [1, 2]\n    assert queue == []\n",
-    ),
-    "compared-with-the-result": (
-        "def push(stack):\n    {}\n    stack.append(3)\n    return len(stack)\n",
-        "stack = [1, 2]\n    assert calc.push(stack) == len(stack)\n",
-    ),
-}
-TRICK = (
-    "def add(values):\n    {}\n    values.clear()\n    return 0\n",
-    "values = [1, 2]\n    assert calc.add(values) == sum(values)\n",
-)
-"""Code that changes its argument, with room for a first line, and a test that reads the argument afterwards."""
-
-
-def of_changed_argument(judged, code, check):
-    """The verdict on such code. Its argument decides: with a copy of it, as in the repository, the test fails."""
-    tests = {"test_calc.py": f"import calc\ndef test_it():\n    {check}"}
-    name = code.partition("(")[2].partition(")")[0]
-    repository = {"calc.py": code.format(f"{name} = list({name})")}
-    assert judged({}, repository=repository, tests=tests, names=()) == suites.Verdict(0, 1)
-    return judged({"calc.py": code.format("pass")}, repository=repository, tests=tests, names=())
-
-
-@repairs.cases(HONEST)
-def test_a_fix_that_changes_its_argument_as_it_should_passes(judged, made):
-    assert of_changed_argument(judged, *made) == suites.Verdict(1, 1)
-
-
-def test_an_emptied_argument_passes_a_weak_test_as_the_readme_says(judged):
-    """The price of the tests above: only the issue says which change is wanted."""
-    assert of_changed_argument(judged, *TRICK) == suites.Verdict(1, 1)
-
-
-@pytest.mark.parametrize("code", ["import os\nos._exit(1)\n", "while True: pass\n"], ids=["crash", "overdue"])
-def test_nothing_is_a_lie_where_the_repository_has_no_result(judged, code):
-    verdict = judged({"calc.py": LIAR}, repository={"calc.py": code}, tests=ANY_SUM, names=(), seconds=2.0)
-    assert verdict == suites.Verdict(1, 1)
-
-
 def test_findings_without_a_result_are_not_kept():
     known = {}
     ends = suites.Suite(repairs.files_of({"test_calc.py": "import calc, os\nif calc.add(2, 1) == 1: os._exit(1)\n"}))
 
     async def work(judge):
-        await judge({"calc.py": LIAR.replace("return Any()", "return 3")}, ends, known)
+        await judge(FIXED, ends, known)
         left = dict(known)
         await judge(FIXED, repairs.suite(names=()), known)
         return left, known

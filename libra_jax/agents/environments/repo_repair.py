@@ -1,8 +1,9 @@
 """Repairing a repository: the policy gets the repository and an issue, changes files with its tools, and tests judge.
 
 A rollout's sandbox starts with the repository's snapshot. The first output that calls no tool ends the rollout. The
-sandbox's files are then copied and the sandbox is ended. Hidden tests run on the copy in another sandbox, which the
-policy never saw (`libra_jax/agents/repair/suites.py` has the rules there). No sandbox contains the tests before.
+sandbox's files are then copied and the sandbox is ended. Hidden tests, or calls, run on the copy in another sandbox,
+which the policy never saw (`libra_jax/agents/repair/suites.py` has the rules there). No sandbox contains the tests
+before, and none ever contains the right results of calls.
 
 Generated tasks come from `libra_jax.agents.repair.planted:task_source`. Tasks in a file, as in SWE-bench (arXiv
 2310.06770) and R2E-Gym (arXiv 2504.07164), come from `task_source` here.
@@ -16,14 +17,13 @@ import logging
 import math
 import pathlib
 import posixpath
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import datasets, deadlines, resolving
 from libra_jax.agents.environments import dialogue
-from libra_jax.agents.repair import snapshots, suites
+from libra_jax.agents.repair import calls, snapshots, suites
 from libra_jax.agents.tools import toolbox, toolkit
 
 PROMPT = (
@@ -34,12 +34,6 @@ PROMPT = (
 
 _VERDICTS = 4096
 _log = logging.getLogger(__name__)
-
-MORE_FILES = 2000
-"""Number of files that a rollout may add to a repository.
-
-A workspace with more files is refused, and its reward is 0.
-"""
 
 
 class Repair:
@@ -67,7 +61,8 @@ class Repair:
         del answer
         assert box.session is not None
         payload, refused, lines = task.payload, False, 0
-        must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
+        tests = await deadlines.off_loop(_files, payload.get("tests", {}), self._most_bytes)
+        suite = suites.Suite.from_payload(payload, tests.files, self._seconds)
         given = payload["files"] if "files" in payload else payload["repository"]
         snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         saved = await box.session.save(self._most_bytes)
@@ -77,30 +72,19 @@ class Repair:
         try:
             if saved.status != "success":
                 raise snapshots.Hostile(saved.text)
-            most = len(snapshot.files) + MORE_FILES
+            most = len(snapshot.files) + suites.MORE_FILES
             workspace = await deadlines.off_loop(snapshots.taken_over, saved.archive, self._most_bytes, most)
         # Too large, or made unreadable: the policy did it, so this is a reward of 0 and not a crash.
         except snapshots.Hostile as error:
             refused = True
-            verdict = suites.Verdict(0, len(must_pass), f"left files that were refused: {error}")
+            verdict = suites.Verdict(0, len(suite.calls or suite.must_pass), f"left files that were refused: {error}")
         else:
-            tests = await deadlines.off_loop(_files, payload["tests"], self._most_bytes)
-            suite = suites.Suite(tests.files, must_pass, payload.get("test_command", ""), self._seconds)
             verdict = await self._judge(snapshot, workspace, suite)
             lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
         if refused or verdict.deceit or verdict.broke:
             self._reasons.tell(f"A rollout of {task.prompt_id} is worth 0: {resolving.loggable(verdict.problem)}")
-        metrics = {
-            "tests_passed": float(verdict.passed),
-            "tests_total": float(verdict.total),
-            "tests_overdue": float(verdict.overdue),
-            "tests_deceived": float(verdict.deceit),
-            "sandbox_broken": float(verdict.broke),
-            "files_refused": float(refused),
-            "patch_lines": float(lines),
-        }
         reward = 0.0 if refused else verdict.share if self._partial else float(verdict.solved)
-        return dialogue.Verdict(reward, metrics)
+        return dialogue.Verdict(reward, verdict.metrics(refused, lines))
 
     async def _judge(
         self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
@@ -224,9 +208,12 @@ def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
       DataError: A path does not exist, a list is malformed, or the tests cannot be judged.
     """
     for name in ("repository", "tests"):
-        place = payload[name]
+        place = payload.get(name)
         if isinstance(place, str) and not pathlib.Path(place).exists():
             raise protocols.DataError(f"{where}: column {names[name]!r}: {place} is no directory and no tar")
+    if "calls" in payload:
+        calls.read(payload["calls"], f"{where}: column {names['calls']!r}")
+        return
     for name in ("fail_to_pass", "pass_to_pass"):
         listed = payload[name]
         if not (isinstance(listed, list) and all(isinstance(test, str) for test in listed)):
@@ -240,12 +227,6 @@ def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
         verbose = any(word.startswith(("-v", "--verbose")) for word in str(command).split())
         if "unittest" in command and not verbose:
             raise protocols.DataError(f"{where}: {command!r} does not say which tests pass; add -v")
-        return
-    tests = _files(payload["tests"], sys.maxsize).files
-    if suites.telling_data(snapshots.Snapshot({}), tests):  # if the tests name no data, the repository need not be read
-        snapshot = snapshots.Snapshot.read(pathlib.Path(payload["repository"]), sys.maxsize)
-        if data := suites.telling_data(snapshot, tests):
-            raise protocols.DataError(f"{where}: column {names['tests']!r}: {suites.DATA.format(data)}")
 
 
 def task_source(
@@ -257,6 +238,7 @@ def task_source(
     fail_to_pass_column: str = "",
     pass_to_pass_column: str = "",
     command_column: str = "",
+    calls_column: str = "",
     holdout: float = 0.05,
 ) -> datasets.FileTasks:
     """Returns tasks from a file that `datasets.task_source` can read. Paths in it are relative to the file's folder.
@@ -272,8 +254,10 @@ def task_source(
         dotted). Empty: all tests have to pass.
       pass_to_pass_column: Column with a list of tests that already pass and must keep passing. Empty: none.
       command_column: Column with the command that runs the tests, from the repository's root. `pytest` reports by
-        itself. Other runners have to print each test's name and outcome like `unittest -v`. Empty: Python's `unittest`
-        in the sandbox, whose tests may bring only Python files, except for files that the repository has anyway.
+        itself. Other runners have to print each test's name and outcome like `unittest -v`. Empty: Python's `unittest`.
+      calls_column: Column with a list of calls that judge instead of tests:
+        {"function": "package.module:name", "arguments": [...], "value": ...}, with "raises" instead of "value" for
+        the name of an exception. Empty: the tests judge.
       holdout: Share of the distinct issues that are kept for evaluation, at least one. 0 means none.
 
     Raises:
@@ -282,7 +266,8 @@ def task_source(
     """
     names = {
         "repository": repository_column,
-        "tests": tests_column,
+        "tests": "" if calls_column else tests_column,
+        "calls": calls_column,
         "fail_to_pass": fail_to_pass_column,
         "pass_to_pass": pass_to_pass_column,
         "test_command": command_column,
@@ -290,19 +275,20 @@ def task_source(
     columns = {name: column for name, column in names.items() if column}
     folder, rows = pathlib.Path(path).parent, []
     for number, values in datasets.read(path, issue_column, "", columns, "train", holdout):
-        where, tests = f"{path}, row {number}", values["tests"]
+        where, tests = f"{path}, row {number}", values.get("tests", "")
         listed = isinstance(tests, list)
         # Checked first: the payload takes the path and text of each file for granted.
         if listed:
             _check_listed(tests, f"{where}: column {tests_column!r}")
-        payload = {
-            "issue": values["prompt"],
-            "repository": str(folder / str(values["repository"])),
-            "tests": {file["path"]: file["text"] for file in tests} if listed else str(folder / str(tests)),
-            "fail_to_pass": values.get("fail_to_pass", []),
-            "pass_to_pass": values.get("pass_to_pass", []),
-            "test_command": values.get("test_command", ""),
-        }
+        judged: dict[str, Any] = {"calls": values.get("calls")}
+        if not calls_column:
+            judged = {
+                "tests": {file["path"]: file["text"] for file in tests} if listed else str(folder / str(tests)),
+                "fail_to_pass": values.get("fail_to_pass", []),
+                "pass_to_pass": values.get("pass_to_pass", []),
+                "test_command": values.get("test_command", ""),
+            }
+        payload = {"issue": values["prompt"], "repository": str(folder / str(values["repository"])), **judged}
         _check(payload, names, where)
         rows.append((number, payload))
     return datasets.FileTasks(path, seed, rows, holdout, prompt="issue")

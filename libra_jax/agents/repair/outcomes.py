@@ -1,17 +1,31 @@
-"""Reads which tests passed, from a JUnit report or from a test runner's output."""
+"""Reads the outcomes of tests, from a JUnit report or a runner's output, and the outcomes that test files declare."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Mapping
+from typing import Literal
 from xml.etree import ElementTree
 
+Outcome = Literal["failed", "skipped", "xfailed", "passed"]
+"""Outcome of a test. "xfailed" is a failure that was expected."""
+
+_WORST: tuple[Outcome, ...] = ("failed", "skipped", "xfailed", "passed")
 _PYTEST = (
     re.compile(r"^(?P<test>\S+\.py(?:::\S+)+) (?P<word>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"),
     re.compile(r"^(?P<word>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (?P<test>\S+\.py(?:::\S+)+)"),
 )
 _UNITTEST = re.compile(r"^(?P<bad>(?:FAIL|ERROR): )?(?P<test>\w+) \((?P<where>[\w.]+)\)")
 _OUTCOME = re.compile(r"^(?:.* \.\.\. )?(?P<word>ok|FAIL|ERROR|skipped .*|expected failure|unexpected success)$")
-_GOOD = ("ok", "expected failure", "PASSED", "XFAIL")
+_WORDS: Mapping[str, Outcome] = {
+    "ok": "passed", "PASSED": "passed", "expected failure": "xfailed", "XFAIL": "xfailed", "skipped": "skipped",
+    "SKIPPED": "skipped",
+}  # fmt: skip
+_DECLARATIONS: Mapping[str, Outcome] = {
+    "xfail": "xfailed", "expectedFailure": "xfailed", "skip": "skipped", "skipif": "skipped", "skipIf": "skipped",
+    "skipUnless": "skipped",
+}  # fmt: skip
 
 
 class Unreadable(Exception):
@@ -23,8 +37,51 @@ def dotted(name: str) -> str:
     return name.removeprefix("src/").replace(".py::", ".").replace("::", ".").replace("/", ".")
 
 
-def of_junit(text: str) -> dict[str, bool]:
-    """Returns which tests of a JUnit report passed. A test that appears several times has to pass each time.
+def declared(path: str, source: str) -> dict[str, set[Outcome]]:
+    """Returns the outcomes that a test file declares by decorators or `pytestmark`, by the name of its scope.
+
+    A scope is the module, a class or a function. A call such as `pytest.xfail()` inside a test declares nothing: the
+    tested code may make the same call.
+    """
+    found: dict[str, set[Outcome]] = {}
+
+    def note(scope: str, marks: list[ast.expr]) -> None:
+        names = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for mark in marks
+            for node in ast.walk(mark)
+            if isinstance(node, ast.Attribute | ast.Name)
+        }
+        if outcomes := {_DECLARATIONS[name] for name in names & _DECLARATIONS.keys()}:
+            found.setdefault(scope, set()).update(outcomes)
+
+    def visit(body: list[ast.stmt], scope: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                note(f"{scope}.{node.name}", node.decorator_list)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{scope}.{node.name}")
+            elif isinstance(node, ast.Assign) and any(
+                isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
+            ):
+                note(scope, [node.value])
+
+    try:
+        visit(ast.parse(source).body, dotted(path.removesuffix(".py")))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    return found
+
+
+def declares(declarations: Mapping[str, set[Outcome]], name: str, outcome: Outcome) -> bool:
+    """Returns whether a test, or a scope around it, declares an outcome."""
+    steps = name.partition("[")[0].split(".")
+    scopes = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
+    return any(outcome in declarations.get(scope, ()) for scope in scopes)
+
+
+def of_junit(text: str) -> dict[str, Outcome]:
+    """Returns the outcomes of a JUnit report. Of a test that appears several times, the worst one counts.
 
     The report may come from an untrusted author, so entity declarations are refused.
 
@@ -37,38 +94,41 @@ def of_junit(text: str) -> dict[str, bool]:
         root = ElementTree.fromstring(text)
     except (ElementTree.ParseError, ValueError, RecursionError) as error:
         raise Unreadable(f"the report is no XML ({error})") from error
-    passed: dict[str, bool] = {}
+    outcomes: dict[str, Outcome] = {}
     for case in root.iter("testcase"):
         name = dotted(".".join(filter(None, (case.get("classname"), case.get("name")))))
-        # pytest reports an expected failure as skipped, with this type.
-        bad = (
-            part.tag in ("failure", "error") or (part.tag == "skipped" and part.get("type") != "pytest.xfail")
-            for part in case
-        )
-        # Tested code may report a test once more; it can only spoil the outcome.
-        passed[name] = passed.get(name, True) and not any(bad)
-    return passed
+        _add(outcomes, name, "passed")
+        for part in case:
+            if part.tag in ("failure", "error"):
+                _add(outcomes, name, "failed")
+            elif part.tag == "skipped":  # pytest reports an expected failure this way
+                _add(outcomes, name, "xfailed" if part.get("type") == "pytest.xfail" else "skipped")
+    return outcomes
 
 
-def printed(text: str) -> dict[str, bool]:
-    """Returns which tests passed by the output of `unittest -v`, `pytest -v` or `pytest -rA`.
+def _add(outcomes: dict[str, Outcome], name: str, outcome: Outcome) -> None:
+    outcomes[name] = min(outcome, outcomes.get(name, "passed"), key=_WORST.index)
+
+
+def printed(text: str) -> dict[str, Outcome]:
+    """Returns outcomes by the output of `unittest -v`, `pytest -v` or `pytest -rA`.
 
     One contrary line is enough for a test to count as failed. Between a test's name and its outcome, `unittest` may
     print the docstring, and the test may print its own output.
     """
-    passed: dict[str, bool] = {}
+    outcomes: dict[str, Outcome] = {}
     begun = ""
     for line in text.splitlines():
         for pattern in _PYTEST:
             if found := pattern.match(line):
-                name = dotted(found["test"])
-                passed[name] = found["word"] in _GOOD and passed.get(name, True)
+                _add(outcomes, dotted(found["test"]), _WORDS.get(found["word"], "failed"))
         if found := _UNITTEST.match(line):
             where, name = found["where"], found["test"]
             # Versions before Python 3.11 leave the name out.
             begun = where if where.endswith("." + name) else f"{where}.{name}"
             if found["bad"]:  # in the list of details at the end
-                passed[begun] = False
+                outcomes[begun] = "failed"
         if begun and (found := _OUTCOME.match(line)):
-            passed[begun] = found["word"] in _GOOD and passed.get(begun, True)
-    return passed
+            word = "skipped" if found["word"].startswith("skipped") else found["word"]
+            _add(outcomes, begun, _WORDS.get(word, "failed"))
+    return outcomes

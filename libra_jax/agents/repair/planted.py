@@ -1,8 +1,8 @@
-"""Generated small repositories with one planted bug each: files, an issue, hidden tests, and the fix.
+"""Generated small repositories with one planted bug each: files, an issue, calls with right results, and the fix.
 
 Levels: "easy" is one line of arithmetic at fixed widths, which a character model of half a million parameters learns.
 "module" is one module with several functions, and "package" is a package of two modules. Running the code without its
-bug gives the values that the tests expect. Running it with the bug tells which tests the bug breaks.
+bug gives the right results of the calls. At least one call shows the bug. `calls.py` judges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from libra_jax import config
 from libra_jax.agents import splits
 
 LEVELS = ("easy", "module", "package")
-_CASES, _TRIES = 5, 200
+_CALLS, _BROKEN_CALLS, _TRIES = 6, 24, 200
+"""Calls of a right function and of the broken one, which show that a fix has not broken the others or learnt values."""
+
 _SPOT = re.compile("⟦(.*?)¦(.*?)⟧", re.DOTALL)
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "juniper", "kelp", "lotus")
 
@@ -75,7 +77,7 @@ RECIPES = (
         ("page_count", "pages_needed", "sheet_count"),
         'def {f}(items):\n    """How many pages of {c} items it takes to show them all."""\n'
         "    return (items + {c}⟦ - 1¦⟧) // {c}\n",
-        lambda rng: (rng.choice((0, 1, 10, 20, 24, 30, 36, 40, 60, 120, rng.randint(2, 99))),),
+        lambda rng: (rng.choice((0, 1, 10, 20, 24, 30, 36, 40, 60, 120, rng.randint(2, 999))),),
     ),
     Recipe(
         "swapped_arguments",
@@ -119,7 +121,7 @@ RECIPES = (
         "wrong_comparison",
         ("passes", "is_enough", "reaches"),
         'def {f}(score):\n    """Whether the score is {c} at least."""\n    return score ⟦>=¦>⟧ {c}\n',
-        lambda rng: (rng.choice((0, 10, 11, 12, 15, 20, 24, 25, 30, 99)),),
+        lambda rng: (rng.choice((10, 12, 15, 20, 24, 25, rng.randint(-99, 999))),),
     ),
     Recipe(
         "wrong_variable",
@@ -160,35 +162,29 @@ def _answer(source: str, name: str, arguments: tuple[Any, ...]) -> tuple[bool, A
 
 
 def _calls(function: _Function, rng: random.Random, broken: bool) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns some calls with their expected results. For a broken function, up to two of them show the bug."""
+    """Returns some calls with their right results. For a broken function, at least two show the bug, if any do."""
     found: dict[str, tuple[tuple[Any, ...], Any]] = {}
-    shown = 0
+    most, shown = _BROKEN_CALLS if broken else _CALLS, 0
     for _ in range(_TRIES):
         arguments = function.recipe.draw(rng)
         good, value = _answer(function.right, function.name, arguments)
         differs = _answer(function.wrong, function.name, arguments) != (good, value)
         # Keeps two places free for calls that show the bug.
-        room = len(found) < _CASES - 2 * (broken and shown < 2)
+        room = len(found) < most - 2 * (broken and shown < 2)
         if good and repr(arguments) not in found and (room or (broken and differs and shown < 2)):
             found[repr(arguments)] = (arguments, value)
             shown += differs
-        if len(found) == _CASES:
+        if len(found) == most:
             break
     return list(found.values())
 
 
-def _tests(module: str, functions: Mapping[str, Sequence[tuple[tuple[Any, ...], Any]]]) -> str:
-    lines = ["import unittest", "", f"from {module} import {', '.join(functions)}", ""]
-    for name, calls in functions.items():
-        lines += ["", f"class Test_{name}(unittest.TestCase):"]
-        for number, (arguments, value) in enumerate(calls):
-            check = f"self.assertEqual({name}({', '.join(map(repr, arguments))}), {value!r})"
-            lines += [f"    def test_{number}(self):", f"        {check}"]
-    return "\n".join(lines) + "\n"
+def _listed(module: str, name: str, calls: Sequence[tuple[tuple[Any, ...], Any]]) -> list[dict[str, Any]]:
+    return [{"function": f"{module}:{name}", "arguments": list(given), "value": value} for given, value in calls]
 
 
 def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """Returns a repository of one module or of a package. `task_source` documents the fields."""
+    """Returns a repository of one module or of a package, or nothing if no call shows its bug."""
     broken = _filled(rng.choice([recipe for recipe in RECIPES if recipe.kind in kinds]), rng)
     others = [recipe for recipe in RECIPES if not set(recipe.names) & set(broken.recipe.names)]
     functions = [broken, *(_filled(recipe, rng) for recipe in rng.sample(others, 2 if level == "module" else 3))]
@@ -200,24 +196,20 @@ def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[st
     else:
         parts = {f"{package}/{modules[0]}.py": functions[:2], f"{package}/{modules[1]}.py": functions[2:]}
     files = {} if level == "module" else {f"{package}/__init__.py": ""}
-    tests: dict[str, str] = {}
-    fail: list[str] = []
-    keep: list[str] = []
+    listed: list[dict[str, Any]] = []
     wrong_at = ""
-    shown: tuple[tuple[Any, ...], Any] = ((), None)
+    shown: tuple[tuple[Any, ...], Any] | None = None
     for path, members in parts.items():
-        module = path.removesuffix(".py").replace("/", ".")
         files[path] = "\n\n".join(one.wrong if one is broken else one.right for one in members)
-        calls = {one.name: _calls(one, rng, one is broken) for one in members}
-        test = f"tests/test_{module.rpartition('.')[2]}.py"
-        tests[test] = _tests(module, calls)
         for one in members:
-            for number, (arguments, value) in enumerate(calls[one.name]):
-                name = f"{test}::Test_{one.name}::test_{number}"
-                bad = one is broken and _answer(one.wrong, one.name, arguments) != (True, value)
-                (fail if bad else keep).append(name)
-                if bad:
-                    wrong_at, shown = path, (arguments, value)
+            calls = _calls(one, rng, one is broken)
+            listed += _listed(path.removesuffix(".py").replace("/", "."), one.name, calls)
+            if one is broken:
+                wrong_at = path
+                bad = [call for call in calls if _answer(one.wrong, one.name, call[0]) != (True, call[1])]
+                shown = bad[-1] if bad else None
+    if shown is None:
+        return {}
     arguments, value = shown
     good, seen = _answer(broken.wrong, broken.name, arguments)
     seen = f"returns {seen!r}" if good else f"raises {seen}"
@@ -226,15 +218,17 @@ def _repository(level: str, kinds: Sequence[str], rng: random.Random) -> dict[st
         f"Please make `{broken.name}` do what its docstring says."
     )
     fix = {"path": wrong_at, "old": broken.wrong, "new": broken.right}
-    return {"files": files, "tests": tests, "issue": issue, "kind": broken.recipe.kind, "fix": fix,
-            "fail_to_pass": fail, "pass_to_pass": keep}  # fmt: skip
+    return {"files": files, "issue": issue, "kind": broken.recipe.kind, "fix": fix, "calls": listed}
 
 
 _EASY_KINDS = ("wrong_constant", "wrong_operator", "off_by_one")
 
 
 def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
-    """Returns a one-line repository. All widths are fixed, so that copied text lies at a constant distance."""
+    """Returns a one-line repository, or nothing if no call shows its bug.
+
+    All widths are fixed, so that copied text lies at a constant distance.
+    """
     kind = rng.choice([kind for kind in _EASY_KINDS if kind in kinds])
     first, second, large, small = rng.choice("+-*"), rng.choice("+-*"), rng.randint(10, 99), rng.randint(1, 8)
     right, other = f"x{first}{large}{second}{small}", rng.choice([sign for sign in "+-*" if sign != first])
@@ -244,17 +238,15 @@ def _easy(kinds: Sequence[str], rng: random.Random) -> dict[str, Any]:
         "off_by_one": f"x{first}{large}{second}{small + 1}",
     }[kind]
     # Evaluates our own text: digits, signs and x.
-    calls = [((x,), eval(right, {"x": x})) for x in sorted(rng.sample(range(2, 40), _CASES - 1))]
-    broken = [eval(wrong, {"x": x}) != value for (x,), value in calls]
-    names = [f"test_m.py::Test_f::test_{number}" for number in range(len(calls))]
+    calls = [((x,), eval(right, {"x": x})) for x in rng.sample(range(-99, 1000), _BROKEN_CALLS)]
+    if all(eval(wrong, {"x": x}) == value for (x,), value in calls):
+        return {}
     return {
         "files": {"m.py": f"def f(x): return {wrong}\n"},
-        "tests": {"test_m.py": _tests("m", {"f": calls})},
         "issue": f"f(x) must be {right}",
         "kind": kind,
         "fix": {"path": "m.py", "old": wrong, "new": right},
-        "fail_to_pass": [name for name, bad in zip(names, broken, strict=True) if bad],
-        "pass_to_pass": [name for name, bad in zip(names, broken, strict=True) if not bad],
+        "calls": _listed("m", "f", calls),
     }
 
 
@@ -264,8 +256,8 @@ KINDS = tuple(dict.fromkeys((*_EASY_KINDS, *(recipe.kind for recipe in RECIPES))
 def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Sequence[str] = ()) -> splits.Tasks:
     """Returns repositories with a planted bug, for `libra_jax.agents.environments.repo_repair:environment`.
 
-    A payload has `files` and `tests` (text by path), `issue`, `fail_to_pass` and `pass_to_pass` (names of tests), the
-    `kind` of the bug, and `fix`: in the file `path`, `old` becomes `new`.
+    A payload has `files` (text by path), `issue`, `calls` with their right results, the `kind` of the bug, and `fix`:
+    in the file `path`, `old` becomes `new`.
 
     Args:
       path: Must be empty, because nothing is read.
@@ -288,7 +280,7 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
         del index
         while True:
             made = _easy(chosen, rng) if level == "easy" else _repository(level, chosen, rng)
-            if made["fail_to_pass"]:  # a bug that no test finds makes no task
+            if made:  # a bug that no call finds makes no task
                 return made["fix"]["new"] + made["issue"], made
 
     return splits.generated(f"planted-{level}", seed, draw, stream="planted")

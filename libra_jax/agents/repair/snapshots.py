@@ -234,14 +234,6 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
     return Snapshot(files, links)
 
 
-def helpers(snapshot: Snapshot, tests: Mapping[str, File]) -> list[str]:
-    """Returns the paths of the repository's own modules for its tests, without the hidden tests."""
-    known = {path.split("/", 1)[0] for path in snapshot.files}
-    return [
-        path for path in snapshot.files if path.endswith(".py") and path not in tests and _is_the_suites(path, known)
-    ]
-
-
 def _is_the_suites(path: str, known: set[str]) -> bool:
     """Returns whether a file belongs to the suite and not to the policy. `known` are the snapshot's top-level names."""
     *folders, name = path.split("/")

@@ -1,72 +1,73 @@
-"""Hidden tests: put over the policy's files, run in a sandbox that the policy never saw, and judged.
+"""Judges a repository as a policy left it, in a sandbox that the policy never saw: by calls, or by a suite of tests.
 
-The tests and their helpers come from the task. The policy's files are copied beside them as data, except files that
-decide how tests run. The tests import the tested code, so both share a process. Therefore code that deceives the tests
-can be detected, but not ruled out. If one of these is detected, no test counts as passed:
+Calls of functions (`calls.py`) are judged outside of the process that runs the policy's code. Nothing there is trusted.
 
-- wrong results of control tests, some of which must pass and some must fail, chosen at random on the host;
-- changes of Python's own functions, the tests' functions and the names of test modules (`guard.Guard`);
-- objects that equal everything, and endless iterations (`guard.Witness`);
-- test files, settings of runners or limits of the sandbox that changed while the tests ran.
-
-If something is detected, the unchanged repository is judged as well. Behaviour that it shares is not deceit. If that
-run has no result, nothing counts as deceit, because the repository's behaviour is unknown.
+A suite's tests import the tested code, so both share a process, which writes the report. The tests and their helpers
+come from the task. The policy's files are copied next to them as data, except files that decide how tests run. No test
+counts as passed if control tests, whose outcomes the host chose at random, have other outcomes, or if test files or
+settings of runners changed. An expected failure passes only if the test file declares it by a decorator; a skipped test
+never does. What such a verdict still trusts is in docs/guides/repositories.md.
 
 Without a command, Python's `unittest` runs the tests. With a command, such as `python -m pytest tests`, the project's
-own runner does, as in SWE-bench and R2E-Gym. `guard.py` is not used then.
-
-Data model of SWE-bench (arXiv 2310.06770): tests that fail before and pass after, and tests that pass before and after.
+own runner does, as in SWE-bench and R2E-Gym. Data model of SWE-bench (arXiv 2310.06770): tests that fail before and
+pass after, and tests that pass before and after.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import pathlib
 import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from libra_jax import config, protocols
+from libra_jax import protocols
 from libra_jax.agents import deadlines
+from libra_jax.agents.repair import calls as calls_module
 from libra_jax.agents.repair import outcomes, snapshots
 from libra_jax.agents.sandbox import limits, pool
 
 ATTEMPTS = 2
 """Number of sandboxes that a run may use, if one dies or a signal ends the tests."""
 
+MORE_FILES = 2000
+"""Number of files that a policy may add to a repository. One with more is refused, and its reward is 0."""
+
 _CONTROLS = 4
-PROGRAMS = {name: pathlib.Path(__file__).with_name(f"{name}.py").read_text() for name in ("guard", "hidden", "referee")}
-"""Programs that a sandbox gets for the tests, as text. Each comes after the programs that it imports."""
+PROGRAMS = {name: pathlib.Path(__file__).with_name(f"{name}.py").read_text() for name in ("runner", "unittest_report")}
+"""Programs that a sandbox gets for the tests, as text."""
 _OPERATORS_OF_SHELL = frozenset("|;&<>`$()\n")
-_BOOT = (
-    "import sys, types\n"
-    "workspace = sys.path.pop(0)\n"  # before any import: none may come from the policy's files
-    "package = sys.modules['libra_jax.agents.repair'] = types.ModuleType('package')\n"
-    "for name, source in PROGRAMS.items():\n"
-    "    module = types.ModuleType(name)\n"
-    "    exec(compile(source, name, 'exec'), module.__dict__)\n"
-    "    setattr(package, name, module)\n"
-    "package.referee.main(REQUEST, workspace)\n"
-)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Hidden tests.
+    """Hidden tests, or calls.
 
     Attributes:
       tests: Files by path.
       must_pass: Names of tests that have to pass. Empty: all tests, and at least one.
       command: Command that runs the tests in the workspace. Empty: `unittest` runs them.
       seconds: Seconds that a run may take. None: the limit of any call.
+      calls: Calls that judge instead of tests. Empty: the tests judge.
     """
 
     tests: Mapping[str, snapshots.File]
     must_pass: Sequence[str] = ()
     command: str = ""
     seconds: float | None = None
+    calls: Sequence[calls_module.Call] = ()
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any], tests: Mapping[str, snapshots.File], seconds: float) -> Suite:
+        """Returns the suite of a task, whose test files are read already."""
+        if payload.get("calls"):
+            return cls({}, seconds=seconds, calls=calls_module.read(payload["calls"], "the task's field 'calls'"))
+        must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
+        return cls(tests, must_pass, payload.get("test_command", ""), seconds)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Verdict:
       total: Number of tests that must pass. 0 if unknown, because the run had no result.
       problem: Why the run passed nothing, in a few words. Empty if it has a result.
       overdue: Whether the run took too long.
-      deceit: Whether the tested code tampered with the tests or lied to them.
+      deceit: Whether the tested code forged a report, or changed files of the tests.
       broke: Whether the tested code or its files ended the sandbox or did not fit into it.
     """
 
@@ -99,28 +100,41 @@ class Verdict:
         """Share of the tests that passed, of those that must."""
         return self.passed / self.total if self.total else 0.0
 
+    def metrics(self, refused: bool, lines: int) -> dict[str, float]:
+        """Returns the metrics of a rollout.
+
+        Args:
+          refused: Whether the policy's files were refused.
+          lines: Number of changed lines.
+        """
+        return {
+            "tests_passed": float(self.passed),
+            "tests_total": float(self.total),
+            "tests_overdue": float(self.overdue),
+            "tests_deceived": float(self.deceit),
+            "sandbox_broken": float(self.broke),
+            "files_refused": float(refused),
+            "patch_lines": float(lines),
+        }
+
 
 @dataclass(frozen=True)
 class Findings:
     """The findings of one run.
 
     Attributes:
-      passed: Whether each test passed, by name.
+      outcomes: Outcome of each test, by name.
       problem: Why there is no result, in a few words. Empty if there is one.
       overdue: Whether the run took too long.
-      forged: Whether the problem is a forged report.
+      forged: Whether the problem is a forged report, or a changed file of the tests.
       killed: Whether a signal ended the run. Its sender is unknown.
-      changes: Changes that the tested code made around the tests.
-      lies: Behaviour of its objects and functions that honest ones do not have.
     """
 
-    passed: Mapping[str, bool] = field(default_factory=dict)
+    outcomes: Mapping[str, outcomes.Outcome] = field(default_factory=dict)
     problem: str = ""
     overdue: bool = False
     forged: bool = False
     killed: bool = False
-    changes: Sequence[str] = ()
-    lies: Sequence[str] = ()
 
 
 Known = MutableMapping[str, asyncio.Task[Findings]]
@@ -153,16 +167,11 @@ async def run(
       known: Findings on unchanged repositories, kept between calls. Belongs to one event loop.
 
     Raises:
-      ConfigError: The tests bring hidden data and have no command.
       WorkerLost: Sandboxes did not start, or were killed while files were unpacked. Also if they died during the run
         and during that of the unchanged repository.
     """
-    data = telling_data(snapshot, suite.tests)
-    config.check(
-        bool(suite.command) or not data, "task.arguments.command_column", f"must name a command: {DATA.format(data)}"
-    )
     bench = _Bench(sandbox, snapshot, suite, {} if known is None else known)
-    total = len(suite.must_pass)
+    total = len(suite.calls or suite.must_pass)
     try:
         found = await bench.findings(workspace)
     except _Died as death:
@@ -179,16 +188,41 @@ async def run(
         return Verdict(0, total, f"ended the sandbox: {death}", broke=True)
     if found.problem:
         return Verdict(0, total, found.problem, found.overdue, found.forged)
-    if deceits := await bench.deceits(found):
-        return Verdict(0, total, "; ".join(deceits[:3]), deceit=True)
+    declared: dict[str, set[outcomes.Outcome]] = {}
+    for path, file in suite.tests.items():
+        declared |= outcomes.declared(path, file.content.decode(errors="replace"))
+
+    def passed(name: str) -> bool:
+        outcome = found.outcomes.get(name)
+        return outcome == "passed" or (outcome == "xfailed" and outcomes.declares(declared, name, "xfailed"))
+
     wanted = [outcomes.dotted(name) for name in suite.must_pass]
-    if not wanted:  # all tests of the suite, including tests that the tested code removed
-        try:
-            wanted = sorted(found.passed.keys() | (await bench.unchanged()).passed.keys())
-        except _Died:
-            wanted = sorted(found.passed)
-        wanted = [name for name in wanted if found.passed.get(name) is not None or not name.endswith(".import")]
-    return Verdict(sum(found.passed.get(name, False) for name in wanted), len(wanted))
+    if not wanted:
+        wanted = await _all_tests(bench, found, declared)
+    return Verdict(sum(map(passed, wanted)), len(wanted))
+
+
+async def _all_tests(bench: _Bench, found: Findings, declared: Mapping[str, set[outcomes.Outcome]]) -> list[str]:
+    """Returns the tests that have to pass if a task names none: all of the suite, also those that did not run.
+
+    A skipped test is left out only if its file declares that, and if the unchanged repository does not pass it: the
+    condition of a declaration may depend on the tested code.
+    """
+    before: Mapping[str, outcomes.Outcome] = {}
+    if not bench.suite.calls:
+        with contextlib.suppress(_Died):
+            before = (await bench.unchanged()).outcomes
+    names = sorted(found.outcomes.keys() | before.keys())
+    return [
+        name
+        for name in names
+        if (name in found.outcomes or not name.endswith(".import"))
+        and not (
+            found.outcomes.get(name) == "skipped"
+            and outcomes.declares(declared, name, "skipped")
+            and before.get(name) != "passed"
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -262,39 +296,6 @@ class _Bench:
             raise _Died(death)
         return found
 
-    async def deceits(self, found: Findings) -> list[str]:
-        """Returns deceptions of the tested code that the unchanged repository does not show, in a few words each."""
-        if not (found.changes or found.lies):
-            return []
-        try:
-            before = await self.unchanged()
-        except _Died:
-            return []
-        if before.problem:
-            return []
-        changes = [change for change in found.changes if change not in before.changes]
-        return [*changes, *(lie for lie in found.lies if lie not in before.lies)]
-
-
-DATA = (
-    "the hidden tests bring {!r}, which the tested code could read; give the task a test command, "
-    "or have the file in the repository, where the policy sees it too"
-)
-"""Message that refuses data found by `telling_data`."""
-
-
-def telling_data(snapshot: snapshots.Snapshot, tests: Mapping[str, snapshots.File]) -> str:
-    """Returns the path of hidden data in the tests, unless the repository has the same file. Empty if there is none.
-
-    Python files are run from memory. Other files have to be on disk, where the tested code could open them as the tests
-    do.
-    """
-    for path, file in tests.items():
-        known = snapshot.files.get(path)
-        if not path.endswith(".py") and file.content and (known is None or known.content != file.content):
-            return path
-    return ""
-
 
 def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
     """Returns a digest of everything that a verdict depends on."""
@@ -305,7 +306,7 @@ def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File]
             # The length keeps the boundaries between files unambiguous.
             found.update(f"{path!r} {len(content)} {files[path].executable}".encode(errors="surrogateescape"))
             found.update(content)
-    found.update(repr((tuple(suite.must_pass), suite.command, suite.seconds)).encode())
+    found.update(repr((tuple(suite.must_pass), suite.command, suite.seconds, suite.calls)).encode())
     return found.hexdigest()
 
 
@@ -334,17 +335,20 @@ class _Examination:
             tests[path] = snapshots.File(file.content + "\n".join(lines).encode() + b"\n", file.executable)
         files = snapshots.for_tests(snapshot, workspace, tests)
         self.files = files.pack()
+        if suite.calls:
+            self.code = calls_module.code(suite.calls, pool.EXAMINATION_OUTPUT_BYTES)
+            return
         known = {*snapshots.top_modules(snapshot.files), *snapshots.top_modules(tests)}
         request = {
             "secret": self._secret,
             "command": suite.command,
+            "unittest": PROGRAMS["unittest_report"],
             "most_bytes": pool.EXAMINATION_OUTPUT_BYTES,
             "tests": list(tests),
-            "helpers": [path for path in snapshots.helpers(snapshot, tests) if path in files.files],
             "added": [name for name in snapshots.top_modules(files.files) if name not in known],
             "startup": [name for name in snapshots.OWNED if not name.endswith((".pyc", ".pyo"))],
         }
-        self.code = f"REQUEST, PROGRAMS = {(json.dumps(request), PROGRAMS)!r}\n{_BOOT}"
+        self.code = f"{PROGRAMS['runner']}\nmain(json.loads({json.dumps(request)!r}))\n"
 
     def _control(self, where: str, place: int) -> tuple[str, str]:
         """Returns name and body of a control test. The first two at a place are one of each kind."""
@@ -364,38 +368,37 @@ class _Examination:
         """Returns the findings of a run from its sandbox's outcome."""
         if outcome.status == "timeout":
             return Findings(problem=outcome.text or "took too long", overdue=True)
+        killed = outcome.status == "failure" and "ended by signal" in outcome.text
+        if self._suite.calls and not killed:
+            right = calls_module.judge(self._suite.calls, outcome.text)
+            return Findings({name: "passed" if good else "failed" for name, good in right.items()})
         try:
             answer = json.loads(outcome.text) if outcome.status == "success" else {}
         except (ValueError, RecursionError):
             answer = {}
         if not isinstance(answer, dict) or answer.get("secret") != self._secret:
-            killed = outcome.status == "failure" and "ended by signal" in outcome.text
             return Findings(problem=f"the tests have no result: {limits.cut(outcome.text, 200)}", killed=killed)
         if answer.get("problem"):
-            return Findings(problem=str(answer["problem"]), forged=bool(answer.get("forged")))
+            return Findings(problem=str(answer["problem"]))
+        if answer["touched"]:
+            return Findings(problem=f"{answer['touched'][0]} was touched while the tests ran", forged=True)
         junit = answer.get("junit")
-        if not isinstance(junit, str | None):
-            return Findings(problem="the report is no text", forged=True)
-        if junit is None and "pytest" in self._suite.command:  # pytest writes a report if it runs to its end
-            return Findings(problem="pytest wrote no report", forged=True)
+        if junit is None and (not self._suite.command or "pytest" in self._suite.command):
+            return Findings(problem="the runner wrote no report", forged=True)  # one that runs to its end does
         try:
-            passed = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
+            found = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
         except outcomes.Unreadable as error:
             return Findings(problem=str(error), forged=True)
-        # Tested code may have made these lists.
-        told = [answer.get(name) for name in ("changes", "lies")]
-        changes, lies = ([str(text) for text in value] if isinstance(value, list) else [] for value in told)
         for name, good in self._controls.items():
             # Our own runner reports a module whose import failed, so its controls could not run. Other runners do not
             # report it.
-            unloaded = not self._suite.command and f"{self._modules[name]}.import" in passed
-            if passed.get(name) is not good and not (unloaded and name not in passed):
+            unloaded = not self._suite.command and f"{self._modules[name]}.import" in found
+            if found.get(name) != ("passed" if good else "failed") and not (unloaded and name not in found):
                 return Findings(
                     problem="tests that must pass or fail in any case did not, or were not run", forged=True
                 )
         simple = self._suite.command and not _OPERATORS_OF_SHELL & set(self._suite.command)
         # A simple command must fail, because some controls fail in every run.
         if simple and self._controls and answer.get("status") == 0:
-            changes.append("the test command ended with status 0 although a test failed")
-        kept = {name: good for name, good in passed.items() if name not in self._controls}
-        return Findings(kept, changes=changes, lies=lies)
+            return Findings(problem="the test command ended with status 0 although a test failed", forged=True)
+        return Findings({name: outcome for name, outcome in found.items() if name not in self._controls})

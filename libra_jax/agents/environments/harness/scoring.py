@@ -16,9 +16,6 @@ from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.tools import toolkit
 
 VERDICT, TESTS = "verdict", "tests"
-MORE_FILES = 2000
-"""Number of files that an agent may add to a repository that hidden tests judge."""
-
 _METRIC = re.compile(r"[A-Za-z0-9_/]+")
 
 
@@ -95,26 +92,18 @@ class HiddenTests:
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
         """See `Scorer`."""
         task, payload = finished.task, finished.task.payload
-        must_pass = (*payload.get("fail_to_pass", ()), *payload.get("pass_to_pass", ()))
         before = await deadlines.off_loop(workspace.task_files, task, self._files, self._most_bytes)
-        tests = await deadlines.off_loop(workspace.task_files, task, "tests", self._most_bytes)
+        field = "" if payload.get("calls") else "tests"
+        tests = await deadlines.off_loop(workspace.task_files, task, field, self._most_bytes)
+        suite = suites.Suite.from_payload(payload, tests.files, self._seconds)
         # The agent left more than it may: it did that, so this is a reward of 0 and not a crash.
-        refused = bool(finished.refused) or len(finished.files) > len(before.files) + MORE_FILES
-        verdict, lines = suites.Verdict(0, len(must_pass), finished.refused), 0
+        refused = bool(finished.refused) or len(finished.files) > len(before.files) + suites.MORE_FILES
+        verdict, lines = suites.Verdict(0, len(suite.calls or suite.must_pass), finished.refused), 0
         if not refused:
-            suite = suites.Suite(tests.files, must_pass, payload.get("test_command", ""), self._seconds)
             verdict = await suites.run(await self._tools.sandbox(), before, finished.files, suite)
             lines = await deadlines.off_loop(snapshots.changed_lines, before.files, finished.files)
-        metrics = {
-            "tests_passed": float(verdict.passed),
-            "tests_total": float(verdict.total),
-            "tests_overdue": float(verdict.overdue),
-            "tests_deceived": float(verdict.deceit),
-            "files_refused": float(refused),
-            "patch_lines": float(lines),
-        }
         reward = 0.0 if refused else verdict.share if self._partial else float(verdict.solved)
-        return protocols.Outcome(reward, metrics)
+        return protocols.Outcome(reward, verdict.metrics(refused, lines))
 
 
 def checked(outcome: protocols.Outcome, whose: str) -> protocols.Outcome:

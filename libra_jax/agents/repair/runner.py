@@ -1,0 +1,111 @@
+"""Runs a repository's tests in a process of their own, and sends their report to the host.
+
+A sandbox gets this file as text, with a call of `main` at its end. Standard library only. This process never imports
+the tested code, which cannot trace it and inherits no descriptor of the answer. The tests' own process writes the
+report, so the tested code can forge one (docs/guides/repositories.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import hashlib
+import importlib.machinery
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+_PR_SET_DUMPABLE = 4
+_TOO_LONG = "the tests' report takes more than {} MiB"
+_BEGIN = "import unittest.case\nunittest.case._ShouldStop = ()\n"
+"""Code that each Python of the tests runs first. The exception ends a test as passed. Nothing can raise a tuple."""
+
+
+def _remove_shadows(added: list[str], roots: list[str], packages: list[str]) -> None:
+    """Removes modules that the policy added under the name of an installed package, which they would replace."""
+    for name in added:
+        spec = importlib.machinery.PathFinder.find_spec(name, packages)
+        if spec is None or spec.loader is None:  # a folder without __init__.py replaces nothing
+            continue
+        for root in roots:
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+            if os.path.isfile(os.path.join(root, f"{name}.py")):
+                os.unlink(os.path.join(root, f"{name}.py"))
+
+
+def _digests(request: Mapping[str, Any], workspace: str) -> dict[str, str]:
+    """Returns a digest of each file that decides how tests run."""
+    found, tests = {}, set(request["tests"])
+    for folder, _, names in os.walk(workspace):
+        for name in names:
+            path = os.path.relpath(os.path.join(folder, name), workspace)
+            if path in tests or any(fnmatch.fnmatchcase(name, pattern) for pattern in request["startup"]):
+                try:
+                    with open(os.path.join(folder, name), "rb") as file:
+                        found[path] = hashlib.sha256(file.read()).hexdigest()
+                except OSError as error:
+                    found[path] = type(error).__name__
+    return found
+
+
+def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[str, Any]:
+    """Returns the JUnit report of the tests, or what they printed if there is none."""
+    before, folder = _digests(request, workspace), os.path.join("/tmp", secrets.token_hex(8))
+    os.mkdir(folder)
+    report = os.path.join(folder, secrets.token_hex(8))
+    with open(os.path.join(folder, "sitecustomize.py"), "w") as file:
+        file.write(_BEGIN)
+    command = ["/bin/bash", "--noprofile", "--norc", "-c", request["command"]]
+    if not request["command"]:
+        modules = [name.removeprefix("src/") for name in request["tests"] if name.endswith(".py")]
+        command = [sys.executable, "-c", request["unittest"], report, *modules]
+    shell = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=workspace,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([folder, *path]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_ADDOPTS": f"--junitxml={report}",
+        },
+        check=False,
+    )
+    after = _digests(request, workspace)
+    touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    found: dict[str, Any] = {"touched": touched, "status": shell.returncode}
+    try:
+        # Tested code may have put a link or a pipe there.
+        with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
+    except OSError:
+        found["printed"] = shell.stdout[-request["most_bytes"] // 8 :].decode(errors="replace")
+    return found
+
+
+def main(request: Mapping[str, Any]) -> None:
+    """Runs the tests and writes the answer: the request's secret, and the report of the tests' process."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process may trace this one
+    # The answer gets a descriptor that no child inherits, and nobody else writes to the standard streams' places.
+    answer, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(nothing, target)
+    workspace = os.getcwd()
+    own = [os.path.join(workspace, "src"), workspace]
+    packages = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    _remove_shadows(request["added"], own, packages)
+    found = _run(request, workspace, [*own, *packages])
+    text = json.dumps({**found, "secret": request["secret"]}).encode()
+    if len(text) > request["most_bytes"]:  # the sandbox would cut the middle out of a longer answer
+        problem = _TOO_LONG.format(request["most_bytes"] // 2**20)
+        text = json.dumps({"problem": problem, "secret": request["secret"]}).encode()
+    left = memoryview(text)
+    while left:
+        left = left[os.write(answer, left) :]
