@@ -196,10 +196,14 @@ class ToolsConfig:
     describe: bool = True  # system message that describes the tools; a model warmed up on them needs none
     most_characters: int = 4096  # most characters of a return; the middle of a longer one is cut out
     parallel: int = 4  # most calls of one output, which run concurrently; further calls fail
+    # A tool's exception: failure (the policy reads its type and message), restart (the rollout begins again, as after a
+    # crash of its environment).
+    exceptions: str = "failure"
 
     def __post_init__(self) -> None:
         check_choice(self.format, ("hermes", "tags"), "tools.format")
         check(self.most_characters > 0, "tools.most_characters", f"must be positive, not {self.most_characters}")
+        check_choice(self.exceptions, ("failure", "restart"), "tools.exceptions")
         check(self.parallel > 0, "tools.parallel", f"must be positive, not {self.parallel}")
         twice = [name for name in self.use if self.use.count(name) > 1]
         check(not twice, "tools.use", f"names {twice[0] if twice else ''!r} twice")

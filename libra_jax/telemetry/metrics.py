@@ -240,6 +240,7 @@ _AGENTS = _table(
     ("agent/returns_cut", "count", "tool returns of a rollout that were cut to leave room for an answer"),
     ("agent/moves", "count", "moves of a rollout between engines"),
     ("agent/close_failures", "share", "1 for each rollout whose environment failed to close"),
+    ("agent/raised_calls", "calls", "tool calls of a rollout whose tool raised, mean over the rollouts that have any"),
     ("agent/<number>", "", "number that the environment reported, mean over the rollouts that have it"),
     ("tool/<tool>/calls", "calls", "calls of a tool in the batch; the rarest tools are counted as `(other)`"),
     ("tool/<tool>/failures", "calls", "calls of the tool that failed"),

@@ -56,9 +56,9 @@ def test_no_more_calls_begin_early_than_may_run():
 
 def test_an_early_call_that_breaks_is_a_crash_only_if_it_is_wanted():
     def broken():
-        return dialogue_doubles.make(dialogue_doubles.Clocked(eager=True, error=OSError("gone")))
+        return dialogue_doubles.make(dialogue_doubles.Clocked(eager=True, error=protocols.WorkerLost("gone")))
 
-    with pytest.raises(protocols.EnvironmentCrashed, match="OSError: gone"):
+    with pytest.raises(protocols.EnvironmentCrashed, match="lost a worker: gone"):
         dialogue_doubles.attempt([CALL], broken())
     trajectory, _ = dialogue_doubles.attempt([CALL + "." * 50], broken())
     assert trajectory.finish == "length"

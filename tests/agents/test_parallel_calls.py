@@ -50,10 +50,20 @@ def test_calls_beyond_the_most_that_run_are_failures():
 
 
 def test_a_call_that_crashes_cancels_the_others_and_leaves_none_behind():
-    look, find = pair(error=OSError("the disk is gone"), seconds=0.5)
-    with pytest.raises(protocols.EnvironmentCrashed, match="OSError: the disk is gone"):
+    look, find = pair(error=protocols.WorkerLost("the disk is gone"), seconds=0.5)
+    with pytest.raises(protocols.EnvironmentCrashed, match="lost a worker: the disk is gone"):
         dialogue_doubles.attempt([BOTH], dialogue_doubles.make(look, find), seconds=0.0)
     assert (look.ended, find.ended) == (["cancelled"], ["b"])
+
+
+def test_a_call_that_raises_is_a_failure_beside_what_the_others_returned():
+    look, find = pair(error=KeyError("b"), seconds=0.5)
+    trajectory, sampler = dialogue_doubles.attempt(
+        [BOTH, "done"], dialogue_doubles.make(look, find), seconds=0.0, limits=doubles.LIMITS
+    )
+    assert "<|tool|>a<|im_end|><|tool|>error: KeyError: 'b'<" in doubles.tool_text(trajectory)
+    assert (trajectory.turns[0].status, sampler.events[2].status) == ("failure", "failure")
+    assert (trajectory.metrics["raised_calls"], trajectory.reward) == (1.0, 1.0)
 
 
 def test_a_time_out_names_the_calls_that_had_not_returned():

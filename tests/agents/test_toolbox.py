@@ -90,9 +90,21 @@ def test_a_long_return_is_cut_in_the_middle_and_marked():
     assert answer.content == "abcde\n[... 590 characters left out ...]\nbcdef"
 
 
-def test_a_tool_that_breaks_is_infrastructure_and_raises():
+def test_a_tool_that_raises_is_a_failure_that_the_policy_reads(caplog):
+    answer = called("echo", {"text": "break"})
+    assert (answer.tool, answer.status, answer.content) == ("echo", "failure", "error: OSError: the disk is gone")
+    assert "raised OSError: the disk is gone (" in caplog.text, "the author of the tool learns the line"
+    box = toolbox.Toolbox([Echo()], exceptions="restart")
     with pytest.raises(OSError, match="the disk is gone"):
-        called("echo", {"text": "break"})
+        asyncio.run(box.call("echo", {"text": "break"}))
+
+
+def test_a_tool_whose_worker_is_lost_is_no_failure_of_the_policy():
+    async def lost(self, arguments):
+        raise protocols.WorkerLost("the server is gone")
+
+    with pytest.raises(protocols.WorkerLost):
+        asyncio.run(toolbox.Toolbox([tool_with(lost)()]).call("mine", {"text": "a"}))
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from libra_jax import config, protocols
+from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import limits, pool
 from libra_jax.agents.tools import schemas
+
+_log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[\w.:/-]+")
 """Pattern of a tool's name. Every format can write these names."""
@@ -39,9 +44,10 @@ class Tool(Protocol):
     parameters: Mapping[str, Any]
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn | str:
-        """Does it. What the policy got wrong is a return with status "failure"; what is raised is infrastructure.
+        """Does it. What the policy got wrong is a return with status "failure". A string is one with "success".
 
-        A string is a return with status "success".
+        An exception is a failure, too, whose type and message the policy reads (`config.ToolsConfig.exceptions`). A
+        `protocols.LibraError`, such as `WorkerLost`, is infrastructure: the rollout begins again.
         """
         ...
 
@@ -90,9 +96,11 @@ class Toolbox:
       most_characters: Largest length of a return's content. The middle of longer content is cut out.
       session: Sandbox session of the rollout, which the toolbox closes. None if no tool needs one.
       in_session: Names of the tools that work in the session.
+      exceptions: "failure" answers a call that raises with a failure, "restart" raises what it raised.
 
     Attributes:
       session: The argument.
+      raised: Number of calls that a failure answered because they raised.
       any_eager: Whether calls of some tool may begin early.
 
     Raises:
@@ -105,10 +113,13 @@ class Toolbox:
         most_characters: int = 16_384,
         session: pool.Session | None = None,
         in_session: Collection[str] = (),
+        exceptions: str = "failure",
     ) -> None:
         config.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")
         self.session = session
+        self.raised = 0
         self._in_session = frozenset(in_session)
+        self._exceptions = exceptions
         self._tools: dict[str, Tool] = {}
         self._most_characters = most_characters
         for tool in tools:
@@ -177,7 +188,17 @@ class Toolbox:
             return protocols.ToolReturn(_UNKNOWN if tool is None else tool.name, "failure", text)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        answer = await tool.call(values)
+        answer: object
+        try:
+            answer = await tool.call(values)
+        except protocols.LibraError:
+            raise
+        except Exception as error:
+            if self._exceptions == "restart":
+                raise
+            self.raised += 1
+            _log_once(tool.name, resolving.raised(error))
+            answer = protocols.ToolReturn(tool.name, "failure", f"error: {type(error).__name__}: {error}")
         if isinstance(answer, str):
             answer = protocols.ToolReturn(tool.name, "success", answer)
         if not isinstance(answer, protocols.ToolReturn) or not isinstance(answer.content, str):
@@ -193,6 +214,12 @@ class Toolbox:
         """Ends the rollout's sandbox, if it has one."""
         if self.session is not None:
             await self.session.close()
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(tool: str, problem: str) -> None:
+    """Logs what a tool raised, because only the policy sees the failure. Later equal calls do nothing."""
+    _log.warning("the tool %r %s: a failure that the policy reads (config.tools.exceptions).", tool, problem)
 
 
 def _read(arguments: object) -> tuple[dict[str, Any], str]:

@@ -229,7 +229,7 @@ class Toolkit:
         in_session = [tool.name for tool in tools]
         for _, shared in self._shared:
             tools += shared.tools() if isinstance(shared, Shared) else [shared]
-        return toolbox.Toolbox(tools, self._config.most_characters, own, in_session)
+        return toolbox.Toolbox(tools, self._config.most_characters, own, in_session, self._config.exceptions)
 
 
 async def _close(shared: Resource) -> None:
