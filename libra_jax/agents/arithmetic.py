@@ -23,7 +23,6 @@ FAILED = "error"
 _ALLOWED = re.compile(r"[0-9+\-*/(). ]+")
 _LARGEST = 10**30
 _LARGEST_EXPONENT = 16
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPERATORS: dict[type[ast.operator], Callable[[fractions.Fraction, fractions.Fraction], fractions.Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -149,11 +148,10 @@ def answer_call(output: str, max_characters: int, *, stepwise: bool = False) -> 
     text = thoughts.split(output).answer
     if "<tool_call>" not in text and "</tool_call>" not in text:
         return None
-    calls = _CALL.findall(text)
     expression: Any = None
-    # The marks are counted too: a call inside a call, or an open one, is found once and still ill-formed.
-    if len(calls) == text.count("<tool_call>") == text.count("</tool_call>") == 1:
-        expression = calls[0].strip()
+    call, _, rest = text.partition("<tool_call>")[2].partition("</tool_call>")
+    if text.count("<tool_call>") == text.count("</tool_call>") == 1 and len(call) + len(rest) < len(text):
+        expression = call.strip()
         if expression.startswith("{"):
             try:
                 expression = json.loads(expression)["arguments"]["expression"]

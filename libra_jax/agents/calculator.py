@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from libra_jax import config, protocols
-from libra_jax.agents import arithmetic, question, splits
+from libra_jax.agents import answers, arithmetic, question, splits
 
 _CYCLE = 16
 # A: three digits, B: two digits, D: one digit above 1, E: a multiple of the B that follows it.
@@ -172,7 +172,7 @@ class CalculatorEnvironment:
         payload = self._task.payload
         tool_return = arithmetic.answer_call(output, payload["max_characters"], stepwise=self.stepwise)
         if tool_return is None:
-            return protocols.StepResult(done=True, reward=float(question.final_answer(output) == payload["answer"]))
+            return protocols.StepResult(done=True, reward=float(answers.final(output) == payload["answer"]))
         if self.delay > 0:
             await asyncio.sleep(self.delay)
         content = tool_return.content.ljust(self.return_width)

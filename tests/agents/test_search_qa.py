@@ -28,7 +28,10 @@ ANSWERS = st.lists(
 @settings(max_examples=300)
 def test_exact_match_and_f1_are_those_of_squad(given_answer, accepted):
     squad = pytest.importorskip("transformers.data.metrics.squad_metrics")
-    assert search_qa.normalised(given_answer) == squad.normalize_answer(given_answer)
+    # SQuAD's evaluation takes an article for the empty text; an empty answer earned the reward of the answer "A".
+    accepted = [answer for answer in accepted if squad.normalize_answer(answer)] or ["cat"]
+    if squad.normalize_answer(given_answer):
+        assert search_qa.normalised(given_answer) == squad.normalize_answer(given_answer)
     best = max(squad.compute_exact(answer, given_answer) for answer in accepted)
     scores = search_qa.scores(given_answer, accepted)
     assert scores["em"] == best

@@ -39,8 +39,11 @@ Pose = Callable[[protocols.Task, toolbox.Toolbox], Awaitable[Sequence[protocols.
 It also puts the files that the task needs into the sandbox.
 """
 
-Score = Callable[[protocols.Task, str, toolbox.Toolbox], Awaitable[Verdict | float]]
-"""Returns the verdict on the whole text of the output that called no tool; a number is a verdict of that reward."""
+Score = Callable[[protocols.Task, str, toolbox.Toolbox], Awaitable[Verdict | float] | Verdict | float]
+"""Returns the verdict on the whole text of the output that called no tool; a number is a verdict of that reward.
+
+A plain function runs on a thread, so that the step's deadline holds for it.
+"""
 
 NO_CALL = "call"
 """Name of the tool in a return if the policy's text is not a valid call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from libra_jax import config, protocols
-from libra_jax.agents import question, splits
+from libra_jax.agents import answers, splits, thoughts
 
 
 def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
@@ -29,8 +29,8 @@ def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
 
 
 def move(output: str, answer: str) -> str:
-    """Returns the part of an output that is a move: everything after `</think>` if `answer` is "whole"."""
-    return output.rpartition("</think>")[2].strip() if answer == "whole" else question.final_answer(output)
+    """Returns the part of an output that is a move: everything but thoughts if `answer` is "whole"."""
+    return thoughts.split(output).answer.strip() if answer == "whole" else answers.final(output)
 
 
 def check_reward(reward: str, max_steps: int, field: str = "task.environment_arguments") -> None:

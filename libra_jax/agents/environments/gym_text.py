@@ -256,7 +256,7 @@ def environment(
       arguments: Keyword arguments to make it, for example {"render_mode": "ansi"}. Plain values only.
       make: "package.module:function" that makes it.
       actions: Names of its choices, in their order. Empty: their numbers.
-      answer: Part of an output that is the move: "final" (its final answer) or "whole" (everything after `</think>`).
+      answer: Part of an output that is the move: "final" (its final answer) or "whole" (everything but thoughts).
       observe: "package.module:function" that turns an observation into text. Empty if observations are text, or if
         render mode "ansi" draws them.
       reward: Reward of the rollout: "return" (the sum of the rewards) or "last" (the last reward alone).

@@ -1,30 +1,52 @@
 r"""Mathematics: a problem, optional tools from `config.tools`, and an answer that `math-verify` compares.
 
-The answer is the text in `<answer>` or `\boxed{}` of the last output, or otherwise its last expression. Text inside
-`<think>` is ignored. An answer is right if it equals an accepted answer mathematically: `\frac{1}{2}`, `0.5` and `1/2`
+The answer is the text in `<answer>` or `\boxed{}` of the last output, or otherwise its last expression. Thoughts are
+ignored. An answer is right if it equals an accepted answer mathematically: `\frac{1}{2}`, `0.5` and `1/2`
 are the same.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import question
+from libra_jax.agents import answers, question, thoughts
 from libra_jax.agents.environments import dialogue, verifier
 from libra_jax.agents.tools import toolbox, toolkit
 
 LONGEST = 2000
-"""Number of characters at the end of an output in which an answer is searched."""
+"""Number of characters at the end of an output without a mark in which an answer is searched."""
+
+_MOST_BOXES = 16
+"""Number of boxes that may make up one answer."""
+
+_PERCENT = re.compile(r"(?:[\s$]|\\[)\]])*(?:\\?%|[Pp](?:er)?ct|[Pp]ercent)")
+_BETWEEN = re.compile(
+    r"(?:[\s$,;]|\\[()\[\]]|\\q?quad|(?:\\text\{\s*)?(?:and|or)\b(?:\s*\})?)*\\(?:boxed|fbox)\s*\{", re.ASCII
+)
 
 
 def given_answer(output: str) -> str:
-    """Returns the part of an output that holds its answer, in the form that `math-verify` reads best."""
-    text = output.rpartition("</think>")[2]
-    marked = question.TAGGED.findall(text)
-    return _marked(marked[-1]) if marked else text[-LONGEST:]
+    """Returns the part of an output that holds its answer, in the form that `math-verify` reads best.
+
+    Boxes with nothing but a comma, "and" or "or" between them are one answer. `math-verify` itself would join others,
+    too, and would prefer the words "the final answer is" to a box.
+    """
+    text = thoughts.split(output).answer
+    tagged = answers.tagged(text)
+    text = text if tagged is None else tagged.strip()
+    found = answers.boxes(text)[-_MOST_BOXES:]
+    if not found:
+        return text[-LONGEST:] if tagged is None else _marked(text)
+    first = len(found) - 1
+    while first and _BETWEEN.fullmatch(text, found[first - 1][1] + 1, found[first][0]):
+        first -= 1
+    joined = ", ".join(text[slice(*box)] for box in found[first:])
+    percent = "\\%" if _PERCENT.match(text, found[-1][1] + 1) else ""
+    return f"\\boxed{{{joined}{percent}}}"
 
 
 def _marked(text: str) -> str:
@@ -55,8 +77,11 @@ class _Judge:
     async def verdict(self, task: protocols.Task, output: str, box: toolbox.Toolbox) -> dialogue.Verdict:
         """Returns reward 1 for a right answer, otherwise 0."""
         del box
-        accepted = [text.strip() for text in question.accepted_answers(task)]
-        if question.final_answer(output) in accepted:  # equal texts are equal answers
+        accepted = [text.strip() for text in answers.accepted(task.payload)]
+        given = answers.final(output)
+        value = answers.number(given)
+        # Equal texts and equal numbers are equal answers.
+        if answers.equal(given, task.payload) or (value is not None and value in map(answers.number, accepted)):
             return dialogue.Verdict(1.0, {"answer_read": 1.0, "answer_overran": 0.0})
         checker = await self._checker()
         finding = await checker.check(given_answer(output), [_marked(text) for text in accepted])
@@ -83,7 +108,7 @@ class _Judge:
         return dialogue.solved(
             question.opening(task.payload["prompt"], self.tools.system_message(self.system)),
             [(self.tools.format.write(call["tool"], call["arguments"]), call["returned"]) for call in worked],
-            question.accepted_answers(task)[0].strip(),
+            answers.accepted(task.payload)[0].strip(),
         )
 
 

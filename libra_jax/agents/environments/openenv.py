@@ -239,7 +239,7 @@ def environment(
       url: Address of the server, for example "http://localhost:8000".
       field: Field of the action that holds the policy's text.
       constants: Further fields of each action.
-      answer: Part of an output that is the action: "final" (its final answer), "whole" (everything after `</think>`) or
+      answer: Part of an output that is the action: "final" (its final answer), "whole" (everything but thoughts) or
         "json" (the final answer, as a JSON object with all fields of an action).
       observe: Field of observations that is shown. Empty: all fields, as JSON.
       reward: Reward of the rollout: "return" (the sum of the rewards) or "last" (the last reward alone).

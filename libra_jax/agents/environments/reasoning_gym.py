@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import deadlines, question, splits
+from libra_jax.agents import answers, deadlines, splits
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.tools import toolbox, toolkit
 
@@ -99,7 +99,7 @@ async def _verdict(task: protocols.Task, output: str, box: toolbox.Toolbox) -> d
         # The scorer uses the regenerated entry, so it has to be the one that the policy saw.
         if entry["question"] != payload["question"]:
             raise RuntimeError(f"reasoning-gym generated another question for {payload['name']!r} than before")
-        return float(dataset.score_answer(question.final_answer(output), entry))
+        return float(dataset.score_answer(answers.final(output), entry))
 
     # On a thread, because some scorers compute for a while.
     return dialogue.Verdict(await deadlines.off_loop(score))

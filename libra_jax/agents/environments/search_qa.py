@@ -14,7 +14,7 @@ import string
 from collections.abc import Sequence
 
 from libra_jax import config, protocols
-from libra_jax.agents import question
+from libra_jax.agents import answers, question
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.tools import toolbox, toolkit
 
@@ -26,30 +26,33 @@ TOOL = "search"
 
 
 def normalised(text: str) -> str:
-    """Returns the text without case, ASCII punctuation, English articles and extra spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Returns the text without case, ASCII punctuation, English articles and extra spaces.
+
+    A text that consists of articles or punctuation keeps them, or every such text would equal the empty one.
+    """
+    plain = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", plain).split() or plain.split() or text.lower().split())
 
 
 def scores(given: str, accepted: Sequence[str]) -> dict[str, float]:
     """Returns how well an answer matches the accepted answer that fits best.
 
     "em" is 1 if the two texts are equal once normalised, otherwise 0. "f1" is the harmonic mean of precision and recall
-    over their words. Two texts without words agree.
+    over their words. An empty answer is never right, as in Search-R1.
     """
-    answers = [normalised(answer) for answer in accepted]
     words, best = normalised(given).split(), 0.0
-    for expected in (answer.split() for answer in answers):
+    right = [normalised(answer).split() for answer in accepted]
+    for expected in right:
         shared = sum((collections.Counter(words) & collections.Counter(expected)).values())
         # The harmonic mean of shared / len(words) and shared / len(expected), simplified.
-        score = 2.0 * shared / (len(words) + len(expected)) if words and expected else float(words == expected)
-        best = max(best, score)
-    return {"em": float(normalised(given) in answers), "f1": best}
+        best = max(best, 2.0 * shared / max(len(words) + len(expected), 1))
+    return {"em": float(bool(words) and words in right), "f1": best}
 
 
 def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> dialogue.Dialogue:
     """Returns the environment for one rollout.
 
-    The answer is `<answer>` or `\\boxed{}` in the last output, or otherwise its text after `</think>`.
+    The answer is `<answer>` or `\\boxed{}` in the last output, or otherwise its text without thoughts.
 
     Args:
       tools: Tools of the run.
@@ -61,8 +64,8 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
     """
     config.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
 
-    async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
-        metrics = scores(question.final_answer(output), question.accepted_answers(task))
+    def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
+        metrics = scores(answers.final(output), answers.accepted(task.payload))
         return dialogue.Verdict(metrics[match], metrics)
 
     def demonstrate(task: protocols.Task) -> Sequence[protocols.Message]:
@@ -77,7 +80,7 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
         return dialogue.solved(
             question.opening(task.payload["prompt"], system),
             [(tools.format.write(TOOL, {"query": query}), passage) for query, passage in lookups],
-            question.accepted_answers(task)[0],
+            answers.accepted(task.payload)[0],
         )
 
     return dialogue.Dialogue(tools, dialogue.posed, score, system=system, demonstrate=demonstrate)

@@ -13,7 +13,7 @@ import zoneinfo
 from collections.abc import Mapping, Sequence
 
 from libra_jax import config, protocols
-from libra_jax.agents import question, splits
+from libra_jax.agents import answers, question, splits
 from libra_jax.agents.environments import dialogue
 from libra_jax.agents.tools import toolbox, toolkit
 
@@ -71,8 +71,8 @@ def environment(tools: toolkit.Toolkit, system: str = "") -> dialogue.Dialogue:
       system: System message. Empty means none.
     """
 
-    async def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
-        return dialogue.Verdict(float(question.final_answer(output) == task.payload["answer"]))
+    def score(task: protocols.Task, output: str, _: toolbox.Toolbox) -> dialogue.Verdict:
+        return dialogue.Verdict(float(answers.final(output) == task.payload["answer"]))
 
     def demonstrate(task: protocols.Task) -> Sequence[protocols.Message]:
         time, zone = task.payload["time"], task.payload["zone"]

@@ -70,48 +70,51 @@ class Scanner:
     def feed(self, text: str) -> list[Call]:
         """Returns the calls that the next piece of the output completes."""
         calls: list[Call] = []
-        self._ahead += text
+        # Positions move and the text stays: a copy of the rest at each mark would cost a long output its square.
+        ahead, place = self._ahead + text, 0
         while True:
-            tag = self._tag
-            if tag is None:
-                found = self._opening.search(self._ahead)
+            if self._tag is None:
+                found = self._opening.search(ahead, place)
                 if found is None:
                     # The end may be the beginning of a mark whose rest comes with the next piece.
-                    self._ahead = self._ahead[-self._longest :]
+                    self._ahead = ahead[max(place, len(ahead) - self._longest) :]
                     return calls
-                self._tag = tag = self._tags[found.group()]
-                self._ahead = self._ahead[found.end() :]
+                self._tag, place = self._tags[found.group()], found.end()
                 self._body, self._doubts = [], []
-            before, close, after = self._ahead.partition(tag.close)
-            if not close:
-                keep = len(tag.close)
-                self._body.append(before[:-keep])
-                self._ahead = before[-keep:]
+            tag = self._tag
+            end = ahead.find(tag.close, place)
+            if end < 0:
+                keep = max(place, len(ahead) - len(tag.close))
+                self._body.append(ahead[place:keep])
+                self._ahead = ahead[keep:]
                 return calls
-            body = "".join([*self._body, before])
+            body = "".join([*self._body, ahead[place:end]])
+            place = end + len(tag.close)
             call, doubtful = tag.read(body) if tag.read is not None else (None, False)
             if call is not None and doubtful and len(self._doubts) < _MOST_DOUBTS:
                 self._doubts.append((len(body), call))
-                self._body, self._ahead = [body + close], after
+                self._body = [body + tag.close]
             elif call is not None and call.problem and self._doubts:
-                calls.append(self._back(body + close + after))
+                place = end - len(body) + self._doubts[0][0] + len(tag.close)
+                if place < 0:  # the call began in an earlier piece
+                    ahead, place = body + ahead[end:], place + len(body) - end
+                calls.append(self._back())
             else:
                 calls += [] if call is None else [call]
-                self._tag, self._ahead = None, after
+                self._tag = None
 
-    def _back(self, text: str) -> Call:
-        """Ends the call at an earlier closing mark that was taken for a part of it. Later text is scanned again."""
-        assert self._tag is not None
-        place, call = self._doubts[0]
-        self._ahead = text[place + len(self._tag.close) :]
+    def _back(self) -> Call:
+        """Ends the call at the first closing mark that was taken for a part of it. Later text is scanned again."""
         self._tag = None
-        return call
+        return self._doubts[0][1]
 
     def finish(self) -> list[Call]:
         """Returns the calls that the end of the output leaves, such as a call that was not closed."""
         calls: list[Call] = []
         while self._tag is not None and self._doubts:
-            calls += [self._back("".join(self._body) + self._ahead), *self.feed("")]
+            text = "".join(self._body) + self._ahead
+            self._ahead = text[self._doubts[0][0] + len(self._tag.close) :]
+            calls += [self._back(), *self.feed("")]
         if self._tag is not None and self._tag.read is not None:
             calls.append(Call(None, None, f"the call was not closed with {self._tag.close}"))
         return calls

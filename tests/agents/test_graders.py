@@ -1,0 +1,185 @@
+"""Graders against pairs with the values of public graders, numbers in any form, and boxes against brute force."""
+
+import asyncio
+import collections
+import decimal
+import json
+import logging
+import pathlib
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from libra_jax import config, protocols
+from libra_jax.agents import question
+from libra_jax.agents.environments import math, search_qa, verifier_worker
+from libra_jax.agents.tools import toolkit
+
+PAIRS = pathlib.Path(__file__).parent / "data" / "grader_pairs.jsonl"
+"""Lines with a source, each followed by its pairs: grader, output, accepted answer, value."""
+
+
+def asked(match, output, answer):
+    """The reward of the question environment."""
+
+    async def body():
+        environment = question.environment(match=match)
+        await environment.reset(protocols.Task("t", {"prompt": "?", "answer": answer}))
+        return (await environment.step(output)).reward
+
+    return asyncio.run(body())
+
+
+def mathematically(monkeypatch):
+    """Returns a grader by the math environment, which compares in this process instead of in one of its own."""
+    pytest.importorskip("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+    class Here(math.verifier.Verifier):
+        async def open(self):
+            pass
+
+        async def check(self, given, accepted):
+            found = verifier_worker.find(given, accepted)
+            return math.verifier.Finding(found["right"], found["read"])
+
+    monkeypatch.setattr(math.verifier, "Verifier", Here)
+
+    async def grade(output, answer):
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+            environment = math.environment(tools)
+            await environment.reset(protocols.Task("t", {"prompt": "?", "answer": answer}))
+            result = await environment.step(output)
+            await environment.close()
+            return result.reward
+
+    return lambda output, answer: asyncio.run(grade(output, answer))
+
+
+def searched(output, answer):
+    async def body():
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+            environment = search_qa.environment(tools)
+            await environment.reset(protocols.Task("t", {"prompt": "?", "answer": answer}))
+            return (await environment.step(output)).reward
+
+    return asyncio.run(body())
+
+
+def test_graders_give_the_values_of_public_graders(monkeypatch):
+    graders = {
+        "exact": lambda output, answer: asked("exact", output, answer),
+        "numeric": lambda output, answer: asked("numeric", output, answer),
+        "math": mathematically(monkeypatch),
+        "search_qa": searched,
+    }
+    counts, wrong, source = collections.Counter(), [], ""
+    for line in map(json.loads, PAIRS.read_text().splitlines()):
+        if isinstance(line, dict):
+            source = line["source"]
+            continue
+        grader, output, answer, value = line
+        counts[grader] += 1
+        if graders[grader](output, answer) != value:
+            wrong.append((source, line))
+    assert not wrong, "\n".join(map(repr, wrong))
+    assert counts.total() >= 300
+    assert min(counts.values()) >= 10
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+DECIMALS = st.builds(
+    lambda sign, digits, exponent: decimal.Decimal((sign, tuple(map(int, str(digits))), exponent)),
+    st.sampled_from((0, 1)),
+    st.integers(1, 10**8),
+    st.integers(-12, 6),
+)
+FORMS = {
+    "plain": lambda value: f"{value:f}",
+    "thousands": lambda value: f"{value:,f}",
+    "exponent": lambda value: f"{value:e}",
+    "capital": lambda value: f"{value:E}",
+    "minus": lambda value: f"{value:f}".replace("-", "\N{MINUS SIGN}"),
+    "dot": lambda value: f"{value:f}".replace("0.", ".") if abs(value) < 1 else f"{value:f}",
+    "latex": lambda value: "{} \\times 10^{{{}}}".format(*f"{value:e}".split("e")).replace("^{+", "^{"),
+    "braces": lambda value: f"{value:,f}".replace(",", "{,}"),
+    "fraction": lambda value: "{}/{}".format(*value.as_integer_ratio()),
+    "frac": lambda value: "\\frac{{{}}}{{{}}}".format(*value.as_integer_ratio()),
+    "dollars": lambda value: f"It costs ${value:,f}.",
+}
+
+
+@given(DECIMALS, st.sampled_from(sorted(FORMS)), st.sampled_from(sorted(FORMS)))
+@example(decimal.Decimal("0.00001"), "plain", "exponent")
+@example(decimal.Decimal("1000"), "thousands", "plain")
+@settings(max_examples=150)
+def test_a_number_is_its_value_in_every_form(value, output_form, answer_form):
+    output, answer = FORMS[output_form](value), FORMS[answer_form](value)
+    assert asked("numeric", output, answer) == 1.0
+    assert asked("numeric", output, FORMS[answer_form](value + 1)) == 0.0
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**18), 10**18))
+@example(0.00001)
+@example(42.0)
+@settings(max_examples=60)
+def test_an_answer_that_is_a_number_is_compared_by_value(value):
+    written = f"{decimal.Decimal(repr(value)):f}"
+    assert asked("exact", written, value) == asked("exact", repr(value), [value, "x"]) == 1.0
+    if len(written) < 50:
+        assert asked("numeric", written, value) == 1.0
+    assert asked("exact", f"{decimal.Decimal(repr(value)) + 1:f}1", value) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("match", "output", "answer", "reward"),
+    [
+        ("numeric", "5", 1e-05, 0.0),
+        ("numeric", "5", "1e-05", 0.0),
+        ("numeric", "from 3 to 5-3", "3", 1.0),
+        ("numeric", "1,2,3", "3", 1.0),
+        ("numeric", "1,2,3", "123", 0.0),
+        ("numeric", "1e99999", "1", 0.0),
+        ("numeric", "9" * 5000, "9", 0.0),
+        ("numeric", "\\boxed{42}. No: \\boxed{\\frac{1}{2}}", "42", 0.0),
+        ("numeric", "\\boxed{42}. No: \\boxed{\\frac{1}{2}}", "1/2", 1.0),
+        ("exact", "\\boxed{42}. No: \\boxed{\\frac{1}{2}}", "42", 0.0),
+        ("exact", "\\boxed{x^{2}}", "x^{2}", 1.0),
+        ("exact", "\\boxed{42}, so \\boxed{4", "42", 1.0),
+        ("exact", "<answer>\\boxed{42}</answer>", "42", 1.0),
+        ("exact", "007", "7", 0.0),
+        ("exact", "", "", 0.0),
+        ("exact", "<think>\\boxed{42}", "42", 0.0),
+        ("numeric", "<think>maybe 42", "42", 0.0),
+    ],
+)
+def test_answers_that_were_read_wrongly(match, output, answer, reward):
+    assert asked(match, output, answer) == reward
+
+
+# Boxes ----------------------------------------------------------------------------------------------------------------
+
+
+def by_counting(text):
+    """The content of the last box with balanced braces, by Hendrycks MATH's count of braces from each box on."""
+    for begin in reversed([place for place in range(len(text)) if text.startswith("\\boxed{", place)]):
+        depth = 0
+        for place in range(begin, len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if text[place] == "}" and depth == 0:
+                return text[begin + len("\\boxed{") : place].strip()
+    return None
+
+
+@given(
+    st.lists(st.sampled_from(["\\boxed{", "{", "}", "}", "\\frac", "x", "4 ", "y^{2}", "\n"]), max_size=14).map("".join)
+)
+@settings(max_examples=200)
+def test_the_last_balanced_box_is_the_answer(text):
+    content = by_counting(text)
+    if content:
+        assert asked("exact", text, content) == 1.0
+    if content is not None:
+        assert asked("exact", text, f"{content}!") == 0.0

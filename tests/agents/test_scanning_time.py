@@ -1,0 +1,105 @@
+"""Degenerate outputs: whatever reads an output takes time that grows with its length, and not with its square."""
+
+import asyncio
+import time
+
+import pytest
+
+from libra_jax import protocols
+from libra_jax.agents import arithmetic, question, thoughts, wire
+from libra_jax.agents.environments import episodes, math, search_qa
+from libra_jax.agents.tools import formats
+
+SCHEMAS = [{"function": {"name": "search", "parameters": {"properties": {"q": {"type": "string"}}, "required": ["q"]}}}]
+UNITS = (
+    *(
+        "<answer>",
+        "</answer>",
+        "<answer></answer>",
+        "\\boxed{",
+        "\\boxed ",
+        "\\fbox{}",
+        "\\boxed{1}, ",
+        "{",
+        "}",
+        "\\{",
+    ),
+    *("<think>", "</think>", "<think></think>", "<tool_call>", "</tool_call>", "<tool_call></tool_call>", "<search>"),
+    *('<tool_call>{"x</tool_call>', '<tool_call>{"' + "<tool_call></tool_call>" * 16, "<search><q></search>", "</q>"),
+    *(
+        "1",
+        "1,",
+        "1e",
+        "1 ",
+        "10^",
+        "1\\,",
+        "\\frac{1",
+        "\\frac",
+        "1\\times",
+        "-",
+        "a ",
+        "the ",
+        " ",
+        "\n",
+        "$",
+        "Error ",
+        "é",
+    ),
+)
+
+
+def graded(match):
+    async def grade(text):
+        environment = question.environment(match=match)
+        await environment.reset(protocols.Task("t", {"prompt": "?", "answer": "42"}))
+        await environment.step(text)
+
+    return lambda text: asyncio.run(grade(text))
+
+
+def called(style):
+    def read(text):
+        parser = formats.named(style).parser(SCHEMAS)
+        parser.feed(text)
+        parser.finish()
+
+    return read
+
+
+READERS = {
+    "exact": graded("exact"),
+    "numeric": graded("numeric"),
+    "math": math.given_answer,
+    "search_qa": lambda text: search_qa.scores(text, ["the answer", text[:50]]),
+    "final move": lambda text: episodes.move(text, "final"),
+    "whole move": lambda text: episodes.move(text, "whole"),
+    "calculator": lambda text: arithmetic.answer_call(text, 120),
+    "thoughts": thoughts.split,
+    "hermes": called("hermes"),
+    "tags": called("tags"),
+    "return": lambda text: (wire.status(None, protocols.Message("tool", text)), wire.error(text)),
+}
+SHORT, LONGER = 8_000, 16
+FLOOR_SECONDS, MOST_GROWTH = 0.05, 6 * LONGER
+"""Linear readers grow by `LONGER`, quadratic ones by its square. What takes no time at all is not compared."""
+
+
+def seconds(read, text, times):
+    found = []
+    for _ in range(times):
+        began = time.process_time()
+        read(text)
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+@pytest.mark.parametrize("name", list(READERS))
+def test_time_grows_with_the_length_of_an_output(name):
+    read, slow = READERS[name], []
+    for unit in UNITS:
+        short = unit * (SHORT // len(unit))
+        took = seconds(read, short * LONGER, 1)
+        if took > FLOOR_SECONDS:
+            growth = min(took, seconds(read, short * LONGER, 1)) / max(seconds(read, short, 3), 1e-4)
+            slow += [(unit, growth)] if growth > MOST_GROWTH else []
+    assert slow == []
