@@ -240,7 +240,9 @@ class Trainer(WeightStager, Protocol):
         ...
 
     async def train_step(self, batch: TrainBatch, shares: Sequence[Share] = ()) -> Mapping[str, float]:
-        """Takes one step from policy version v to v + 1, even if a non-finite step is skipped. Returns its metrics.
+        """Takes one step from policy version v to v + 1, even if it is skipped. Returns its metrics.
+
+        A step is skipped if it is not finite or trains no token.
 
         Args:
           batch: groups to train on.

@@ -156,7 +156,7 @@ _TRAINER = _table(
     ("loss/kl", "1", "KL penalty's part of the loss"),
     ("loss/entropy", "1", "entropy bonus's part of the loss"),
     ("grad_norm", "1", "norm of the gradient before clipping"),
-    ("skipped", "share", "updates of the step that were skipped because their loss or gradient was not finite"),
+    ("skipped", "share", "updates of the step that moved nothing: a number was not finite, or no token was trained"),
     (f"update/{INDEX}/{METRIC}", "", "the same of one update, from 1, if a batch takes several"),
     ("learning_rate", "1", "learning rate of the step, mean over its updates"),
     ("ess", "share", "effective sample size over the trajectories, by the products of their tokens' ratios (Kish)"),

@@ -215,7 +215,7 @@ def sentences(run: Run) -> list[str]:
         out.append(f"No group was older than {most:.0f} version{'' if most == 1 else 's'} when it was trained on.")
     out += [_moves(run), pool_report.sentence(run.changes)]
     if skipped := sum(sections.curve(run.steps, "skipped").values()):
-        out.append(f"{skipped:.0f} steps were skipped because a number was not finite.")
+        out.append(f"{skipped:.0f} steps were skipped because a number was not finite, or no token was trained.")
     return [sentence for sentence in out if sentence]
 
 

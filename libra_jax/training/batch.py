@@ -188,10 +188,10 @@ def _in_minibatches(
       LibraError: no token is under the loss mask, though no trajectory is left out.
     """
     parts, taken = [], 0
+    # Of a streamed step, this may be the one group without a trained token.
+    may_be_empty = masked or config.trainer.stream != "off" or any(example.trained for example in sequences)
     for of_minibatch in dividing.minibatches(config, groups):
         size = sum(len(group.trajectories) for group in of_minibatch)
-        # Of a streamed step, this may be the one group without a trained token.
-        may_be_empty = masked or config.trainer.stream != "off"
         parts.append(pack(config, sequences[taken : taken + size], may_be_empty=may_be_empty))
         taken += size
     ends = np.cumsum([len(part.micro_batches) for part in parts]).tolist()

@@ -155,8 +155,9 @@ class Learner(model_state.ModelState):
             processes. If it raises, the state is unchanged.
 
         Returns:
-          The step's metrics. Means and maxima are over all updates, and `loss`, `grad_norm` and `skipped` are their
-          means over updates. With several updates, `update/<number>/<metric>` has `updates.OF_AN_UPDATE` of each.
+          The step's metrics. Means and maxima are over all updates, and `skipped` is its mean over updates. `loss` and
+          `grad_norm` are means over the updates with trained tokens. With several updates, `update/<number>/<metric>`
+          has `updates.OF_AN_UPDATE` of each.
 
         Raises:
           LibraError: the devices ran out of memory.

@@ -95,26 +95,28 @@ def apply_step(
 ) -> tuple[state_lib.TrainState, state_lib.Accumulator, Report]:
     """Takes one update from the accumulated sums. Returns the new state, the zeroed accumulator and a report.
 
-    If the loss or a gradient is not finite, the parameters and the optimizer stay unchanged and `skipped` is 1. The
-    step number advances by `steps` in both cases: 1 for the last update of a step, and 0 for the updates before it.
+    If the loss or a gradient is not finite, or no token was trained, the parameters and the optimizer stay unchanged
+    and `skipped` is 1. The step number advances by `steps` in any case: 1 for the last update of a step, and 0 for the
+    updates before it.
     """
-    # A step without trained tokens has count 0; dividing by 1 leaves its gradients at zero.
-    count = jnp.where(accumulator.count > 0, accumulator.count, 1.0)
+    # Without trained tokens the count is 0. Moments and weight decay would move the parameters all the same.
+    trained = accumulator.count > 0
+    count = jnp.where(trained, accumulator.count, 1.0)
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / count, accumulator.gradients)
     norm = optax.tree_utils.tree_norm(gradients)
     # One NaN or infinity in any gradient makes the norm non-finite, so the norm stands for all gradients.
-    finite = jnp.isfinite(accumulator.loss) & jnp.isfinite(norm)
+    moves = jnp.isfinite(accumulator.loss) & jnp.isfinite(norm) & trained
     updates, opt_state = transform.update(gradients, state.opt_state, state.params)
     # Applied here, not in the transform: one compiled program serves every schedule.
     params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
 
     params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
+        lambda new, old: jnp.where(moves, new.astype(old.dtype), old),
         (params, opt_state),
         (state.params, state.opt_state),
     )
     advanced = dataclasses.replace(state, step=state.step + steps, params=params, opt_state=opt_state)
-    report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - finite.astype(jnp.float32)}
+    report = {"loss": accumulator.loss / count, "grad_norm": norm, "skipped": 1.0 - moves.astype(jnp.float32)}
     return advanced, jax.tree.map(jnp.zeros_like, accumulator), report
 
 

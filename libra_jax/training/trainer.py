@@ -21,7 +21,7 @@ from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs
 from libra_jax.training import batch as batch_lib
-from libra_jax.training import batch_advantages, optimizer, packing, step, streaming, trainer_life
+from libra_jax.training import batch_advantages, optimizer, packing, step, streaming, trainer_life, updates
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import sequences as sequences_lib
@@ -188,8 +188,8 @@ class TrainerActor(trainer_life.TrainerLife):
         self, learner: learner_lib.Learner, metrics: dict[str, float], packed: packing.Packed, epochs: int = 1
     ) -> dict[str, float]:
         """Adds the host's metrics of a step that `learner` took, and stops a run whose steps are not finite."""
-        skipped = metrics["skipped"] or metrics.get("critic/skipped", 0.0)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        # Updates without a trained token are skipped, too, and are no sign of a broken run.
+        self._skipped_in_a_row = 0 if updates.is_finite(metrics) else self._skipped_in_a_row + 1
         limit = self._config.trainer.max_skipped_steps
         if self._skipped_in_a_row > limit:
             raise protocols.LibraError(

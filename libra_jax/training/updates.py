@@ -39,6 +39,11 @@ class Update:
     applied: Mapping[str, float]
     sums: step.Report
 
+    @property
+    def is_empty(self) -> bool:
+        """True if the update was skipped because no token was trained."""
+        return bool(self.applied["skipped"]) and is_finite(self.applied)
+
     def metrics(self) -> dict[str, float]:
         """Returns its metrics. A mean or a maximum over nothing is left out."""
         found, sums = dict(self.applied), dict(self.sums["metrics"])
@@ -48,6 +53,12 @@ class Update:
         found |= {name: total / count for name, (total, count) in sums.items() if count > 0}
         # All maxima are of positive numbers, so 0 means that there was nothing to compare.
         return found | {name: value for name, value in self.sums["maxima"].items() if value != 0}
+
+
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Returns True if the losses and gradient norms of a step or an update are finite."""
+    names = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
+    return bool(np.isfinite([metrics.get(name, 0.0) for name in names]).all())
 
 
 def combined(parts: Sequence[step.Report]) -> step.Report:
@@ -77,7 +88,10 @@ def step_metrics(taken: Sequence[Update], *, keeps_first: bool) -> dict[str, flo
             for part in later.values():
                 for name in [name for name in part if name.startswith(OF_THE_BATCH)]:
                     del part[name]
-    applied = {name: float(np.mean([update.applied[name] for update in taken])) for name in taken[0].applied}
+    # An update without a trained token has no loss, which a mean over it would make smaller.
+    counted = [update for update in taken if not update.is_empty] or taken
+    applied = {name: float(np.mean([update.applied[name] for update in counted])) for name in taken[0].applied}
+    applied["skipped"] = float(np.mean([update.applied["skipped"] for update in taken]))
     metrics = Update(applied, combined(sums)).metrics()
     for number, update in enumerate(taken if len(taken) > 1 else (), 1):
         found = update.metrics()
