@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import splits, tables
+from libra_jax.agents import answers, splits, tables
 
 
 class FileTasks:
@@ -101,8 +102,9 @@ def task_source(
     holdout: float = 0.05,
     columns: Sequence[str] | Mapping[str, str] = (),
     split: str = "train",
+    missing_answers: str = "refuse",
 ) -> FileTasks:
-    """Returns the tasks of a JSONL, Parquet or CSV file, or of a folder of them. See `tables.rows`.
+    """Returns the tasks of a JSONL, JSON, Parquet or CSV file, or of a folder of them. See `tables.rows`.
 
     Args:
       path: Path of the file or folder. All rows are read, but only the columns that are needed.
@@ -115,12 +117,14 @@ def task_source(
         `answer`) to columns. A name with dots reaches into structures and lists: `reward_model.ground_truth`,
         `prompt.0.content`.
       split: Part of a folder to read.
+      missing_answers: What to do with a file some of whose rows have no answer (null, NaN, blank, or no such column):
+        "refuse" it, or "skip" these rows. Both say how many there are. A published file may have some.
 
     Raises:
       ConfigError: No path is given, or an argument is out of range.
       DataError: The file is missing, empty or malformed. The message names the file and the line or row.
     """
-    rows = read(path, prompt_column, answer_column, columns, split, holdout)
+    rows = read(path, prompt_column, answer_column, columns, split, holdout, missing_answers)
     return FileTasks(path, seed, rows, holdout)
 
 
@@ -131,12 +135,14 @@ def read(
     columns: Sequence[str] | Mapping[str, str],
     split: str,
     holdout: float,
+    missing_answers: str = "refuse",
 ) -> list[tuple[int, dict[str, Any]]]:
     """Returns the numbers and payloads of a file's rows. The arguments and errors are those of `task_source`."""
     config.check(
         bool(path), "task.path", "is empty: name a .jsonl, .parquet or .csv file of tasks, or a dataset's folder"
     )
     config.check(0 <= holdout < 1, "task.arguments.holdout", f"must lie in [0, 1), not {holdout}")
+    config.check_choice(missing_answers, ("refuse", "skip"), "task.arguments.missing_answers")
     field = "task.arguments.columns"
     config.check(not isinstance(columns, str), field, f"must be a list or a mapping, not {columns!r}")
     given = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
@@ -145,14 +151,34 @@ def read(
     # The given columns come last, so that they may name those of prompt and answer, too.
     mapping = {"prompt": prompt_column, **({"answer": answer_column} if answer_column else {}), **given}
     config.check(bool(mapping["prompt"]), "task.arguments.prompt_column", "is empty: name the column of the prompts")
-    found = []
-    for row in tables.rows(path, tuple(mapping.values()), split):
+    answer = mapping.pop("answer", "")
+    found: list[tuple[int, dict[str, Any]]] = []
+    missing: list[str] = []
+    no_column: protocols.DataError | None = None
+    for row in tables.rows(path, (*mapping.values(), *([answer] if answer else [])), split):
         payload = {name: tables.value(row, column, _OTHER_COLUMNS) for name, column in mapping.items()}
         payload["prompt"] = _prompt(payload["prompt"], row.where, mapping["prompt"])
-        if "answer" in payload:
-            payload["answer"] = _answer(payload["answer"], row.where, mapping["answer"])
+        if answer:
+            try:
+                value = tables.value(row, answer, _OTHER_COLUMNS)
+            except protocols.DataError as error:  # rows of a JSONL file may leave the column out
+                no_column, value = no_column or error, None
+            if answers.is_missing(value):
+                missing.append(row.where)
+                continue
+            payload["answer"] = _answer(value, row.where, answer)
         _check_plain(payload, row.where)
         found.append((row.number, payload))
+    if missing:
+        if no_column is not None and not found:  # the name is wrong
+            raise no_column
+        count = f"{len(missing):,} of {len(missing) + len(found):,} rows have no answer (column {answer!r})"
+        if missing_answers == "refuse":
+            raise protocols.DataError(
+                f"{missing[0]}: {count}, this one first; write them, or leave such rows out with "
+                "--config.task.arguments=\"{'missing_answers': 'skip'}\""
+            )
+        logging.getLogger(__name__).warning("%s: %s, and are skipped", path, count)
     if not found:
         raise protocols.DataError(
             f'{path}: holds no tasks; a JSONL file has one a line, such as {{"prompt": "12+30", "answer": "42"}} '
@@ -200,17 +226,16 @@ def _prompt(value: Any, where: str, column: str) -> Any:
     )
 
 
-def _answer(value: Any, where: str, column: str) -> str | list[str]:
-    """Reads one answer, or a list of answers that are all right."""
-    texts = []
-    for item in value if isinstance(value, list) and value else [value]:
+def _answer(value: Any, where: str, column: str) -> Any:
+    """Returns one answer, or a list of answers that are all right, after a check of their types."""
+    for item in value if isinstance(value, list) else [value]:
         # bool is a subclass of int, and True is no answer that a policy could give.
-        if not isinstance(item, str | int | float) or isinstance(item, bool) or not str(item).strip():
+        good = isinstance(item, str | int | float) and not isinstance(item, bool) and not answers.is_missing(item)
+        if not good or item in (math.inf, -math.inf):
             raise protocols.DataError(
-                f"{where}: column {column!r} must be a text or a number, or a list of them, not {item!r:.80}"
+                f"{where}: column {column!r} must be a text or a finite number, or a list of them, not {item!r:.80}"
             )
-        texts.append(str(item))
-    return texts if isinstance(value, list) else texts[0]
+    return value
 
 
 def _check_plain(payload: Mapping[str, Any], where: str) -> None:

@@ -1,4 +1,7 @@
-"""Rows of tables on disk: JSONL, Parquet, CSV, and folders of them. Each row knows its place, for messages.
+"""Rows of tables on disk: JSONL, JSON, Parquet, CSV, and folders of them. Each row knows its place, for messages.
+
+Values keep their type. Numbers of 32-bit columns have the fewest digits that tell them apart, as 0.1 and not
+0.10000000149011612. Decimal numbers become texts, which keep every digit.
 
 A folder contains files named by split, such as `train-00000-of-00002.parquet` or `test.csv`, directly or in its
 `data/`. Published datasets have this layout. A folder may also be written by `save_to_disk` of Hugging Face's `Dataset`
@@ -7,17 +10,20 @@ or `DatasetDict`: Arrow streams beside a `state.json`.
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from libra_jax import protocols
 
-ENDINGS = (".parquet", ".jsonl", ".csv", ".tsv")
-"""Endings of the files that are read in a folder. A single file with another ending is read as JSONL."""
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv")
+"""Endings of the files that are read in a folder. A single file with another ending is read as JSONL or as JSON."""
 
 _BATCH_ROWS = 256
 """Rows of a table in memory at once. A row of a published dataset may have megabytes."""
@@ -44,8 +50,9 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     """Reads a table row by row.
 
     Args:
-      path: A JSONL file (one object per line), a Parquet file, a CSV file with a header (`.tsv`: tab-separated), or a
-        folder. Values of CSV files are texts, exactly as written.
+      path: A JSONL file (one object per line), a JSON file with one list of objects, a Parquet file, a CSV file with a
+        header (separated by commas or semicolons; `.tsv`: by tabs), or a folder. `.gz` files are unpacked. Values of
+        CSV files are texts, exactly as written.
       wanted: Columns that will be asked for, named as for `value`. Other columns may be skipped, which is faster.
         Empty: all columns.
       split: Part of a folder to read.
@@ -65,12 +72,12 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
     # Numbers go on over the files of a folder; the places that messages name start at 1 in each file.
     number = 0
     for file in _files_of_folder(named, split) if named.is_dir() else [named]:
-        if file.suffix.lower() not in (".parquet", ".csv", ".tsv", ".arrow"):
+        if _kind(file) not in (".parquet", ".csv", ".tsv", ".arrow"):
             yield from _lines(file)
             continue
         within = 0
         for batch in _batches(file, wanted):
-            for values in batch.to_pylist():
+            for values in _shortest(batch).to_pylist():
                 number, within = number + 1, within + 1
                 yield Row(number, f"{file}, row {within}", values)
 
@@ -133,16 +140,19 @@ def _files_of_folder(folder: Path, split: str) -> list[Path]:
             if not file.is_file():
                 raise protocols.DataError(f"{file}: no such file, and {state} names it; copy the folder whole")
         return files
-    shards = [file for place in (folder, folder / "data") for ending in ENDINGS for file in place.glob(f"*{ending}")]
+    shards = {
+        file: ending for place in (folder, folder / "data") for ending in ENDINGS for file in place.glob(f"*{ending}")
+    }
     if not shards:
         raise protocols.DataError(
             f"{folder}: is a folder without tables: give the one that save_to_disk wrote (it holds state.json or "
             f"dataset_dict.json), one with files of {', '.join(ENDINGS)}, or a single file"
         )
-    splits = {shard: shard.stem.split("-")[0] for shard in shards}  # train-00000-of-00002.parquet
+    # train-00000-of-00002.parquet
+    splits = {shard: shard.name.removesuffix(ending).split("-")[0] for shard, ending in shards.items()}
     _check_split(folder, split, sorted(set(splits.values())))
     found = sorted(shard for shard in shards if splits[shard] == split)
-    endings = sorted({shard.suffix for shard in found})
+    endings = sorted({shards[shard] for shard in found})
     if len(endings) > 1:
         raise protocols.DataError(
             f"{folder}: has the split {split!r} as {' and '.join(endings)}; name a single file, or remove one kind"
@@ -176,31 +186,52 @@ def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
 # JSONL is read line by line, because a payload must stay as it was written. pyarrow.dataset turns texts that look like
 # dates into dates and large integers into floats, refuses columns of mixed types, and adds absent names to structures.
 def _lines(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            # Skipped but counted, so that the number in a message is the one that an editor shows.
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                # Some editors write a byte order mark in front of the first line.
-                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
-            except UnicodeDecodeError as error:
-                raise protocols.DataError(f"{where}: not UTF-8 text ({error.reason})") from error
-            except json.JSONDecodeError as error:  # the error's own text has line numbers too, counted from this line
-                raise protocols.DataError(f"{where}: not a JSON object ({error.msg}, column {error.colno})") from error
-            except (ValueError, RecursionError) as error:
-                raise protocols.DataError(f"{where}: not a JSON object ({error})") from error
-            if not isinstance(values, dict):
-                raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
-            yield Row(number, where, values)
+    try:
+        with _opened(file) as lines:
+            # Some editors write a byte order mark in front of the first line.
+            listed = _kind(file) == ".json" and lines.read(512).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+            lines.seek(0)
+            yield from _listed_rows(file, lines) if listed else _rows_by_line(file, lines)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise protocols.DataError(f"{file}: not a readable gzip file ({error})") from error
+
+
+def _listed_rows(file: Path, content: IO[bytes]) -> Iterator[Row]:
+    try:
+        items = json.loads(content.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise protocols.DataError(f"{file}: not a JSON list ({error})") from error
+    for number, values in enumerate(items, start=1):
+        where = f"{file}, item {number}"
+        if not isinstance(values, dict):
+            raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
+        yield Row(number, where, values)
+
+
+def _rows_by_line(file: Path, lines: IO[bytes]) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        # Skipped but counted, so that the number in a message is the one that an editor shows.
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
+        except UnicodeDecodeError as error:
+            raise protocols.DataError(f"{where}: not UTF-8 text ({error.reason})") from error
+        except json.JSONDecodeError as error:  # the error's own text has line numbers too, counted from this line
+            raise protocols.DataError(f"{where}: not a JSON object ({error.msg}, column {error.colno})") from error
+        except (ValueError, RecursionError) as error:
+            raise protocols.DataError(f"{where}: not a JSON object ({error})") from error
+        if not isinstance(values, dict):
+            raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
+        yield Row(number, where, values)
 
 
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
     import pyarrow  # imported here, so that only runs on such files pay for it
     from pyarrow import csv, dataset, fs
 
-    local, kind, schema = fs.LocalFileSystem(), file.suffix.lower(), None
+    local, kind, schema = fs.LocalFileSystem(), _kind(file), None
     try:
         if kind == ".arrow":
             # An Arrow stream, which pyarrow.dataset cannot read.
@@ -213,7 +244,7 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
             layout = dataset.ParquetFileFormat()
         else:
             layout = dataset.CsvFileFormat(
-                parse_options=csv.ParseOptions(delimiter="," if kind == ".csv" else "\t", newlines_in_values=True),
+                parse_options=csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True),
                 read_options=csv.ReadOptions(block_size=_CSV_BLOCK),
             )
             # All columns are read as text: the answer 007 is not the number 7.
@@ -230,6 +261,47 @@ def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
         said = said.replace(found[0], "") if found else said
         named = {".parquet": "Parquet", ".arrow": "Arrow"}.get(kind, "CSV")
         raise protocols.DataError(f"{file}{row}: not a readable {named} file ({said})") from error
+
+
+def _kind(file: Path) -> str:
+    """Returns the ending that tells how to read a file, in lower case."""
+    return Path(file.stem if file.suffix.lower() == ".gz" else file.name).suffix.lower()
+
+
+def _opened(file: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
+
+
+def _delimiter(file: Path) -> str:
+    """Returns what separates the columns of a CSV file: semicolons if its header has some, and no commas."""
+    if _kind(file) == ".tsv":
+        return "\t"
+    with _opened(file) as lines:
+        header = re.sub(rb'"[^"]*"', b"", lines.readline(_CSV_BLOCK))
+    return ";" if b";" in header and b"," not in header else ","
+
+
+def _shortest(batch: Any) -> Any:
+    """Returns rows whose 32-bit numbers have the fewest digits that tell them apart, and whose decimals are texts."""
+    import pyarrow
+
+    def changed(kind: Any, number: Any) -> Any:
+        if pyarrow.types.is_float32(kind):
+            return number
+        if pyarrow.types.is_decimal(kind):
+            return pyarrow.string()
+        if pyarrow.types.is_list(kind):
+            return pyarrow.list_(changed(kind.value_type, number))
+        if pyarrow.types.is_struct(kind):
+            return pyarrow.struct([(field.name, changed(field.type, number)) for field in kind])
+        return kind
+
+    # By way of texts: a cast of 32 bits to 64 keeps the digits that nobody wrote.
+    columns = [
+        column.cast(changed(column.type, pyarrow.string())).cast(changed(column.type, pyarrow.float64()))
+        for column in batch.columns
+    ]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:

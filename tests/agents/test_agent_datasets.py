@@ -59,7 +59,7 @@ def test_without_a_holdout_all_rows_train_and_evaluation_is_refused(hundred):
 def test_the_payload_holds_prompt_answer_and_the_columns_asked_for(hundred):
     payload = datasets.task_source(hundred, columns=("kind",)).task(0).payload
     assert set(payload) == {"prompt", "answer", "kind"}
-    assert isinstance(payload["answer"], str)
+    assert isinstance(payload["answer"], int)
 
 
 def test_parquet_rows_are_read_like_lines(tmp_path, hundred):
@@ -95,9 +95,10 @@ GOOD = '{"prompt": "q", "answer": 1}\n'
         ('{"prompt": "q"}', "line 1: no column 'answer'"),
         ('{"prompt": "  ", "answer": 1}', "line 1: column 'prompt' must be a text that is not empty"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "line 1: column 'prompt' must be"),
+        (GOOD + '{"prompt": "q", "answer": true}', "line 2: column 'answer' must be a text or a finite number, or a"),
         (
-            '{"prompt": "q", "answer": null}',
-            "line 1: column 'answer' must be a text or a number, or a list of them, not None",
+            GOOD + '{"prompt": "q", "answer": Infinity}',
+            "line 2: column 'answer' must be a text or a finite number, or a",
         ),
         (GOOD, "only one prompt, so none can be held out; give --config.task.arguments=\"{'holdout': 0}\""),
     ],
@@ -110,6 +111,25 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, text, problem):
     assert str(path) in str(caught.value)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_missing_answers_are_counted_and_skipped_only_if_asked(tmp_path, caplog):
+    lost = ["null", "NaN", '""', '"  "', "[]"]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(
+        "".join(f'{{"prompt": "q{n}", "answer": {value}}}\n' for n, value in enumerate(["1", *lost, "0", '"x"']))
+        + '{"prompt": "without"}\n'
+    )
+    sentence = (
+        r"tasks\.jsonl, line 2: 6 of 9 rows have no answer \(column 'answer'\), this one first; .*'missing_answers'"
+    )
+    with pytest.raises(protocols.DataError, match=sentence):
+        datasets.task_source(str(path))
+    source = datasets.task_source(str(path), holdout=0, missing_answers="skip")
+    assert sorted(str(source.task(index).payload["answer"]) for index in range(len(source))) == ["0", "1", "x"]
+    assert "tasks.jsonl: 6 of 9 rows have no answer (column 'answer'), and are skipped" in caplog.text
+    with pytest.raises(protocols.ConfigError, match="did you mean 'skip'"):
+        datasets.task_source(str(path), missing_answers="skipp")
 
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):

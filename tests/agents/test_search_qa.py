@@ -217,7 +217,7 @@ def test_a_file_may_give_several_accepted_answers(tmp_path):
     path.write_text('{"prompt": "p", "answer": ["Paris", 75]}\n{"prompt": "q", "answer": "Rome"}\n')
     source = datasets.task_source(str(path), holdout=0)
     answers = {source.task(index).payload["prompt"]: source.task(index).payload["answer"] for index in range(2)}
-    assert answers == {"p": ["Paris", "75"], "q": "Rome"}
+    assert answers == {"p": ["Paris", 75], "q": "Rome"}
     path.write_text('{"prompt": "p", "answer": ["Paris", null]}\n')
     with pytest.raises(protocols.DataError, match=r"line 1: column .answer. must be .* list of them, not None"):
         datasets.task_source(str(path), holdout=0)

@@ -1,5 +1,8 @@
 """Tables on disk: nested columns, mappings, folders of Hugging Face datasets, and what is said of bad ones."""
 
+import asyncio
+import decimal
+import gzip
 import json
 import pathlib
 import re
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from libra_jax import protocols
-from libra_jax.agents import datasets, tables
+from libra_jax.agents import datasets, question, tables
 
 SAVED = pathlib.Path(__file__).parent / "data" / "saved_datasets"
 """Written by Hugging Face's datasets 5.2: `Dataset.save_to_disk` to `one`, `DatasetDict.save_to_disk` to `parts`."""
@@ -59,9 +62,9 @@ def test_a_column_whose_own_name_has_a_dot_comes_first(tmp_path):
     assert task.payload["prompt"] == "outer"
 
 
-def test_several_answers_are_kept_as_texts_and_no_column_of_answers_is_needed(tmp_path):
+def test_several_answers_keep_their_types_and_no_column_of_answers_is_needed(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "answer": [1, "one", 1.5]}])
-    assert datasets.task_source(path, holdout=0).task(0).payload["answer"] == ["1", "one", "1.5"]
+    assert datasets.task_source(path, holdout=0).task(0).payload["answer"] == [1, "one", 1.5]
     assert set(datasets.task_source(path, holdout=0, answer_column="").task(0).payload) == {"prompt"}
 
 
@@ -92,8 +95,8 @@ def test_a_mapped_column_that_is_not_there_is_named_with_the_nearest(tmp_path, c
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        ({"golden": []}, "column 'golden' must be a text or a number, or a list of them, not []"),
-        ({"golden": ["a", " "]}, "column 'golden' must be a text or a number, or a list of them, not ' '"),
+        ({"golden": []}, "1 of 30 rows have no answer (column 'golden'), this one first"),
+        ({"golden": ["a", " "]}, "column 'golden' must be a text or a finite number, or a list of them, not ' '"),
         ({"question": ""}, "column 'question' must be a text that is not empty"),
         ({"question": None}, "column 'question' must be a text that is not empty"),
     ],
@@ -120,6 +123,85 @@ def test_a_mapping_that_maps_nothing_is_refused(tmp_path, arguments, problem):
         datasets.task_source(jsonl(tmp_path / "t.jsonl", ROWS), **arguments)
 
 
+# Types and forms ------------------------------------------------------------------------------------------------------
+
+NUMBERS = [0.00001, 0.1, 42, 3.5, 1e20, -7]
+
+
+def reward(source, output, match):
+    async def body():
+        environment = question.environment(match=match)
+        await environment.reset(source.task(0))
+        return (await environment.step(output)).reward
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("answer", NUMBERS)
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "float.parquet", "double.parquet", "json", "jsonl.gz"])
+def test_a_number_of_any_file_is_answered_by_its_decimal(tmp_path, ending, answer):
+    path, row = tmp_path / f"t.{ending}", {"prompt": "q", "answer": answer}
+    if ending == "csv":
+        path.write_text(f"prompt,answer\nq,{answer}\n")
+    elif ending.endswith("parquet"):
+        kind = pyarrow.float32() if ending.startswith("float") else pyarrow.float64()
+        parquet.write_table(pyarrow.table({"prompt": ["q"], "answer": pyarrow.array([answer], kind)}), path)
+    else:
+        content = (json.dumps([row], indent=1) if ending == "json" else json.dumps(row)).encode()
+        path.write_bytes(gzip.compress(content) if ending.endswith("gz") else content)
+    source = datasets.task_source(str(path), holdout=0)
+    written = f"{decimal.Decimal(repr(answer)):f}"
+    assert reward(source, f"It is {written}.", "numeric") == 1.0
+    assert reward(source, written, "exact") == float(ending != "csv" or written == str(answer))
+    assert reward(source, "5", "numeric") == 0.0
+
+
+def test_numbers_keep_their_type_and_the_digits_that_were_written(tmp_path):
+    columns = {
+        "single": pyarrow.array([0.1, None, 1e-5], pyarrow.float32()),
+        "nested": pyarrow.array([[{"x": 0.3}], [], None], pyarrow.list_(pyarrow.struct([("x", pyarrow.float32())]))),
+        "money": pyarrow.array([decimal.Decimal("1.50"), None, decimal.Decimal("0.01")], pyarrow.decimal128(9, 2)),
+        "large": pyarrow.array([2**53 + 1, 0, None], pyarrow.int64()),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    found = [row.values for row in tables.rows(str(tmp_path / "t.parquet"))]
+    assert [row["single"] for row in found] == [0.1, None, 1e-5]
+    assert [row["nested"] for row in found] == [[{"x": 0.3}], [], None]
+    assert [row["money"] for row in found] == ["1.50", None, "0.01"]
+    assert [row["large"] for row in found] == [2**53 + 1, 0, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", b"\xef\xbb\xbfquestion;golden\nWhat, then?;0,5\n"),
+        ("t.csv", b'"question";"golden, or not"\n"What, then?";"0,5"\n'),
+        ("t.csv.gz", gzip.compress(b'question,golden\n"What, then?","0,5"\n')),
+        ("t.jsonl.gz", gzip.compress(b'{"question": "What, then?", "golden": "0,5"}\n')),
+        ("t.json", b'\xef\xbb\xbf [{"question": "What, then?",\n "golden": "0,5"}]'),
+        ("t.json", b'{"question": "What, then?", "golden": "0,5"}\n'),
+    ],
+)
+def test_tables_are_read_in_the_forms_that_tools_write(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert [[*row.values.values()] for row in tables.rows(str(tmp_path / name))] == [["What, then?", "0,5"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("t.json", b'[{"a": 1}, 2]', r"t\.json, item 2: a JSON object is expected, not int"),
+        ("t.json", b'[{"a": 1}', r"t\.json: not a JSON list \("),
+        ("t.jsonl.gz", b"{}", r"t\.jsonl\.gz: not a readable gzip file"),
+        ("t.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], r"t\.jsonl\.gz: not a readable gzip file"),
+    ],
+)
+def test_broken_lists_and_packed_files_are_named(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(protocols.DataError, match=problem):
+        list(tables.rows(str(tmp_path / name)))
+
+
 # CSV ------------------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +213,7 @@ def test_values_of_csv_are_texts_as_they_are_written(tmp_path, ending, delimiter
     found = list(tables.rows(str(path)))
     assert found[0] == tables.Row(1, f"{path}, row 1", {"question": 'Is 7, or\n"007", longer?', "golden": "007"})
     assert [row.values["golden"] for row in found] == ["007", "1e3", ""]
-    with pytest.raises(protocols.DataError, match=r"row 3: column 'golden' must be a text or a number"):
+    with pytest.raises(protocols.DataError, match=r"row 3: 1 of 3 rows have no answer \(column 'golden'\)"):
         datasets.task_source(str(path), prompt_column="question", answer_column="golden")
 
 
@@ -171,15 +253,16 @@ def test_a_folder_of_parquet_files_is_read_in_their_order_by_split(tmp_path):
         list(tables.rows(str(tmp_path), split="dev"))
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv"])
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "tsv", "jsonl.gz"])
 def test_a_folder_may_hold_files_of_any_kind_but_one_kind_a_split(tmp_path, ending):
-    text = {"jsonl": '{"prompt": "q"}\n', "csv": "prompt\nq\n", "tsv": "prompt\nq\n"}[ending]
+    text = {"jsonl": '{"prompt": "q"}\n', "csv": "prompt\nq\n", "tsv": "prompt\nq\n"}[ending.removesuffix(".gz")]
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test"):
-        (tmp_path / f"{name}.{ending}").write_text(text)
+        packed = gzip.compress(text.encode()) if ending.endswith("gz") else text.encode()
+        (tmp_path / f"{name}.{ending}").write_bytes(packed)
     assert [dict(row.values) for row in tables.rows(str(tmp_path))] == [{"prompt": "q"}] * 2
     assert len(list(tables.rows(str(tmp_path), split="test"))) == 1
     table(tmp_path / "train.parquet", ROWS)
-    with pytest.raises(protocols.DataError, match=r"has the split 'train' as \.\w+ and \.\w+; name a single file"):
+    with pytest.raises(protocols.DataError, match=r"has the split 'train' as [.\w]+ and [.\w]+; name a single file"):
         list(tables.rows(str(tmp_path)))
 
 
