@@ -60,7 +60,7 @@ def ask(server, *, task=TASK, transcript=TRANSCRIPT, **arguments):
 
 def test_the_judge_is_shown_question_reference_response_and_rubric_and_its_score_is_read(endpoint):
     server = endpoint('The response is right, mostly.\n```json\n{"score": 0.75}\n```')
-    assert ask(server, rubric="1 if right.") == (0.75, {"tokens": 42.0})
+    assert ask(server, rubric="1 if right.") == (0.75, {"tokens": 42.0, "unreadable": 0.0})
     (asked,) = server.asked
     (message,) = asked["messages"]
     for part in ("What is $12 * 34?", "408", TRANSCRIPT.answer, "from 0 to 1: 1 if right."):
@@ -89,12 +89,54 @@ def test_a_prompt_and_pattern_of_ones_own_are_used_and_scores_are_scaled_to_one(
         ("", "the judge's reply holds no score: ''"),
         ("I refuse.", "the judge's reply holds no score: 'I refuse.'"),
         ('{"score": "high"}', "the judge's reply holds no score"),
+        ('{"score": 1/10}', "the judge's reply holds no score"),
+        ('{"score": "1/10"}', "the judge's reply holds no score"),
+        ('{"score": true}', "the judge's reply holds no score"),
+        ('{"score": NaN}', "the judge's score nan lies outside"),
+        ('First {"score": 1}, no: {"score": 0.2', "the judge's reply holds no score"),
+        ('<think>I would give {"score": 1}', "the judge's reply holds no score"),
         ('{"score": 7}', r"the judge's score 7 lies outside 0\.\.1"),
     ],
 )
 def test_a_reply_without_a_usable_score_is_an_error_never_a_zero(endpoint, reply, problem):
     with pytest.raises(ValueError, match=problem):
         ask(endpoint(reply))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ('{"score": 1e-1}', 0.1),
+        ('{"score": 0.1, "why": "half of 1/10"}', 0.1),
+        ('{"why": {"score": 1}, "score": 0.25}', 0.25),
+        ('{"score": "1.0E-1"}', 0.1),
+        ('{"score":\n .5}', None),
+        ('{"score": ".5"}', 0.5),
+        ('{ "score" : 1 } {"note": "{"}', 1.0),
+        ('<think>{"score": 1}</think>{"score": 0}', 0.0),
+    ],
+)
+def test_a_score_is_the_number_of_the_last_json_object(endpoint, reply, score):
+    if score is None:
+        with pytest.raises(ValueError, match="holds no score"):
+            ask(endpoint(reply))
+    else:
+        assert ask(endpoint(reply))[0] == score
+
+
+def test_unreadable_replies_are_counted_with_the_next_score(endpoint):
+    server = endpoint("I refuse.", '{"score": 1/2}', '{"score": 1}')
+
+    async def main():
+        made = judge.judge(server.base_url, "my-judge")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="holds no score"):
+                await made(TASK, TRANSCRIPT)
+        found = [await made(TASK, TRANSCRIPT) for _ in range(2)]
+        await made.close()
+        return [metrics["unreadable"] for _, metrics in found]
+
+    assert asyncio.run(main()) == [2.0, 0.0]
 
 
 def test_a_prompt_that_mentions_what_a_task_has_not_is_an_error_that_names_it(endpoint):

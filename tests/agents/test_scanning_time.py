@@ -8,6 +8,7 @@ import pytest
 from libra_jax import protocols
 from libra_jax.agents import arithmetic, question, thoughts, wire
 from libra_jax.agents.environments import episodes, math, search_qa
+from libra_jax.agents.rewards import judge
 from libra_jax.agents.tools import formats
 
 SCHEMAS = [{"function": {"name": "search", "parameters": {"properties": {"q": {"type": "string"}}, "required": ["q"]}}}]
@@ -25,7 +26,15 @@ UNITS = (
         "\\{",
     ),
     *("<think>", "</think>", "<think></think>", "<tool_call>", "</tool_call>", "<tool_call></tool_call>", "<search>"),
-    *('<tool_call>{"x</tool_call>', '<tool_call>{"' + "<tool_call></tool_call>" * 16, "<search><q></search>", "</q>"),
+    *(
+        '{"a": ',
+        '{"',
+        '{"score": 1} ',
+        '<tool_call>{"x</tool_call>',
+        '<tool_call>{"' + "<tool_call></tool_call>" * 16,
+        "<search><q></search>",
+        "</q>",
+    ),
     *(
         "1",
         "1,",
@@ -77,6 +86,7 @@ READERS = {
     "thoughts": thoughts.split,
     "hermes": called("hermes"),
     "tags": called("tags"),
+    "judge": judge.read_score,
     "return": lambda text: (wire.status(None, protocols.Message("tool", text)), wire.error(text)),
 }
 SHORT, LONGER = 8_000, 16

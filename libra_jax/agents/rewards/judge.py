@@ -17,11 +17,11 @@ import re
 import reprlib
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import endpoints
+from libra_jax.agents import endpoints, thoughts
 from libra_jax.agents.rewards import scoring
 
 RUBRIC = "the highest if the response answers the question as the reference does, the lowest if not, else between."
@@ -40,8 +40,11 @@ $response
 Score it from $lowest to $highest: $rubric
 Think first, briefly. Then end with a JSON object: {"score": NUMBER}"""
 
-PATTERN = r'"score"\s*:\s*"?(-?\d+(?:\.\d+)?)'
-"""Regular expression for the score, in a reply that is or ends with the JSON object of `PROMPT`."""
+_SCORE = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
+"""A number, as JSON and people write it. A part of a text is never taken for its number."""
+
+_MOST_CHARACTERS = 4000
+"""Characters at the end of a reply in which its score is searched. Each brace in them costs a try to read JSON."""
 
 OWN_FIELDS = ("response", "text", "finish", "rubric", "lowest", "highest")
 """Names that a prompt may mention besides the columns of the task."""
@@ -56,21 +59,23 @@ class Judge:
       request: Fields of every request, including the model.
       prompt: Template of the question to the model.
       fields: Fields that the prompt may mention besides the rollout's.
-      pattern: Regular expression whose group 1 is the score.
+      pattern: Regular expression whose group 1 is the score. None: the score is in a JSON object.
       lowest: Lowest score that the model may give.
       highest: Highest score that the model may give.
+      unreadable: Replies without a score since the last one with a score.
     """
 
     endpoint: endpoints.Endpoint
     request: Mapping[str, Any]
     prompt: string.Template
     fields: Mapping[str, str]
-    pattern: re.Pattern[str]
+    pattern: re.Pattern[str] | None
     lowest: float
     highest: float
+    unreadable: list[str] = field(default_factory=list)
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> tuple[float, dict[str, float]]:
-        """Returns the score, from 0 to 1, and the number of tokens it cost.
+        """Returns the score, from 0 to 1, the number of tokens it cost, and the number of unreadable replies before.
 
         Raises:
           RuntimeError: The endpoint failed, and its retries failed too.
@@ -101,19 +106,47 @@ class Judge:
         said = (reply.choices[0].message.content or "") if reply.choices else ""
         usage = getattr(reply, "usage", None)
         tokens = {"tokens": float(usage.total_tokens)} if usage is not None else {}
-        # The last score counts, because a judge that thinks first may mention others.
-        found = [match.group(1) for match in self.pattern.finditer(said)]
-        try:
-            value = float(found[-1])
-        except (IndexError, TypeError, ValueError):
-            raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self.endpoint.safe(said))}") from None
+        value = read_score(said, self.pattern)
+        if value is None:
+            self.unreadable.append(said)
+            raise ValueError(f"the judge's reply holds no score: {reprlib.repr(self.endpoint.safe(said))}")
         if not self.lowest <= value <= self.highest:
             raise ValueError(f"the judge's score {value:g} lies outside {self.lowest:g}..{self.highest:g}")
-        return (value - self.lowest) / (self.highest - self.lowest), tokens
+        counts = {**tokens, "unreadable": float(len(self.unreadable))}
+        self.unreadable.clear()
+        return (value - self.lowest) / (self.highest - self.lowest), counts
 
     async def close(self) -> None:
         """Closes the connections."""
         await self.endpoint.client.close()
+
+
+def read_score(reply: str, pattern: re.Pattern[str] | None = None) -> float | None:
+    """Returns the last score of a judge's reply, because a judge that thinks first may mention others.
+
+    None if the last score is no number. "1/10" is none.
+    """
+    text = thoughts.split(reply).answer[-_MOST_CHARACTERS:]
+    score: object = None
+    if pattern is not None:
+        for match in pattern.finditer(text):
+            score = match[1]
+    else:
+        end, place = 0, text.find("{")
+        while place >= 0:
+            try:
+                value, after = json.JSONDecoder().raw_decode(text, place)
+            except (ValueError, RecursionError):
+                after = place + 1
+            else:
+                if "score" in value:
+                    score, end = value["score"], after
+            place = text.find("{", after)
+        if '"score"' in text[end:]:  # a later object, which is broken
+            return None
+    if isinstance(score, str):
+        return float(score) if _SCORE.fullmatch(score.strip()) else None
+    return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None
 
 
 def _check(condition: bool, problem: str) -> None:
@@ -125,7 +158,7 @@ def judge(
     model: str,
     rubric: str = RUBRIC,
     prompt: str = PROMPT,
-    pattern: str = PATTERN,
+    pattern: str = "",
     lowest: float = 0.0,
     highest: float = 1.0,
     api_key_env: str = "",
@@ -141,7 +174,8 @@ def judge(
       rubric: Text that says what earns which score.
       prompt: Template of the whole question. `$name` stands for a column of the task, or for a name of `OWN_FIELDS`:
         `$response` is the policy's last output, `$text` the whole rollout.
-      pattern: Regular expression whose group 1 is the score. The last match in the reply counts.
+      pattern: Regular expression whose group 1 is the score, a number and nothing else. The last match in the reply
+        counts. Empty: the number under "score" in the last JSON object counts.
       lowest: Lowest score that the model may give. It becomes 0.
       highest: Highest score that the model may give. It becomes 1.
       api_key_env: Environment variable with the key, which the actor reads. Empty if the endpoint needs no key.
@@ -164,12 +198,12 @@ def judge(
     _check(bool(model), "model must be the endpoint's name of one")
     _check(-math.inf < lowest < highest < math.inf, f"scores must rise from lowest ({lowest}) to highest ({highest})")
     try:
-        compiled = re.compile(pattern)
+        compiled = re.compile(pattern) if pattern else None
     except re.error as error:
         raise protocols.ConfigError(
             f"config.reward.functions: the judge's pattern is no regular expression: {error}"
         ) from error
-    _check(compiled.groups >= 1, "pattern must have a group, which holds the score")
+    _check(compiled is None or compiled.groups >= 1, "pattern must have a group, which holds the score")
     # Not str.format: the braces of a JSON object in the prompt have to stay as they are.
     template = string.Template(prompt)
     _check(template.is_valid(), "prompt has a $ that begins no name; write $$ for a dollar")
