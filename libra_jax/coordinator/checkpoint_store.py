@@ -78,6 +78,11 @@ class Found:
     nbytes: int = 0
     stored: Stored | None = None
 
+    @property
+    def records(self) -> protocols.Records | None:
+        """The run's records at the checkpoint. None without one, or if an earlier version wrote it."""
+        return None if self.stored is None else self.stored.record.get("records")
+
     def sentence(self) -> str:
         """Returns a sentence about what was verified; empty if no checkpoint exists."""
         if self.step < 0:

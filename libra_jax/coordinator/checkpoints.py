@@ -66,6 +66,7 @@ class CoordinatorState(TypedDict):
     scheduler: Mapping[str, Any]
     allocation: list[Allocation]
     groups: GroupsState
+    records: NotRequired[protocols.Records | None]
     planner: NotRequired[Mapping[str, Any] | None]
     hybrid: NotRequired[hybrid.HybridState | None]
 
@@ -76,10 +77,12 @@ class Encoded(NamedTuple):
     Attributes:
       text: JSON of the part.
       routing: experts of all trajectories, in the order of their places.
+      records: the run's records by then, for the manifest.
     """
 
     text: str
     routing: Sequence[records.Routing]
+    records: protocols.Records | None
 
 
 def encode(state: CoordinatorState) -> Encoded:
@@ -96,7 +99,7 @@ def encode(state: CoordinatorState) -> Encoded:
         end += made["nbytes"]
         return made
 
-    return Encoded(json.dumps(state, default=place), found)
+    return Encoded(json.dumps(state, default=place), found, state.get("records"))
 
 
 def newest_step(workdir: Path) -> int:
@@ -175,6 +178,7 @@ class Checkpoints:
         # Names of the parts of the checkpoint that is being written, and the checksums of the coordinator's files.
         self._parts: dict[str, str] = {}
         self._sums: dict[str, checksums.Sum] = {}
+        self._records: protocols.Records | None = None
         self.restarts = 0
         # Manifests beyond the checkpoint that the run resumed from: they do not count any more.
         self._skipped: set[Path] = set()
@@ -236,7 +240,7 @@ class Checkpoints:
                 parts["routing"] = f"{store.ROUTING}{suffix}.bin"
                 _write_durably(directory / parts["routing"], (b"".join(item.rows) for item in encoded.routing))
                 sums |= checksums.of_files(directory, [parts["routing"]])
-            self._parts, self._sums = parts, sums
+            self._parts, self._sums, self._records = parts, sums, encoded.records
         return directory / parts["trainer"]
 
     def commit(self, step: int) -> None:
@@ -265,6 +269,7 @@ class Checkpoints:
                 **self._parts,
                 **fencing_token,
                 "files": sums,
+                "records": self._records,
             }
             text = checksums.sealed(json.dumps(manifest).encode())
             _write_durably(path, [text], check=self._check_fencing)

@@ -234,6 +234,7 @@ class Coordinator:
             "scheduler": dict(self._scheduler.snapshot()),
             "allocation": [{"name": item.name, "slots": item.slots} for item in self._workers.engines.serving()],
             "groups": self._parts.groups.state(),
+            "records": self._recorder.records(),
             "planner": None if self._planner is None else dict(self._planner.snapshot()),
             "hybrid": None if workers is None else workers.snapshot(),
         }

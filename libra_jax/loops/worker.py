@@ -341,3 +341,6 @@ class _Recorder:
 
     def pools(self, now: float, devices: Mapping[str, int]) -> None:
         pass
+
+    def records(self) -> None:
+        pass

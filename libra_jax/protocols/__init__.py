@@ -124,7 +124,7 @@ from libra_jax.protocols.scheduling import (
     Scheduler,
 )
 from libra_jax.protocols.tasks import Message, Task, TaskSource, ToolCall
-from libra_jax.protocols.telemetry import LOST, POOLS, Recorder, Span
+from libra_jax.protocols.telemetry import LOST, POOLS, Recorder, Records, Span
 from libra_jax.protocols.training import (
     BatchPart,
     DivideBatch,
@@ -258,6 +258,7 @@ __all__ = [
     "ReadsStatus",
     "ReasoningDelta",
     "Recorder",
+    "Records",
     "Refused",
     "Relay",
     "RelayClient",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 POOLS = ("core training", "hybrid in training", "hybrid in transition", "hybrid in rollout", "core rollout")
 """Names of the device pools, in the order in which plots stack them."""
@@ -23,6 +23,13 @@ class Span:
     start: float
     end: float
     arguments: Mapping[str, Any]
+
+
+class Records(TypedDict):
+    """Id of a run in its records, and the number of records in each file by its name."""
+
+    run: str
+    counts: Mapping[str, int]
 
 
 class Recorder(Protocol):
@@ -65,4 +72,8 @@ class Recorder(Protocol):
 
     def note(self, text: str) -> None:
         """Shows a sentence to the person who watches."""
+        ...
+
+    def records(self) -> Records | None:
+        """Returns what the files hold after the last flush. None before it, or without files."""
         ...

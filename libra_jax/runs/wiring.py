@@ -228,8 +228,9 @@ async def _train(
         # Renamed into place, so that a killed start leaves no half copy.
         partial.rename(kept)
     # A killed run's records after its last checkpoint will be repeated, so they go before the recorder opens.
-    damaged = telemetry.cut_back(workdir, checkpoint_store.find(workdir).step)
-    surroundings = _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged)
+    newest = checkpoint_store.find(workdir)
+    damaged = telemetry.cut_back(workdir, newest.step, newest.records)
+    surroundings = _surroundings(config, workdir, parts.agent, fencing_token, watcher, damaged, newest.records)
     async with surroundings as (around, agent), teachers.opened(config, agent.tokenizer) as teacher:
         agent = dataclasses.replace(agent, teacher=teacher)
         run = coordinator.Coordinator(around, parts.specs, agent, parts.scheduler, parts.planner)
@@ -246,13 +247,16 @@ async def _surroundings(
     fencing_token: fencing.Token | None = None,
     watcher: status.RunStatus | None = None,
     damaged: Sequence[str] = (),
+    records: protocols.Records | None = None,
 ) -> AsyncIterator[tuple[parts_lib.RunContext, rollouts.Agent]]:
     """Opens the recorder, the cluster and the reward. Yields the run's context, and the agent with its reward.
 
-    `damaged` has a sentence for each damaged line that was cut from the workdir's records.
+    `damaged` has sentences about what is damaged or missing among the workdir's records, and `records` those that the
+    checkpoint counted.
     """
     guard = files.always if fencing_token is None else fencing_token.may_write
-    recorder = telemetry.create(config, workdir, asyncio.get_running_loop().time, guard=guard, watcher=watcher)
+    clock = asyncio.get_running_loop().time
+    recorder = telemetry.create(config, workdir, clock, guard=guard, watcher=watcher, records=records)
     if watcher is not None:
         watcher.recorder = recorder
     # Before the cluster starts: the lines are gone already, so a start that fails must have named them.

@@ -21,7 +21,7 @@ from libra_jax import config as libra_config
 from libra_jax import machine, protocols
 from libra_jax.coordinator import checkpoint_store, fencing
 from libra_jax.runs import changes
-from libra_jax.telemetry import escapes, metrics, status
+from libra_jax.telemetry import escapes, metrics, recorder, status
 
 END_SECONDS = 60.0
 """Seconds that a fenced-off run may take to end before the other begins beside it. It can write nothing more."""
@@ -150,7 +150,9 @@ def foreseen(
     stored = _compared(path, _resolved(config), allow_changes)
     begun = f"goes on from step {stored.taken}" if stored.taken > 0 else "begins again, because it has no checkpoint"
     changed = f", with other settings: {'; '.join(map(str, stored.differing))}" if stored.differing else ""
-    return f"{path}, {begun}{changed}"
+    newest = checkpoint_store.find(path)
+    damaged = [*newest.skipped, *recorder.cut_back(path, newest.step, newest.records, look=True)]
+    return "\n  ".join([f"{path}, {begun}{changed}", *damaged])
 
 
 @dataclasses.dataclass(frozen=True)

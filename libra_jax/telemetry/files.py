@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_jax import checksums
+from libra_jax import checksums, protocols
 from libra_jax.telemetry import escapes
 
 Warn = Callable[[str, str], None]
@@ -67,7 +67,7 @@ class RecordFile:
         self._pending_bytes = 0
         self._descriptor: int | None = None
         self._end = 0
-        self._removals = 0
+        self._changes = 0
         self._closed = False
 
     def write(self, record: bytes) -> None:
@@ -108,16 +108,19 @@ class RecordFile:
         if self._descriptor is not None and moved:
             os.close(self._descriptor)
             self._descriptor = None
-            if not self.path.exists():
-                self._removals += 1
-                self._warn(
-                    f"{self.path} removed {self._removals}",
-                    f"{self.path} was removed while the run writes it: the run goes on in a new file, and what it "
-                    "recorded there before is gone.",
-                )
+            removed = not self.path.exists()
+            how = "removed while the run writes it: the run goes on in a new file, and" if removed else "replaced:"
+            self._changed(f"{how} what it recorded there before is gone.")
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._end = os.fstat(self._descriptor).st_size
+        size = os.fstat(self._descriptor).st_size
+        if size != self._end:
+            self._changed(f"changed while the run writes it: it has {size} bytes instead of {self._end}.")
+            self._end = size
+            # The rest of a line must not become the beginning of the next record.
+            if data.endswith(b"\n") and size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                data = b"\n" + data
         written = 0
         try:
             while written < len(data):
@@ -128,6 +131,15 @@ class RecordFile:
                 os.ftruncate(self._descriptor, self._end)
             raise
         self._end += written
+
+    def _changed(self, how: str) -> None:
+        self._changes += 1
+        self._warn(f"{self.path} changed {self._changes}", f"{self.path} was {how}")
+
+    @property
+    def end(self) -> int:
+        """Bytes in the file after the last flush."""
+        return self._end
 
     def close(self) -> None:
         """Flushes and closes the file. Idempotent."""
@@ -144,9 +156,16 @@ class RecordFile:
 
 
 class LineFile(RecordFile):
-    """A file of JSON lines, opened for appending. Opening removes a last line that a killed process left torn."""
+    """A file of JSON lines, opened for appending. Opening removes a last line that a killed process left torn.
+
+    Attributes:
+      run: Id of the run, in each record. If it is empty, records have neither an id nor a number.
+      number: Number of the last record, from 1.
+      flushed: Number of the last record in the file.
+    """
 
     def __init__(self, path: Path, warn: Warn, guard: Guard = always) -> None:
+        self.run, self.number, self.flushed = "", 0, 0
         try:
             # Cut before anything is appended, or the next record would continue the torn line. Read backwards in
             # pieces, because a run's file may take gigabytes and its last lines are short.
@@ -159,6 +178,9 @@ class LineFile(RecordFile):
                     newline = file.read(end - begin).rfind(b"\n")
                     # Without a newline, `end` becomes `begin`.
                     end = begin + newline + 1
+                file.seek(max(0, end - _LONGEST_ORIGIN))
+                if origin := _ORIGIN.search(file.read(end - file.tell())):
+                    self.run, self.number = origin[2].decode(), int(origin[3])
             if size > end:
                 os.truncate(path, end)
         except FileNotFoundError:
@@ -169,7 +191,14 @@ class LineFile(RecordFile):
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a record as a line."""
-        self.write(json_line(record))
+        self.number += 1
+        origin = {"record": f"{self.path.name}/{self.run}/{self.number}"} if self.run else {}
+        self.write(json_line({**record, **origin}))
+
+    def flush(self) -> None:
+        super().flush()
+        if not self._pending:
+            self.flushed = self.number
 
 
 def finite(value: Any) -> Any:
@@ -241,23 +270,107 @@ _SPOILT = re.compile(rb', "(?:(checksum)": ".{32}|([^"]{7,9})": "[0-9a-f]{32})"\
 _WHOLE = re.compile(rb'"checksum": "[0-9a-f]{32}"\}')
 
 
-def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON-lines file that a run wrote, in order and without their checksums.
+_ORIGIN = re.compile(rb'"record": "([^"/]*)/([^"/]*)/(\d+)"(?:, "checksum": "[0-9a-f]{32}")?\}\s*$')
+"""End of a line that names its file, its run and its number in the file."""
 
-    A torn last line and a missing file are not errors. Damaged lines are skipped with a warning.
+_LONGEST_ORIGIN = 256
+
+
+class Review:
+    """Reviews the lines of a file in order: whether they are whole, of this file and run, and complete.
+
+    Args:
+      path: Path of the file.
+      known: The run, and the number of its records. If None, the first record names the run.
+      step: Last step of these records.
+      name: Name of the file in its records.
+
+    Attributes:
+      number: Number of the last record that counts, from 1.
     """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
+
+    def __init__(self, path: Path, known: protocols.Records | None, step: int | None = None, name: str = "") -> None:
+        self._path = path
+        self._name = name or path.name
+        self._run = known["run"] if known else ""
+        self._count = known["counts"].get(self._name, 0) if known else 0
+        self._step = step
+        self.number = 0
+        self._last = b"{}"
+        self._gaps: list[str] = []
+
+    def problem(self, line: bytes) -> str:
+        """Returns why a line does not count. Empty if it does."""
+        if why := damage(line):
+            return why
+        if (origin := _ORIGIN.search(line[-_LONGEST_ORIGIN:])) is None:
+            # Earlier versions wrote no numbers, so such lines can only come first.
+            return "the run did not write it" if self.number else ""
+        number, self._run = int(origin[3]), self._run or origin[2].decode()
+        if why := foreign(line, self._name, {"run": self._run, "counts": {}}):
+            return why
+        if number <= self.number:
+            return f"it is record {number}, after record {self.number}"
+        self._skip_to(number, json.loads(line).get("step"))
+        self.number, self._last = number, line
+        return ""
+
+    def gaps(self) -> list[str]:
+        """Ends the review. Returns a sentence for each row of missing records."""
+        self._skip_to(self._count + 1, None)
+        return [f"{self._path} lacks {gap}." for gap in self._gaps]
+
+    def _skip_to(self, number: int, step: int | None) -> None:
+        if number <= self.number + 1:
+            return
+        # In the file of metrics, each record ends a step.
+        whole, before = self._name == "metrics.jsonl", json.loads(self._last).get("step")
+        first = "the first step" if before is None else f"step {before + whole}"
+        last = "the last step" if self._step is None else f"step {self._step}"
+        last = last if step is None else f"step {step - whole}"
+        self._gaps.append(f"records {self.number + 1} to {number - 1}, of {first} to {last}")
+
+
+def foreign(line: bytes, name: str, known: protocols.Records | None) -> str:
+    """Returns how a line shows that it is of another file than `name`, or of another run. Empty if it does not."""
+    origin = _ORIGIN.search(line[-_LONGEST_ORIGIN:])
+    if origin is None or not known:
+        return ""
+    if (of := origin[1].decode()) != name:
+        return f"it is a record of {of}"
+    run = origin[2].decode()
+    return "" if run == known["run"] else f"it is a record of another run ({run} instead of {known['run']})"
+
+
+def known_records(workdir: Path) -> protocols.Records | None:
+    """Returns the run's id and the number of its records, as its `status.json` has them. None without them."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        text = (workdir / "status.json").read_bytes()
+        found: protocols.Records | None = None if damage(text) else json.loads(text).get("records")
+        return found
+    return None
+
+
+def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSON-lines file that a run wrote, in order and without checksum and number.
+
+    A torn last line and a missing file are not errors. Other lines that do not count are skipped with a warning, and
+    missing records are named in one.
+    """
+    log, review = logging.getLogger(__name__), Review(path, known_records(path.parent))
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             # A whole record ends with a newline, so a kill has torn this one.
             if not line.endswith(b"\n"):
-                return
-            if problem := damage(line):
-                logging.getLogger(__name__).warning("%s, line %d is left out: %s.", path, number, problem)
+                break
+            if problem := review.problem(line):
+                log.warning("%s, line %d is left out: %s.", path, number, problem)
             else:
-                record = json.loads(line)
-                record.pop("checksum", None)
-                yield record
+                yield plain(json.loads(line))
+    for sentence in review.gaps():
+        log.warning("%s", sentence)
+
+
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a line's object without what belongs to the line: its checksum, and its place among the records."""
+    return {name: value for name, value in record.items() if name not in ("checksum", "record")}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from libra_jax import protocols
 from libra_jax.telemetry import metrics, timeline
 
 
@@ -62,3 +63,6 @@ class MemoryRecorder:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def records(self) -> protocols.Records | None:
+        return None

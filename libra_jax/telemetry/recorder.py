@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class RunRecorder:
         self._strict = strict
         self._flushed_at = clock()
         self._closed = False
+        self._records: protocols.Records | None = None
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Records one training step's numbers, named as in `metrics.jsonl`, and writes all pending records to disk."""
@@ -146,6 +148,16 @@ class RunRecorder:
         self._flushed_at = self._clock()
         for item in self._all:
             item.flush()
+        counts = {name: line.flushed for name, line in self._lines.items()}
+        counts[timeline.TIMELINE_FILE] = self._timeline.end
+        self._records = {"run": self._lines[metrics.METRICS_FILE].run, "counts": counts}
+
+    def records(self) -> protocols.Records | None:
+        """Returns the run's id and the number of records in each file after the last flush. Any thread may call it.
+
+        Of the timeline, it is the number of bytes.
+        """
+        return self._records
 
     def close(self) -> None:
         """Flushes and closes everything, and restores the terminal. Idempotent."""
@@ -172,6 +184,7 @@ def create(
     *,
     guard: files.Guard = files.always,
     watcher: sinks.Sink | None = None,
+    records: protocols.Records | None = None,
 ) -> RunRecorder:
     """Makes the recorder of a new or resumed run. A resumed run calls `cut_back` before it records a step.
 
@@ -181,6 +194,7 @@ def create(
       clock: Returns the current seconds, on the clock of the spans (the event loop's).
       guard: Returns whether this run may still write there.
       watcher: A further viewer, which gets everything that the console gets.
+      records: The run and its records at the checkpoint. If None, the files name them, and else a new run begins.
 
     Raises:
       ConfigError: The folder cannot be created, or W&B is enabled and cannot start.
@@ -192,6 +206,11 @@ def create(
     # Made before the console, because the files may already warn while they are opened.
     warn = _Warnings()
     lines = {name: files.LineFile(workdir / name, warn, guard) for name in LINE_FILES}
+    run = records["run"] if records else next((line.run for line in lines.values() if line.run), secrets.token_hex(4))
+    for name, line in lines.items():
+        # If the last records are gone, the numbers go on after them, so that every reader sees the gap.
+        line.run, line.number = run, max(line.number, records["counts"].get(name, 0) if records else 0)
+        line.flushed = line.number
     taking: list[sinks.Sink] = []
     if config.telemetry.tensorboard:
         taking.append(sinks.TensorBoardSink(workdir, warn, guard))
@@ -205,12 +224,13 @@ def create(
     return RunRecorder(clock, timeline_file, lines, taking, strict=bool(os.environ.get(metrics.STRICT_VARIABLE)))
 
 
-def cut_back(workdir: Path, step: int) -> list[str]:
+def cut_back(workdir: Path, step: int, records: protocols.Records | None = None, *, look: bool = False) -> list[str]:
     """Cuts the records of a run back to a checkpoint, before the resumed run records its first step.
 
-    Records whose `step` is at most `step` are kept, in the numbering of `Recorder.metrics` (-1 keeps none). A record of
-    `trace.jsonl` without a step goes with the record before it. Torn lines are removed. Damaged lines are removed and
-    named, because their numbers are not the recorded ones. Of the changed settings, only damaged lines are removed.
+    Records whose `step` is at most `step`, and those that the checkpoint counted, are kept, in the numbering of
+    `Recorder.metrics` (-1 keeps none). A record of `trace.jsonl` without a step goes with the record before it. Torn
+    lines are removed. Damaged lines are removed and named, because their numbers are not the recorded ones. Missing
+    records are named. Of the changed settings, only damaged lines are removed.
 
     A new file is written beside each old one and renamed over it. So a kill in between loses nothing, and cutting twice
     changes nothing. TensorBoard needs no cut, because the session's first step voids later events. The timeline is
@@ -219,9 +239,11 @@ def cut_back(workdir: Path, step: int) -> list[str]:
     Args:
       workdir: Folder of the run. Missing files are not errors.
       step: Last step whose records stay.
+      records: The run and its records at the checkpoint, if it has them.
+      look: Change nothing.
 
     Returns:
-      A sentence for each file that was damaged.
+      Sentences about what is damaged or missing.
 
     Raises:
       LibraError: A file cannot be read or replaced.
@@ -237,7 +259,7 @@ def cut_back(workdir: Path, step: int) -> list[str]:
         (files.CONFIG_HISTORY_FILE, sys.maxsize),
     ):
         try:
-            damaged = _cut(workdir / name, last)
+            damaged, gaps = _cut(workdir / name, last, files.Review(workdir / name, records, step), records, look)
         except OSError as error:
             raise protocols.LibraError(
                 f"{workdir / name} cannot be cut back to step {step} ({error.strerror or error}): see to the disk, and "
@@ -246,15 +268,23 @@ def cut_back(workdir: Path, step: int) -> list[str]:
         if damaged:
             further = f", and {len(damaged) - TOLD} further lines" if len(damaged) > TOLD else ""
             lines = ", ".join(f"line {number} ({why})" for number, why in damaged[:TOLD])
-            told.append(f"{workdir / name} was damaged, and these lines are removed: {lines}{further}.")
+            fate = "do not count" if look else "are removed"
+            told.append(f"{workdir / name} was damaged, and these lines {fate}: {lines}{further}.")
+        told += gaps
+    file, size = workdir / timeline.TIMELINE_FILE, records["counts"].get(timeline.TIMELINE_FILE, 0) if records else 0
+    if (found := file.stat().st_size if file.exists() else 0) < size:
+        told.append(f"{file} lacks events: it has {found} bytes, and had {size} at step {step}.")
     return told
 
 
-def _cut(path: Path, step: int) -> list[tuple[int, str]]:
-    """Cuts one file. Returns the numbers of its damaged lines, and what is wrong with each."""
+def _cut(
+    path: Path, step: int, review: files.Review, records: protocols.Records | None, look: bool
+) -> tuple[list[tuple[int, str]], list[str]]:
+    """Cuts one file. Returns its damaged lines with what is wrong with each, and sentences about missing records."""
     if not path.exists():
-        return []
-    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        return [], review.gaps()
+    partial = Path(os.devnull) if look else path.with_name(path.name + PARTIAL_SUFFIX)
+    counted = records["counts"].get(path.name, 0) if records else 0
     keep, damaged = True, []
     with path.open("rb") as old, partial.open("wb") as new:
         for number, line in enumerate(old, start=1):
@@ -262,17 +292,18 @@ def _cut(path: Path, step: int) -> list[tuple[int, str]]:
                 if not files.torn(line):
                     damaged.append((number, "its end is damaged"))
                 break
-            if why := files.damage(line):
+            if why := review.problem(line):
                 damaged.append((number, why))
                 continue
             # A record without a step goes with the record before it.
             recorded = json.loads(line).get("step")
             if isinstance(recorded, int):
                 keep = recorded <= step
-            if keep:
+            if keep or 0 < review.number <= counted:
                 new.write(line)
-        new.flush()
-        # On disk before the rename, or a power failure could leave an empty file behind the name.
-        os.fsync(new.fileno())
-    os.replace(partial, path)
-    return damaged
+        if not look:
+            new.flush()
+            # On disk before the rename, or a power failure could leave an empty file behind the name.
+            os.fsync(new.fileno())
+            os.replace(partial, path)
+    return damaged, review.gaps()

@@ -197,6 +197,7 @@ class RunStatus(sinks.Sink):
             "scalars": files.finite(self._scalars),
             "notes": list(self._notes),
             "endpoint": self.endpoint,
+            "records": None if self.recorder is None else self.recorder.records(),
             "ended": self._ended,
             "problems": [] if self._ended else problems,
         }

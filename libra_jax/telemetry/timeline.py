@@ -169,6 +169,11 @@ class TimelineFile:
     def flush(self) -> None:
         self._file.flush()
 
+    @property
+    def end(self) -> int:
+        """Bytes in the file after the last flush."""
+        return self._file.end
+
     def close(self) -> None:
         """Ends the array, so that strict parsers can read the file too."""
         now = max(self._microseconds(self._clock()), self._end)

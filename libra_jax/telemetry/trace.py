@@ -38,13 +38,20 @@ def read(path: Path) -> list[dict[str, Any]]:
       DataError: The file is missing or empty, or a line is not a record. The message names file and line.
     """
     records = []
+    known = files.known_records(path.parent) if path.name == TRACE_FILE else None
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    records.append(_parse(line.rstrip(), f"{path}, line {number}"))
+                    where = f"{path}, line {number}"
+                    records.append(_parse(line.rstrip(), where))
+                    # A user may select, sort and join the records of several runs.
+                    foreign = files.foreign(line, TRACE_FILE, known)
+                    _check(not foreign, where, f'{foreign}; of a line that belongs here, remove "record"')
     except OSError as error:
         raise DataError(f"{path}: the trace cannot be read ({error.strerror or error})") from error
+    if known and len(records) < (count := known["counts"].get(TRACE_FILE, 0)):
+        raise DataError(f"{path}: holds {len(records)} of the {count} records that the run wrote; take the whole file")
     if not records:
         raise DataError(f"{path}: the trace holds no trajectory; give a file with one JSON object a line")
     return records
@@ -82,8 +89,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     _check(isinstance(record, dict), where, "a record must be a JSON object")
     problem = files.damage(line)
     _check(not problem, where, f'the line is damaged ({problem}); of a line that you edited, remove "checksum"')
-    # The checksum belongs to the line, not to the record.
-    record.pop("checksum", None)
+    record = files.plain(record)
     _check_record(record, where)
     return record
 
