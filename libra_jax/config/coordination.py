@@ -64,7 +64,7 @@ class EvaluationConfig:
     """Held-out tasks, with one or more attempts each at one policy version."""
 
     every: int = 0  # training steps between evaluations; also before the first and after the last; 0 is off
-    tasks: int = 128  # held-out tasks of an evaluation
+    tasks: int = 128  # most held-out tasks of an evaluation, each once
     # Rollouts of each held-out task; above 1, evaluation/pass_at_<k> estimates pass@k for k = 1, 2, 4, ... attempts
     attempts: int = 1
     threshold: float = 1.0  # reward from which on an attempt counts as solved, for evaluation/pass_at_<k>

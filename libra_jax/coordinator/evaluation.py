@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -105,6 +106,19 @@ class Evaluation:
     scores: Sequence[scores.TaskScores]
 
 
+def distinct(tasks: Iterable[protocols.Task]) -> list[protocols.Task]:
+    """Returns the tasks in their order, each payload once.
+
+    A source with few held-out tasks gives them again and again; repeated, they would weigh more, and cost more.
+    """
+    different: dict[str, protocols.Task] = {}
+    for task in tasks:
+        different.setdefault(
+            json.dumps(task.payload, sort_keys=True, default=str) if task.payload else task.prompt_id, task
+        )
+    return list(different.values())
+
+
 async def evaluate(
     config: configuration.RunConfig,
     *,
@@ -113,7 +127,7 @@ async def evaluate(
     version: int,
     status: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Runs `evaluation.attempts` rollouts for each of the first `evaluation.tasks` held-out tasks.
+    """Runs `evaluation.attempts` rollouts for each of the first `evaluation.tasks` held-out tasks, each task once.
 
     Args:
       config: the run's configuration (`evaluation`).
@@ -125,10 +139,12 @@ async def evaluate(
     Raises:
       EnvironmentCrashed: no task could be scored.
     """
-    settings, begun = config.evaluation, []
+    settings, begun, drawn = config.evaluation, [], []
     for index in range(settings.tasks):
         with resolving.named(config.task.source, "task.source", f"evaluation_task({index})"):
-            task = tasks.evaluation_task(index)
+            drawn.append(tasks.evaluation_task(index))
+    chosen = distinct(drawn)
+    for index, task in enumerate(chosen):
         for attempt in range(settings.attempts):
             name = f"{task.prompt_id}/evaluation-{version}" + (f"-{attempt}" if attempt else "")
             begun.append((index, task, runner.begin(name, task)))
@@ -145,7 +161,7 @@ async def evaluate(
     work = [asyncio.ensure_future(attempted(task, trajectory)) for _, task, trajectory in begun]
     scored: list[protocols.Trajectory] = []
     crashes: list[protocols.EnvironmentCrashed] = []
-    found = [scores.TaskScores(begun[index * settings.attempts][1].prompt_id, ()) for index in range(settings.tasks)]
+    found = [scores.TaskScores(task.prompt_id, ()) for task in chosen]
     try:
         for (index, _, trajectory), rollout in zip(begun, work, strict=True):
             one = found[index]

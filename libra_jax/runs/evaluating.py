@@ -18,7 +18,7 @@ import numpy as np
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.agents import factories, resolving
-from libra_jax.coordinator import checkpoint_store, scores
+from libra_jax.coordinator import checkpoint_store, evaluation, scores
 from libra_jax.models import hub
 from libra_jax.runs import api
 from libra_jax.simulator import report
@@ -196,7 +196,7 @@ def chosen(
         f"--config: --workdir={asked.workdir} has its own config; leave --config out, or evaluate "
         f"--model={asked.workdir / 'model'} with it",
     )
-    config = _read_config(asked.workdir)
+    config = read_config(asked.workdir)
     if asked.step is not None:
         counting = checkpoint_store.counting(asked.workdir)
         steps = ", ".join(map(str, sorted(counting))) or "none"
@@ -216,7 +216,7 @@ def chosen(
     return dataclasses.replace(config, model=merged), None, f"{config.name}, exported model"
 
 
-def _read_config(workdir: Path) -> libra_config.RunConfig:
+def read_config(workdir: Path) -> libra_config.RunConfig:
     """Reads the config that a run was begun with.
 
     Raises:
@@ -301,8 +301,7 @@ def _with_tasks(config: libra_config.RunConfig, asked: Asked) -> libra_config.Ru
     if asked.most_tasks is not None and asked.most_tasks < 1:
         raise protocols.ConfigError(f"--most_tasks={asked.most_tasks}: must be positive")
     tasks = _tasks_of_file(config, asked) if asked.tasks is not None else _held_out(config, asked)
-    different = {json.dumps(task.payload, sort_keys=True, default=str): task for task in reversed(tasks)}
-    listed = list(reversed(different.values()))
+    listed = evaluation.distinct(tasks)
     name = resolving.give(lambda seed: _Listed(listed), "task.source", name="evaluated", text=str(len(listed)))
     return dataclasses.replace(
         config,

@@ -229,6 +229,22 @@ def test_several_attempts_at_held_out_tasks_estimate_pass_at_k(tmp_path):
         assert found[0] == pytest.approx(scalars["evaluation/accuracy"]), "rewards of the double are 0 and 1"
 
 
+def test_few_held_out_tasks_are_evaluated_once_each(tmp_path):
+    """A table gives its held-out rows again and again, with another epoch in their names."""
+
+    class Few(doubles.Tasks):
+        def evaluation_task(self, index):
+            return protocols.Task(f"held-out-{index}", {"index": index % 3})
+
+    config = doubles.make_config(evaluation={"every": 2, "tasks": 8, "attempts": 2, "temperature": 1.0}, steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doubles, "Tasks", Few)
+        bench = doubles.Bench(config, tmp_path)
+        bench.run()
+    counts = {text.partition(" of ")[2] for _, text in bench.recorder.statuses if "rollouts" in text and " of " in text}
+    assert counts == {"6 rollouts"}
+
+
 def test_an_engine_that_waits_for_its_first_weights_says_so(tmp_path):
     config = doubles.make_config(warm_start={"steps": 3, "batch_size": 2})
     bench = doubles.Bench(config, tmp_path, trainer={"seconds": 20.0})
