@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from libra_jax import config as libra_config
     from libra_jax.planning import search
-    from libra_jax.runs import api, objects
+    from libra_jax.runs import api, objects, records
     from libra_jax.simulator import comparison, settings
 
-__all__ = ["evaluate", "evaluate_async", "plan", "simulate", "simulate_async", "train", "train_async"]
+__all__ = ["evaluate", "evaluate_async", "load", "plan", "simulate", "simulate_async", "train", "train_async"]
 
 
 def train(
@@ -133,6 +133,27 @@ async def evaluate_async(
     from libra_jax.runs import api
 
     return await api.evaluate_async(config, model=model, environment=environment, reward=reward, tasks=tasks)
+
+
+def load(workdir: str | Path) -> records.Loaded:
+    """Reads the records of a run, which may still be going on, to look at or to draw.
+
+    >>> run = libra_jax.load("runs/mine")                                # doctest: +SKIP
+    >>> run.metrics.to_pandas().plot("step", "reward/mean")              # doctest: +SKIP
+    >>> print(run.config.optimizer.learning_rate, run.samples[0].text()) # doctest: +SKIP
+
+    Args:
+      workdir: the run's folder, such as `Trained.workdir`.
+
+    Returns:
+      The run's config, its metrics as a table with a row for each step, and the rollouts that it kept as text.
+
+    Raises:
+      DataError: the folder holds no config of a run that this version can read.
+    """
+    from libra_jax.runs import records
+
+    return records.load(workdir)
 
 
 def simulate(

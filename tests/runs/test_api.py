@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,22 @@ def test_a_thread_with_an_event_loop_of_its_own_can_train(tmp_path):
 def test_the_awaited_form_trains_on_the_callers_loop(tmp_path):
     trained = asyncio.run(libra_jax.train_async(small(1), tasks=QUESTIONS, workdir=tmp_path / "run"))
     assert list(trained.rewards) == [1]
+    run = libra_jax.load(trained.workdir)
+    assert run.config == libra_jax.load(str(trained.workdir)).config
+    assert run.config.name == "mine"
+    row = run.metrics.to_pylist()[-1]
+    assert (row["step"], row["reward/mean"]) == (1, trained.rewards[1])
+    assert any("say " in sample.text() for sample in run.samples)
+
+
+def test_a_table_of_metrics_has_what_only_some_steps_have(tmp_path):
+    with pytest.raises(protocols.DataError, match=r"workdir: .* holds no config\.json"):
+        libra_jax.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(small())))
+    lines = '{"step": 1, "a": 1}', '{"step": 2, "a": 2.5, "b": null, "nonfinite": {"b": "inf"}}', '{"step": 3, "a'
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    columns = libra_jax.load(tmp_path).metrics.to_pydict()
+    assert columns == {"step": [1, 2], "a": [1.0, 2.5], "b": [None, math.inf]}
 
 
 def test_an_evaluation_scores_every_given_task_of_a_model_or_a_checkpoint(tmp_path, monkeypatch):
