@@ -25,6 +25,11 @@ def blocks(page: pathlib.Path, language: str) -> list[str]:
     return [match[3] for match in _FENCE.finditer(page.read_text()) if match[2] == language]
 
 
+def code_lines(page: pathlib.Path) -> list[str]:
+    """Returns the lines of all code blocks of a page."""
+    return [line for match in _FENCE.finditer(page.read_text()) for line in match[3].splitlines()]
+
+
 def example(page: str, name: str) -> str:
     """Returns the Python block of a page whose first line is a comment with the file's name."""
     found = [block for block in blocks(ROOT / page, "python") if block.startswith(f"# {name}")]

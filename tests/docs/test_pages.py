@@ -82,6 +82,12 @@ def test_front_pages_stay_short(name: str, lines: int):
 
 
 @every_page
+def test_code_fits_a_page_without_scrolling(page: pathlib.Path):
+    longest = max(pages.code_lines(page), key=len, default="")
+    assert len(longest) <= 100, longest
+
+
+@every_page
 def test_links_lead_to_files_and_headings(page: pathlib.Path):
     for target in pages.links(page):
         name, _, anchor = target.partition("#")
