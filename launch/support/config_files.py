@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 import faulthandler
 import os
+import re
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from libra_jax import config as libra_config
 from libra_jax import protocols
 
 NOTICE_SECONDS = 10.0
@@ -74,9 +78,27 @@ def sentence(error: BaseException, file: str) -> str | None:
             line, text = lines[-1], " ".join(said.split())
             if not isinstance(link, protocols.LibraError):
                 text = f"{type(link).__name__}: {text}" if text else type(link).__name__
+                text += _hint(link)
             return f"--config={file}, line {line}: {text}"
         link = link.__cause__ or link.__context__
     return None
+
+
+def _hint(error: BaseException) -> str:
+    """Offers the name that a mistyped group, field or keyword of a config may mean; empty if the error is another."""
+    group: object = None
+    if isinstance(error, AttributeError):
+        group, name = error.obj, error.name or ""
+    elif unexpected := _KEYWORD.match(str(error)):
+        group, name = getattr(libra_config, unexpected[1], None), unexpected[2]
+    if dataclasses.is_dataclass(group):
+        return f"; {libra_config.nearest(name, [item.name for item in dataclasses.fields(group)])}"
+    near = difflib.get_close_matches(name, dir(group), n=1) if group is libra_config else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+"""Python's refusal of a keyword that a class does not take."""
 
 
 # Comparing names first avoids a look at the file system for most frames.

@@ -45,7 +45,7 @@ from libra_jax.config.environments import (
     TaskConfig,
     ToolsConfig,
 )
-from libra_jax.config.group import RENAMED, freeze, group, now, renamed
+from libra_jax.config.group import RENAMED, freeze, group, nearest, now, renamed
 from libra_jax.config.operation import ClusterConfig, DeadlineConfig, GatewayConfig, TelemetryConfig
 from libra_jax.config.optimizers import OptimizerConfig
 from libra_jax.config.parsing import checked, parse, to_dict
@@ -109,6 +109,7 @@ __all__ = [
     "freeze",
     "group",
     "identity",
+    "nearest",
     "now",
     "parse",
     "renamed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, cast, get_type_hints
 
 from libra_jax.config.checks import check
@@ -56,8 +56,7 @@ def group(cls: type[T]) -> type[T]:
 
     def set_field(self: Any, name: str, value: Any) -> None:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(sorted(names))}"
+            hint = nearest(name, names)
             # A group does not know its place in a config, and its class is named after it: RolloutConfig, rollout.
             place = cls.__name__.removesuffix("Config").lower()
             former = [old for old in RENAMED if re.fullmatch(rf"{place}s?\.{re.escape(name)}", old)]
@@ -69,6 +68,26 @@ def group(cls: type[T]) -> type[T]:
 
     cls.__setattr__ = set_field  # type: ignore[method-assign]
     return cls
+
+
+def nearest(name: str, known: Collection[str], prefix: str = "") -> str:
+    """Returns a clause that offers the setting that a mistyped name may mean.
+
+    A setting of exactly this name in another group comes first, then the nearest name of the group.
+
+    Args:
+      name: name that the group does not have.
+      known: names of the group's fields.
+      prefix: full name of the group, with a dot at its end; empty if it is not known.
+    """
+    # Imported here, because the groups of both are made with this module.
+    from libra_jax.config import listing, run
+
+    elsewhere = [each.name for each in listing.settings(run.RunConfig) if each.name.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"did you mean config.{' or config.'.join(elsewhere)}?"
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"its fields are {', '.join(sorted(known))}"
 
 
 def now(name: str) -> str:

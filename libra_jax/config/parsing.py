@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from libra_jax.config.checks import check
-from libra_jax.config.group import RENAMED, coerced, freeze, now
+from libra_jax.config.group import RENAMED, coerced, freeze, nearest, now
 from libra_jax.protocols import ConfigError
 
 T = TypeVar("T")
@@ -42,8 +41,7 @@ def parse(cls: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {prefix}{near[0]!s}?" if near else f"; its fields are {', '.join(sorted(known))}"
+            hint = f"; {nearest(name, known, prefix)}"
             if f"{prefix}{name}" in RENAMED:
                 hint = f"; {now(prefix + name)}"
             raise ConfigError(f"config.{prefix}{name}: no such field{hint}")

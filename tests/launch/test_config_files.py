@@ -59,6 +59,24 @@ def test_an_error_in_a_config_file_is_told_with_its_line(tmp_path, code, expecte
     assert config_files.sentence(error_of(file), str(file)) == f"--config={file}, line 4: {expected}"
 
 
+@pytest.mark.parametrize(
+    ("code", "offered"),
+    [
+        ("config.RunConfig().rolout.slots = 1", "; did you mean rollout?"),
+        ("config.RolloutConfig(max_contxt=1)", "; did you mean max_context?"),
+        ("config.RunConfig(learning_rat=1)", "; its fields are algorithm, checkpoint"),
+        ("config.RollotConfig()", "; did you mean RolloutConfig?"),
+        ("config.RunConfig().max_context = 1", "; did you mean config.rollout.max_context?"),
+        ("config.TaskConfig().max_context = 1", "; did you mean config.rollout.max_context?"),
+        ("config.parse(config.RunConfig, {'trainer': {'group_size': 4}})", "; did you mean config.coordinator.group_"),
+    ],
+)
+def test_a_mistyped_name_of_a_config_file_is_offered_the_nearest(tmp_path, code, offered):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(code=code))
+    assert offered in config_files.sentence(error_of(file), str(file))
+
+
 def test_an_error_that_is_not_the_config_files_has_no_sentence(tmp_path):
     with pytest.raises(ZeroDivisionError) as caught:
         1 / 0  # noqa: B018
