@@ -11,6 +11,7 @@ JAX.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from libra_jax.planning import search
     from libra_jax.runs import api, objects, records
     from libra_jax.simulator import comparison, settings
+
+# No HTTP client asks a proxy for this machine, here or in a process that starts here. Clients read either name.
+for _name, _other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
+    _hosts = [host for host in os.environ.get(_name, os.environ.get(_other, "")).split(",") if host.strip()]
+    if "*" not in _hosts:
+        _hosts += [host for host in ("127.0.0.1", "localhost", "::1") if host not in _hosts]
+    os.environ[_name] = ",".join(_hosts)
 
 __all__ = ["evaluate", "evaluate_async", "load", "plan", "simulate", "simulate_async", "train", "train_async"]
 

@@ -14,11 +14,10 @@ from libra_jax import protocols
 from libra_jax.agents import deadlines
 from libra_jax.agents.environments.harness import jobs, processes, workspace
 
-KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 """Variables of this process that an agent gets. Others may hold keys of the run's user."""
 
 TASK_FILE, VERDICT_FILE = "task.json", "verdict.json"
-_LOOPBACK = "127.0.0.1,localhost,::1"
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ def variables(settings: Settings, endpoint: protocols.Endpoint, places: Mapping[
       places: variables that name folders and files.
     """
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    no_proxy = {"NO_PROXY": _LOOPBACK, "no_proxy": _LOOPBACK}
-    return {**kept, **no_proxy, **places, **endpoint.environment(), **settings.variables}
+    return {**kept, **places, **endpoint.environment(), **settings.variables}
 
 
 @dataclass(frozen=True)
