@@ -21,6 +21,9 @@ from libra_jax import protocols
 PROOF_SECONDS = 30.0
 """Seconds in which a program that connects has to prove that it knows the secret."""
 
+STRANGERS = 16
+"""Connections that may be without a proof at a time. A further one closes the oldest."""
+
 _LENGTH_BYTES = 8
 _PROOF_BYTES = 32
 
@@ -104,14 +107,25 @@ async def listen(
     """
     secret = secrets.token_bytes(_PROOF_BYTES)
 
+    strangers: dict[asyncio.StreamWriter, None] = {}
+
     async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        strangers[writer] = None
+        if len(strangers) > STRANGERS:
+            oldest = next(iter(strangers))
+            del strangers[oldest]
+            oldest.transport.abort()
+        # Python 3.11 prints a traceback for each handler that ends by being cancelled, as all do when the loop closes.
+        quiet = contextlib.suppress(asyncio.CancelledError, asyncio.IncompleteReadError, OSError)
+        with contextlib.closing(writer), quiet, contextlib.ExitStack() as unknown:
+            unknown.callback(strangers.pop, writer, None)
             challenge = secrets.token_bytes(_PROOF_BYTES)
             writer.write(challenge)
             async with asyncio.timeout(PROOF_SECONDS):
                 theirs, proof = await reader.readexactly(_PROOF_BYTES), await reader.readexactly(_PROOF_BYTES)
             if hmac.compare_digest(proof, _proof(secret, challenge, b"coordinator")):
                 writer.write(_proof(secret, theirs, b"worker"))
+                unknown.close()
                 await serve(Connection(reader, writer))
 
     try:

@@ -123,3 +123,35 @@ def test_an_error_that_does_not_unpickle_travels_as_its_message():
     assert protocols.portable(plain) is plain
     found = protocols.portable(Stubborn("this", "that"))
     assert (type(found), str(found)) == (protocols.LibraError, "this and that")
+
+
+def test_silent_connections_are_few_and_end_without_a_word(capsys, caplog):
+    async def body():
+        async def serve(connection):
+            async for message in connection.messages():
+                connection.send(message)
+
+        address, server = await listening(serve)
+        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(200)]
+        connection = await channel.connect(address)
+        connection.send("still served")
+        async for message in connection.messages():
+            assert message == "still served"
+            break
+
+        async def is_open(reader):
+            with contextlib.suppress(OSError):
+                await reader.readexactly(32)
+                try:
+                    return bool(await asyncio.wait_for(reader.read(1), 2))
+                except TimeoutError:
+                    return True
+            return False
+
+        opened = sum(await asyncio.gather(*(is_open(reader) for reader, _ in silent)))
+        server.close()
+        return opened
+
+    assert asyncio.run(body()) <= channel.STRANGERS
+    assert caplog.text == ""
+    assert "Traceback" not in capsys.readouterr().err
