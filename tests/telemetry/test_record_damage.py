@@ -148,7 +148,8 @@ def test_a_file_that_changes_while_the_run_writes_it_is_said(how, tmp_path):
     file.close()
     assert len(told) == 1
     assert "trace.jsonl was " in told[0]
-    assert [record["step"] for record in files.whole_json_lines(path)][-2:] == [4, 5], "no record is glued to a torn one"
+    steps = [record["step"] for record in files.whole_json_lines(path)]
+    assert steps[-2:] == [4, 5], "no record is glued to a torn one"
 
 
 def test_a_foreign_trace_is_refused_and_a_selection_of_a_copy_is_not(other, tmp_path):
