@@ -3,9 +3,13 @@
 A file lock shows whether a folder's process lives. Process ids would mean nothing to other containers that share the
 temporary directory. The kernel releases a lock when its process ends in any way.
 
-A folder also lists the named shared memory of the process's engine. vLLM unlinks its own segments, for example those
+A folder also shows the named shared memory of the process's engine. vLLM unlinks its own segments, for example those
 of `cpu_communicator._CPUSHMDistributed` (vllm_dist_*), unless it is killed. Their names are random, and no variable of
-vLLM turns them off. So only this list shows their owner.
+vLLM turns them off. The folder lists the segments, and has the file at which vLLM's workers meet, whose name begins
+those of `_CPUSHMDistributed`.
+
+Other users may write into a shared temporary directory. So only folders of this user, which no one else can enter, are
+looked into.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -26,21 +32,43 @@ SEGMENTS = "segments"
 """File in the folder with one line for each shared-memory segment: its inode and its name."""
 
 SHARED_MEMORY = Path("/dev/shm")
-OF_ENGINES = ("vllm_dist_", "psm_")
+MEETING = "vllm_dist_"
+"""Prefix of the file at which vLLM's workers meet, and of their segments."""
+
+OF_ENGINES = (MEETING, "psm_")
 """Prefixes of vLLM's and Python's own segments. No other segment is removed."""
+
+LONGEST_TEMPORARY = 51
+"""Longest temporary directory for sockets, in bytes. Our folder and vLLM's name add 56, and the kernel allows 107."""
+
+
+def is_ours(folder: Path) -> bool:
+    """Returns whether a folder, not a link to one, belongs to this user alone."""
+    with contextlib.suppress(OSError):
+        found = folder.lstat()
+        return found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700
+    return False
 
 
 class Scratch:
     """A temporary folder of this process.
 
+    Args:
+      sockets: sockets will be bound in the folder. It is in /tmp if the path of the temporary directory is too long.
+
     Attributes:
       path: path of the folder.
     """
 
-    def __init__(self) -> None:
-        # Removes the folders of dead processes, and the shared-memory segments that they listed.
-        for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
-            with contextlib.suppress(OSError):  # its process lives, or the folder is another user's, or it is gone
+    def __init__(self, *, sockets: bool = False) -> None:
+        temporary = tempfile.gettempdir()
+        if sockets and len(os.fsencode(temporary)) > LONGEST_TEMPORARY:
+            temporary = "/tmp"
+        # Removes the folders of dead processes, and the shared-memory segments that they show.
+        for file in Path(temporary).glob(f"{PREFIX}*/{LOCK}"):
+            if not is_ours(file.parent):
+                continue
+            with contextlib.suppress(OSError):  # its process lives, or it is gone
                 lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,11 +80,16 @@ class Scratch:
                                     # The inode tells the segment from a later one of the same name.
                                     if (SHARED_MEMORY / name).lstat().st_ino == int(inode):
                                         (SHARED_MEMORY / name).unlink()
+                    # A process that was killed while its engine started has listed nothing yet.
+                    for meeting in file.parent.glob(f"{MEETING}*"):
+                        for segment in SHARED_MEMORY.glob(f"{glob.escape(meeting.name)}-*"):
+                            with contextlib.suppress(OSError):
+                                segment.unlink()
                     shutil.rmtree(file.parent, ignore_errors=True)
                 finally:
                     os.close(lock)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if (self.path / LOCK).exists():

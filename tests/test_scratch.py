@@ -4,9 +4,11 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 
 import pytest
 
@@ -119,3 +121,86 @@ def test_shared_memory_of_a_killed_engine_goes_with_the_next_and_others_stays():
         for path in folder.iterdir():
             if mark in path.name:
                 path.unlink()
+
+
+MEETING_HOLDER = """
+import pathlib, sys, time
+from libra_jax import scratch
+kept = scratch.Scratch()
+for name in sys.argv[1:]:
+    (kept.path / name).touch()
+    pathlib.Path("/dev/shm", f"{name}-tp:0-[0-1]-cpushm_0").write_bytes(b"0")
+print(kept.path, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_segments_of_an_engine_killed_in_its_start_go_with_the_next():
+    mark = f"{os.getpid()}-libra-meeting"
+    dead, alive, foreign = (f"vllm_dist_{kind}{mark}" for kind in ("dead", "alive", "foreign"))
+    folder = pathlib.Path("/dev/shm")
+    (folder / f"{foreign}-tp:0-[0-1]-cpushm_0").write_bytes(b"0")
+    holders = [
+        subprocess.Popen([sys.executable, "-c", MEETING_HOLDER, name], stdout=subprocess.PIPE, text=True)
+        for name in (dead, alive)
+    ]
+    try:
+        for holder in holders:
+            holder.stdout.readline()
+        holders[0].kill()
+        holders[0].wait(10)
+        scratch.Scratch().close()
+        left = {path.name.partition("-tp:")[0] for path in folder.iterdir() if mark in path.name}
+        assert left == {alive, foreign}
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait(10)
+            holder.stdout.close()
+        for path in folder.iterdir():
+            if mark in path.name:
+                path.unlink()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["open to others", "a link", "of another user"])
+def test_a_folder_that_is_not_this_users_alone_is_left_alone(how, tmp_path):
+    if how == "of another user" and os.getuid() != 0:
+        pytest.skip("only root gives folders away")
+    segment = pathlib.Path(f"/dev/shm/psm_{os.getpid()}-libra-theirs")
+    segment.write_bytes(b"0")
+    elsewhere = tmp_path / "elsewhere"
+    theirs = elsewhere if how == "a link" else tmp_path / "libra-jax-theirs"
+    theirs.mkdir(mode=0o700)
+    (theirs / "lock").touch()
+    try:
+        if how == "a link":
+            (tmp_path / "libra-jax-theirs").symlink_to(elsewhere)
+            (theirs / "segments").write_text(f"{segment.stat().st_ino} {segment.name}\n")
+        else:
+            os.mkfifo(theirs / "segments")  # whoever reads it waits for a writer
+        if how == "open to others":
+            theirs.chmod(0o777)
+        if how == "of another user":
+            os.chown(theirs, 12345, 12345)
+        # In a process of its own, because a hang could not be ended otherwise.
+        code = "from libra_jax import scratch; scratch.Scratch().close()"
+        subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+        assert (theirs / "lock").exists()
+        assert segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
+
+
+def test_sockets_find_room_whatever_the_temporary_directory(tmp_path, monkeypatch):
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    made = scratch.Scratch(sockets=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(made.path / str(uuid.uuid4())))  # as vLLM names them
+    finally:
+        made.close()
+    assert scratch.Scratch().path.parent == deep

@@ -25,6 +25,7 @@ import ray
 import ray.exceptions
 from ray._private import ray_constants
 
+from libra_jax import scratch
 from libra_jax.cluster import actors, granted, guard
 from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
 
@@ -98,7 +99,7 @@ class RayRuntime:
         for abandoned in pathlib.Path(temporary).glob(f"{_DIRECTORY_PREFIX}*-*"):
             owner = abandoned.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
             # Its guard was killed together with its process.
-            if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            if owner.isdigit() and not psutil.pid_exists(int(owner)) and scratch.is_ours(abandoned):
                 shutil.rmtree(abandoned, ignore_errors=True)
         self._directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=temporary)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

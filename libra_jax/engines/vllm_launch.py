@@ -229,7 +229,7 @@ class Launch:
 
     def _prepare(self) -> None:
         """Writes the files that vLLM's processes read, and opens the log."""
-        self._scratch = scratch.Scratch()
+        self._scratch = scratch.Scratch(sockets=True)
         self._directory = self._scratch.path
         self._log = Path(self._log_path or self._directory / "engine.log").absolute()
         # Untied, because every update holds `lm_head.weight` explicitly: on CPU, a reload leaves a tied one stale.

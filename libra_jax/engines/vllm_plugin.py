@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,11 @@ def register() -> None:
     # The front end is our own process, whose life and output are not vLLM's.
     if parent is None:
         return
+    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+        from vllm.utils import network_utils
+
+        # The file at which workers meet lies in the engine's folder, so that it goes with it (`scratch`).
+        network_utils.tempfile = types.SimpleNamespace(gettempdir=lambda: folder)
     if log := os.environ.get(LOG_VARIABLE):
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
