@@ -210,6 +210,7 @@ def check_shared_prompts(run: RunConfig) -> None:
         ("algorithm.loss", algorithm.loss in TOKEN_LOSSES, algorithm.loss, f"one of {', '.join(TOKEN_LOSSES)}"),
         ("algorithm.correction_level", algorithm.correction_level == "token", algorithm.correction_level, "token"),
         ("algorithm.ess_scaling", algorithm.ess_scaling == "off", algorithm.ess_scaling, "off"),
+        ("algorithm.balance_coefficient", not algorithm.balance_coefficient, algorithm.balance_coefficient, "0"),
         ("critic.enabled", not run.critic.enabled, run.critic.enabled, "False"),
     ):
         check(

@@ -100,6 +100,7 @@ def prepare(
         segments.check(config, trajectories)
         sequences = sequences_lib.examples(trajectories, batch.policy_version, model, masked)
         packed, minibatches = _in_minibatches(config, batch.groups, sequences, any(masked))
+        segments.check_whole(config.algorithm, packed, trajectories)
         routing: Sequence[dict[str, Any]] = [{} for _ in packed.micro_batches]
         if config.algorithm.routing_replay == "rollout":
             routing = _replayed(packed, sequences, model)
@@ -128,7 +129,6 @@ def prepare(
     if config.algorithm.baseline == "minimum_variance":
         if score_norms is None:
             raise protocols.LibraError("algorithm.baseline=minimum_variance needs the gradients of single rollouts.")
-        segments.check_whole(packed, trajectories)
         of_rollouts = score_norms(sequences)
     own_rewards = segments.reward_offsets(config.algorithm, trajectories)
     advantage, returns = batch_advantages.token_advantages(

@@ -238,8 +238,12 @@ class Learner(model_state.ModelState):
         items = [packed.micro_batches[index] for index in part]
         masks = [item.mask for item in items]
 
+        # Draws and ties go by the order of tokens, so it is the batch's: that of a layout would change the loss.
+        order_K = packed.batch_order(part)
+
         def trained(arrays: Iterable[Any]) -> np.ndarray:
-            return np.concatenate([np.asarray(array)[mask] for array, mask in zip(arrays, masks, strict=True)])
+            of_layout = [np.asarray(array)[mask] for array, mask in zip(arrays, masks, strict=True)]
+            return np.concatenate(of_layout)[order_K]
 
         with world.explaining(), sharding.whole(self.scores(packed, extras, part)) as whole:
             log_probs_K = trained(whole)
@@ -255,7 +259,11 @@ class Learner(model_state.ModelState):
         )
         # The same in every process, and after a restart.
         rng = np.random.default_rng([self.config.seed, int(self.train_state().step), number])
-        found = self._statistics(tokens, rng)
+        layout_K = np.argsort(order_K)
+        found = {
+            name: value[layout_K] if isinstance(value, np.ndarray) else value
+            for name, value in self._statistics(tokens, rng).items()
+        }
         ends, added = np.cumsum([int(mask.sum()) for mask in masks]), list(extras)
         for index, mask, end in zip(part, masks, ends, strict=True):
             arrays = {name: np.zeros(mask.shape, np.float32) for name in found}

@@ -147,6 +147,18 @@ class Packed:
             found.setdefault(place.micro_batch, []).append(place)
         return found
 
+    def batch_order(self, part: range) -> np.ndarray:
+        """Returns the trained tokens of some micro-batches in the order of the batch, which no layout changes, [K].
+
+        The numbers index all trained tokens of these micro-batches in the order of their columns.
+        """
+        trained = [item.mask & (number in part) for number, item in enumerate(self.micro_batches)]
+        chosen_C = columns_lib.end_to_end([np.ravel(mask) for mask in trained])[self.columns.place_C]
+        places_K, examples_K, targets_K = (
+            values_C[chosen_C] for values_C in (self.columns.place_C, self.columns.example_C, self.columns.targets_C)
+        )
+        return np.argsort(np.argsort(places_K))[np.lexsort((targets_K, examples_K))]
+
     def split(self) -> dict[int, list[int]]:
         """Returns the micro-batches of each example that was split into several sequences, by example."""
         found: dict[int, list[int]] = {}

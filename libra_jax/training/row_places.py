@@ -88,7 +88,7 @@ def _sequences(examples: Sequence[sequences_lib.Example], config: config_lib.Tra
     bundles: Mapping[int, shared_prompts.Bundled] = {}
     if config.share_prompt:
         prompts, columns = [example.prompt for example in examples], [example.columns for example in examples]
-        bundles = shared_prompts.bundles(prompts, columns, longest)
+        bundles = shared_prompts.bundles(prompts, [example.routing_RxW for example in examples], columns, longest)
     for index, example in enumerate(examples):
         found = example.layouts(longest)
         if (bundle := bundles.get(index)) is not None:

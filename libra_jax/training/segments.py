@@ -73,19 +73,28 @@ def reward_offsets(
     return found
 
 
-def check_whole(packed: packing.Packed, trajectories: Sequence[protocols.Trajectory]) -> None:
-    """Checks that no rollout was split, as `algorithm.baseline=minimum_variance` needs.
+def check_whole(
+    config: config_lib.AlgorithmConfig, packed: packing.Packed, trajectories: Sequence[protocols.Trajectory]
+) -> None:
+    """Checks that no rollout was split, if a setting looks at whole rollouts.
 
     Raises:
-      ConfigError: a rollout was; the message names the trajectory.
+      ConfigError: a rollout was; the message names the setting and the trajectory.
     """
-    for example in packed.split():
-        config_lib.check(
-            False,
-            "algorithm.baseline",
-            f"minimum_variance needs the gradient of a whole rollout, and trajectory "
-            f"{trajectories[example].trajectory_id} is longer than a row; add a longer row to trainer.row_buckets",
-        )
+    for name, looks in (
+        ("baseline", config.baseline == "minimum_variance"),
+        ("loss", config.loss in ("gspo", "gmpo")),
+        ("correction_level", config.correction_level != "token"),
+        ("ess_scaling", config.ess_scaling != "off"),
+        ("balance_coefficient", config.balance_coefficient > 0),
+    ):
+        for example in packed.split() if looks else ():
+            config_lib.check(
+                False,
+                f"algorithm.{name}",
+                f"{getattr(config, name)} looks at whole rollouts, and trajectory "
+                f"{trajectories[example].trajectory_id} is longer than a row; add a longer row to trainer.row_buckets",
+            )
 
 
 def add_rollout_tokens(

@@ -30,11 +30,17 @@ class Bundled:
     saved: int
 
 
-def bundles(prompts: Sequence[np.ndarray | None], columns: Sequence[int], longest: int) -> dict[int, Bundled]:
+def bundles(
+    prompts: Sequence[np.ndarray | None],
+    routing: Sequence[np.ndarray | None],
+    columns: Sequence[int],
+    longest: int,
+) -> dict[int, Bundled]:
     """Returns the rollouts that share a prompt with a neighbour, by index.
 
     Args:
       prompts: tokens before each rollout's first trained one; None: it shares none.
+      routing: experts of each rollout's first tokens, which a mixture replays; None: no token's are known.
       columns: columns of each rollout without sharing.
       longest: columns of the longest row, which holds a whole bundle.
     """
@@ -44,8 +50,10 @@ def bundles(prompts: Sequence[np.ndarray | None], columns: Sequence[int], longes
         if prompt_P is None:
             continue
         own = columns[index] - (len(prompt_P) - 1)
-        before = prompts[rollouts[-1][-1]] if rollouts else None
-        if before is not None and width + own <= longest and np.array_equal(prompt_P, before):
+        last = rollouts[-1][-1] if rollouts else index
+        before_P, shared = prompts[last], len(prompt_P) - 1
+        same = before_P is not None and np.array_equal(prompt_P, before_P)
+        if last < index and same and width + own <= longest and _agree(routing[last], routing[index], shared):
             rollouts[-1].append(index)
             width += own
         else:
@@ -72,3 +80,10 @@ def bundles(prompts: Sequence[np.ndarray | None], columns: Sequence[int], longes
             )
             found[index] = Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
     return found
+
+
+def _agree(first: np.ndarray | None, second: np.ndarray | None, tokens: int) -> bool:
+    """Returns True if the first tokens of two rollouts have the same experts, or no known ones."""
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first[:tokens], second[:tokens])

@@ -117,6 +117,8 @@ class TrainerActor(trainer_life.TrainerLife):
             metrics = learner.stay()
         else:
             metrics = learner.train(prepared.packed, rate, prepared.extras, prepared.minibatches, own, collection)
+        if self._config.trainer.share_prompt or whole.packed.split():
+            metrics = {name: value for name, value in metrics.items() if not f"/{name}".endswith(updates.OF_ROLLOUTS)}
         if critic is not None:
             # After the policy, whose step may be aborted: an aborted step must leave the critic unchanged, too.
             found = critic.train(

@@ -13,6 +13,9 @@ from libra_jax.training import step
 OF_THE_BATCH = ("mismatch/", "offpolicy/", "router/replayed")
 """Metrics that compare the engine with the policy that the batch came to: after an update, it is another policy."""
 
+OF_ROLLOUTS = ("/ess", "/router/balance")
+"""Metrics of single rollouts, left out if a row holds parts of rollouts, or several rollouts as one sequence."""
+
 OF_AN_UPDATE = (
     "loss",
     "grad_norm",

@@ -279,6 +279,23 @@ def test_score_norms_of_trees_and_the_refusal_of_parts(small):
         batch_lib.prepare(short, batch, small.shape, score_norms=learner.score_norms)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("loss", {"loss": "gspo"}),
+        ("loss", {"loss": "gmpo"}),
+        ("correction_level", {"correction": "masked", "correction_level": "geometric"}),
+        ("ess_scaling", {"ess_scaling": "sqrt"}),
+        ("balance_coefficient", {"balance_coefficient": 0.1}),
+    ],
+)
+def test_what_looks_at_whole_rollouts_refuses_parts_by_name(small, name, fields):
+    batch, algorithm = segment_rollouts.batch(_rollouts()), config_lib.AlgorithmConfig(**fields)
+    batch_lib.prepare(_config(small, algorithm=algorithm), batch, small.shape)
+    with pytest.raises(protocols.ConfigError, match=rf"algorithm\.{name}: .*trajectory p/0 is longer than a row"):
+        batch_lib.prepare(_config(small, 26, algorithm=algorithm), batch, small.shape)
+
+
 def _at_policy(model, rollout):
     """The same rollout, sampled by the policy itself."""
     copied = pickle.loads(pickle.dumps(rollout))

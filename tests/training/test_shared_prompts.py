@@ -24,6 +24,7 @@ def groups(draw):
     made = []
     for _ in range(draw(st.integers(1, 4))):
         prompt = rng.integers(0, 50, draw(st.integers(1, 12)))
+        of_prompt = rng.integers(0, 8, (len(prompt), 2)).astype(np.uint8)
         for _ in range(draw(st.integers(1, 5))):
             answer = rng.integers(0, 50, draw(st.integers(0, 14)))
             mask_N = np.concatenate([np.zeros(len(prompt), bool), rng.random(len(answer)) < 0.7])
@@ -36,7 +37,14 @@ def groups(draw):
                 # A rollout of two segments, which shares no prompt.
                 tree = trees.Tree((0, len(prompt), len(tokens_N)), (trees.NONE, 0), (0, len(prompt)))
                 mask_N[len(prompt) : len(prompt) + 1] = False
-            example = sequences_lib.Example(f"s{len(made)}", tokens_N, mask_N, behaviour_N, mask_N.copy(), tree=tree)
+            # Another version of the weights may have sent the prompt to other experts, or told none.
+            routing = rng.integers(0, 8, (len(tokens_N), 2)).astype(np.uint8)
+            if draw(st.booleans()):
+                routing[: len(prompt)] = of_prompt
+            routing = None if rng.random() < 0.1 else routing[: rng.integers(len(routing) + 1)]
+            example = sequences_lib.Example(
+                f"s{len(made)}", tokens_N, mask_N, behaviour_N, mask_N.copy(), routing, tree=tree
+            )
             made.append(example)
     return made
 
@@ -53,6 +61,7 @@ def test_each_trained_token_is_predicted_from_its_own_context_alone(examples, ro
     trained = [np.where(np.arange(length) > 0, value, 0) for length, value in zip(lengths, values, strict=True)]
     for found, wanted in zip(packed.gather(packed.scatter(values), lengths), trained, strict=True):
         np.testing.assert_array_equal(np.where(wanted > 0, found, 0), wanted)
+    routed = packed.routing(examples, 2, np.dtype(np.uint8))
     for place, layout in zip(packed.places, packed.layouts, strict=True):
         item, example = packed.micro_batches[place.micro_batch], examples[place.example]
         if example.tree is not None:  # see tests/training/test_segment_trees.py
@@ -63,6 +72,11 @@ def test_each_trained_token_is_predicted_from_its_own_context_alone(examples, ro
             seen = before[segments[before] == segments[column]]
             seen = seen if until is None else seen[until[place.row][seen] > column]
             np.testing.assert_array_equal(item.tokens[place.row][seen], example.tokens_N[:target])
+            of_row = {name: array[place.row][seen] for name, array in routed[place.micro_batch].items()}
+            known = 0 if example.routing_RxW is None else len(example.routing_RxW[:target])
+            np.testing.assert_array_equal(of_row["routed"], np.arange(target) < known)
+            if known:
+                np.testing.assert_array_equal(of_row["routing"][:known], example.routing_RxW[:known])
             assert item.positions[place.row][column] == target - 1
             assert item.targets[place.row][column] == example.tokens_N[target]
             assert item.mask[place.row][column] == example.mask_N[target]
@@ -105,7 +119,13 @@ def test_steps_change_parameters_as_without_sharing_and_compute_fewer_tokens(sma
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("aggregation", "sequence_mean"), ("loss", "gspo"), ("correction_level", "sequence"), ("ess_scaling", "sqrt")],
+    [
+        ("aggregation", "sequence_mean"),
+        ("loss", "gspo"),
+        ("correction_level", "sequence"),
+        ("ess_scaling", "sqrt"),
+        ("balance_coefficient", 0.5),
+    ],
 )
 def test_what_looks_at_single_rollouts_is_refused_by_name(field, value):
     with pytest.raises(protocols.ConfigError, match=rf"algorithm\.{field}.*trainer\.share_prompt=False"):
