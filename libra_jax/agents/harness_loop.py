@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols, turns
-from libra_jax.agents import deadlines, guarded, loop, progress, resolving, session, wire
+from libra_jax.agents import deadlines, guarded, loop, progress, resolving, session, thoughts, wire
 from libra_jax.agents.rewards import scoring
 
 
@@ -212,8 +212,9 @@ class _Rollout:
         if self.reward is not None:
             dialogue = tuple(opened.dialogue)
             transcript = scoring.Transcript(
-                text="\n".join(self.tokenizer.decode(list(segment.context())) for segment in trajectory.segments),
-                answer=dialogue[-1].content if dialogue and finish == "answered" else "",
+                text=progress.written(self.tokenizer, trajectory),
+                dialogue="\n".join(self.tokenizer.decode(list(segment.context())) for segment in trajectory.segments),
+                answer=thoughts.split(dialogue[-1].content).answer.strip() if dialogue and finish == "answered" else "",
                 finish=finish,
                 messages=dialogue,
                 tools=loop.returns(outputs),

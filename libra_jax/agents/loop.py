@@ -50,9 +50,6 @@ class Limits:
     answer_tokens: int = 0
 
 
-_MARK_TOKENS = 64
-"""Tokens at the end of a context that hold an opening mark of `thoughts.MARKS` and white space after it."""
-
 _FROM_BEST = ("success", "failure", "timeout")
 """Outcomes of tools. Of several in one turn, the worst counts."""
 
@@ -236,17 +233,13 @@ class _Rollout:
         self.walk.record(end, began)
         read = stopped or self.reward is not None  # only a scorer reads an output that was cut off
         output = (
-            self._opening(start) + self.tokenizer.decode(trajectory.token_ids[start : end - stopped]) if read else ""
+            progress.opening(self.tokenizer, trajectory.token_ids, start)
+            + self.tokenizer.decode(trajectory.token_ids[start : end - stopped])
+            if read
+            else ""
         )
         self.messages.append(protocols.Message("assistant", output))
         return output if stopped else None, sampled
-
-    def _opening(self, start: int) -> str:
-        """Returns the beginning of a thought, if the template has written it before the output at `start`.
-
-        Environments read this text before the output. Without it, a thought would pass for an answer.
-        """
-        return thoughts.opening(self.tokenizer.decode(self.trajectory.token_ids[max(0, start - _MARK_TOKENS) : start]))
 
     async def _sample(self, start: int, room: int) -> bool:
         """Samples at most `room` more tokens of the output that begins at `start`.
@@ -258,7 +251,9 @@ class _Rollout:
         hear = self.environment.optional("hear")
         listener = None
         if hear is not None:
-            listener = progress.Hearing(hear, self.tokenizer, trajectory, start, self._opening(start))
+            listener = progress.Hearing(
+                hear, self.tokenizer, trajectory, start, progress.opening(self.tokenizer, trajectory.token_ids, start)
+            )
 
         def heard() -> None:
             self.watch.tokens_came(timer)
@@ -373,8 +368,9 @@ class _Rollout:
         """Returns the scorer's reward. The scorer has its own deadlines."""
         turns = self.trajectory.turns[: self.walk.turn + 1]
         transcript = scoring.Transcript(
-            text=self.tokenizer.decode(self.trajectory.token_ids),
-            answer=self.messages[-1].content if finish == "answered" else "",
+            text=progress.written(self.tokenizer, self.trajectory),
+            dialogue=self.tokenizer.decode(self.trajectory.token_ids),
+            answer=thoughts.split(self.messages[-1].content).answer.strip() if finish == "answered" else "",
             finish=finish,
             messages=tuple(self.messages),
             tools=returns(turns),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format
+from libra_jax.agents import chat_format, thoughts
 from libra_jax.agents.sandbox import limits
 
 
@@ -171,3 +172,29 @@ def cut_to_fit(
     # Binary search, because each probe renders all returns again.
     fits = bisect.bisect_right(range(longest + 1), room, key=lambda most: tokens(cut(most))) - 1
     return cut(fits) if fits >= 0 else None
+
+
+_MARK_TOKENS = 64
+"""Tokens at the end of a context that hold an opening mark of `thoughts.MARKS` and white space after it."""
+
+
+def opening(tokenizer: protocols.Tokenizer, token_ids: Sequence[int], start: int) -> str:
+    """Returns the beginning of a thought, if the template has written it before the output at `start`.
+
+    Environments and rewards read this text before the output. Without it, a thought would pass for an answer.
+    """
+    return thoughts.opening(tokenizer.decode(token_ids[max(0, start - _MARK_TOKENS) : start]))
+
+
+def written(tokenizer: protocols.Tokenizer, trajectory: protocols.Trajectory) -> str:
+    """Returns the outputs of a rollout's policy, without their stop tokens, joined by line breaks."""
+    outputs = []
+    for segment in trajectory.segments:
+        end = 0
+        for source, run in itertools.groupby(segment.sources):
+            start, end = end, end + len(list(run))
+            if source == protocols.TokenSource.MODEL:
+                stopped = segment.token_ids[end - 1] in tokenizer.stop_token_ids
+                text = tokenizer.decode(segment.token_ids[start : end - stopped])
+                outputs.append(opening(tokenizer, segment.token_ids, start) + text)
+    return "\n".join(outputs)

@@ -25,6 +25,12 @@ OURS = "libra_jax."
 """Beginning of the environments that ship, which are not played: some start sandboxes and other programs."""
 
 
+GIVEN = "; it was given the first task and the task's own answer"
+"""Output of the first rollout, as the end of a sentence."""
+
+SILENT = "; it was given the first task and an empty output"
+
+
 @dataclass(frozen=True)
 class Problem:
     """What went wrong.
@@ -39,14 +45,16 @@ class Problem:
 
 
 def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | None:
-    """Poses the task and answers it. Returns what went wrong; None if nothing did, or if it is not played.
+    """Poses the task and answers it, and then once more with an empty output, which should earn nothing.
+
+    Returns what went wrong; None if nothing did, or if it is not played.
 
     An environment that ships, and one whose tools are another program's (`tools.mcp`), is not played.
 
     Args:
       run: configuration of the run.
       task: the task.
-      answer: the policy's only output.
+      answer: the policy's only output in the first rollout.
     """
     if run.task.environment.startswith(OURS) or run.tools.mcp or run.tools.mcp_file:
         return None
@@ -54,47 +62,57 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | 
     with child.forked(_played, run, task, answer) as (played, receiver):
         try:
             if receiver.poll(SECONDS):
-                problem = str(receiver.recv())
+                problem, certain = receiver.recv()
             else:
-                problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer", False
+                problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer{GIVEN}", False
             played.join(CLOSE_SECONDS if certain else 0.0)
         except EOFError:
             played.join(CLOSE_SECONDS)
-            problem = f"{name} ended its process (exit status {played.exitcode})"
+            problem = f"{name} ended its process (exit status {played.exitcode}){GIVEN}"
     if not problem:
         return None
-    given = "; it was given the first task and the task's own answer"
-    return Problem(f"config.task.environment: {problem}{given}", certain)
+    return Problem(f"config.task.environment: {problem}", certain)
 
 
 def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
-    """Sends the first problem, or an empty text."""
+    """Sends the first problem, or an empty text, and whether a run would certainly fail with it."""
 
-    async def body() -> None:
+    async def rollout(tools: toolkit.Toolkit, output: str) -> float:
+        made = factories.environment_factory(run.task, tools)()
+        if factories.is_harness(made):  # it would ask a model, and there is none yet
+            return 0.0
+        world = guarded.Environment(
+            cast("protocols.Environment", made),
+            task,
+            reset_seconds=run.task.reset_seconds,
+            step_seconds=run.task.tool_seconds,
+            wait_seconds=run.task.wait_seconds,
+        )
+        try:
+            await world.reset()
+            result = await world.step(output)
+            reward = 0.0 if result.reward is None else result.reward
+            if not math.isfinite(reward):
+                raise world.crash("step", f"gave a reward of {reward}, which is not a finite number")
+            return reward if result.done else 0.0
+        finally:
+            await world.close({})
+
+    async def body(output: str) -> float:
         async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
-            made = factories.environment_factory(run.task, tools)()
-            if factories.is_harness(made):  # it would ask a model, and there is none yet
-                return
-            world = guarded.Environment(
-                cast("protocols.Environment", made),
-                task,
-                reset_seconds=run.task.reset_seconds,
-                step_seconds=run.task.tool_seconds,
-                wait_seconds=run.task.wait_seconds,
-            )
-            try:
-                await world.reset()
-                result = await world.step(answer)
-                if result.reward is not None and not math.isfinite(result.reward):
-                    raise world.crash("step", f"gave a reward of {result.reward}, which is not a finite number")
-            finally:
-                await world.close({})
+            return await rollout(tools, output)
 
-    try:
-        asyncio.run(body())
-    except protocols.LibraError as error:
-        sender.send(str(error).removeprefix("config.task.environment: "))
-    except Exception as error:  # of the user's code; a traceback would hide what it was doing
-        sender.send(resolving.raised(error))
-    else:
-        sender.send("")
+    problem, certain = "", True
+    for output, given in ((answer, GIVEN), ("", SILENT)):
+        try:
+            earned = asyncio.run(body(output))
+            if given is SILENT and earned > 0:
+                name = resolving.shown(run.task.environment)
+                problem, certain = f"{name} paid {earned:g}, which a policy can earn by writing nothing{given}", False
+        except protocols.LibraError as error:
+            problem, certain = str(error).removeprefix("config.task.environment: ") + given, given is GIVEN
+        except Exception as error:  # of the user's code; a traceback would hide what it was doing
+            problem, certain = resolving.raised(error) + given, given is GIVEN
+        if problem:
+            break
+    sender.send((problem, certain))

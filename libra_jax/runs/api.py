@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
-from libra_jax.agents import factories
+from libra_jax.agents import factories, progress
 from libra_jax.agents.tools import toolkit
 from libra_jax.coordinator import checkpoint_store, evaluation, stopping
 from libra_jax.coordinator import run as coordinator
@@ -67,12 +67,14 @@ class Rollout:
     Attributes:
       task: name of the task; of given tasks, "tasks-" and the position.
       reward: its score.
-      text: prompt, outputs and tool returns, decoded from the tokens.
+      text: what the policy wrote: its outputs, joined by line breaks.
+      dialogue: prompt, outputs and tool returns, decoded from the tokens.
     """
 
     task: str
     reward: float
     text: str
+    dialogue: str
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,12 @@ async def evaluate_async(
         named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
     scored, tokenizer = await score(named, checkpoint)
     rollouts = [
-        Rollout(rollout.prompt_id, rollout.reward or 0.0, tokenizer.decode(rollout.token_ids))
+        Rollout(
+            rollout.prompt_id,
+            rollout.reward or 0.0,
+            progress.written(tokenizer, rollout),
+            tokenizer.decode(rollout.token_ids),
+        )
         for rollout in scored.rollouts
     ]
     metrics = {name.removeprefix("evaluation/"): value for name, value in scored.metrics.items()}

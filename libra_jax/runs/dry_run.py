@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
-from libra_jax.agents import factories, resolving, tokenizers
+from libra_jax.agents import answers, factories, resolving, tokenizers
 from libra_jax.agents.rewards import scoring, trial
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import listing
@@ -224,22 +225,26 @@ def example(config: libra_config.RunConfig) -> trial.Example | None:
         task = factories.task_source(config.task, config.seed).task(0)
     except protocols.DataError:
         return None
-    answers = task.payload.get("answer", "")
-    answer = str(answers[0] if isinstance(answers, list | tuple) and answers else answers)
+    answer = answers.accepted(task.payload)[0] if task.payload.get("answer") not in (None, []) else ""
     asked = _asked(task.payload)
     messages = protocols.Message("user", asked), protocols.Message("assistant", answer)
     # As the run's tokenizer writes it, because a reward function may look for the tokens of the chat template.
     try:
         tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
         prompt = tokenizer.render(messages[:1], first=True, generation_prompt=True)
-        text = tokenizer.decode([*prompt, *tokenizer.encode(answer), tokenizer.stop_token_ids[0]])
+        asked = tokenizer.decode(prompt)
+        dialogue = tokenizer.decode([*prompt, *tokenizer.encode(answer), tokenizer.stop_token_ids[0]])
     except protocols.LibraError:  # the tokenizer is not on this machine
-        text = f"{asked}\n{answer}"
-    return trial.Example(task, scoring.Transcript(text, answer, messages=messages, environment_reward=1.0))
+        dialogue = f"{asked}\n{answer}"
+    right = scoring.Transcript(answer, answer, messages=messages, environment_reward=1.0, dialogue=dialogue)
+    silent = scoring.Transcript("", messages=messages[:1], environment_reward=0.0, dialogue=asked)
+    return trial.Example(task, right, silent)
 
 
 def try_rewards(config: libra_config.RunConfig) -> None:
     """Makes the reward functions and has the user's own ones score `example`, in a child process.
+
+    Prints a warning for each function that pays for an empty output.
 
     Raises:
       ConfigError: a run would fail with a function, because it raises or gives no finite number.
@@ -247,9 +252,29 @@ def try_rewards(config: libra_config.RunConfig) -> None:
     """
     if not config.reward.functions:
         return
-    surely, _ = failures(config, trial.functions(config.reward, example(config)))
+    scored = trial.functions(config.reward, example(config))
+    surely, _ = failures(config, scored)
     if surely:
         raise protocols.ConfigError("; ".join(surely))
+    for sentence in unearned(scored):
+        print(f"warning: {sentence}.", file=sys.stderr)
+
+
+def unearned(scored: Sequence[trial.Scored]) -> list[str]:
+    """Returns sentences for the reward functions that pay for an empty output to the first task, or fail with it."""
+    said = []
+    for one in scored:
+        whose = f"config.reward.functions.{one.name}:"
+        if one.silent is not None and one.silent.problem and not one.outcome.problem:
+            said.append(
+                f"{whose} {one.silent.problem} for the first task with an empty output, which a policy may write"
+            )
+        elif one.silent is not None and one.silent.value > 0:
+            said.append(
+                f"{whose} gave {one.silent.value:g} for the first task with an empty output: a policy can earn that by "
+                "writing nothing"
+            )
+    return said
 
 
 def failures(config: libra_config.RunConfig, scored: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:
@@ -264,4 +289,4 @@ def failures(config: libra_config.RunConfig, scored: Sequence[trial.Scored]) -> 
         elif one.outcome.problem:
             why = "a run waits longer" if one.slow else "the transcript is made up here, so a real one may fare better"
             perhaps.append(f"{said}; {why}")
-    return surely, perhaps
+    return surely, perhaps + unearned(scored)

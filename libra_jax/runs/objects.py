@@ -16,7 +16,7 @@ MakeEnvironment = Callable[..., protocols.Environment]
 """An environment's class, or a function that returns a fresh environment."""
 
 RewardFunction = Callable[[protocols.Task, str], Any] | Callable[[protocols.Task, scoring.Transcript], Any]
-"""Scores a rollout: takes its task and its text, or its `transcript` if the parameter has this name."""
+"""Scores a rollout: takes its task and the policy's text, or its `transcript` if the parameter has this name."""
 
 Tasks = protocols.TaskSource | Sequence[Mapping[str, Any]]
 """A source of tasks, or their payloads: mappings with a `prompt`."""

@@ -163,10 +163,11 @@ def scored(outputs, reward=0.25, **arguments):
     return trajectory, *seen
 
 
-def test_a_scorer_decides_the_reward_and_sees_the_whole_attempt():
+def test_a_scorer_decides_the_reward_and_sees_what_the_policy_wrote():
     trajectory, transcript = scored(["<tool_call>12*34</tool_call>", "408"])
     assert (trajectory.reward, trajectory.metrics["reward/mine"]) == (0.25, 3.0)
-    assert transcript.text == doubles.TOKENIZER.decode(trajectory.token_ids)
+    assert transcript.text == "<tool_call>12*34</tool_call>\n408"
+    assert transcript.dialogue == doubles.TOKENIZER.decode(trajectory.token_ids)
     assert [(message.role, message.content) for message in transcript.messages] == [
         ("user", "12*34"),
         ("assistant", "<tool_call>12*34</tool_call>"),
@@ -192,6 +193,24 @@ def test_a_scorer_scores_attempts_that_never_answered():
     assert (trajectory.reward, trajectory.finish) == (0.25, "length")
     assert (transcript.answer, transcript.finish, transcript.environment_reward) == ("", "length", 0.0)
     assert transcript.messages[-1] == protocols.Message("assistant", "9" * 40)
+    assert transcript.text == "9" * 40
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "answer"),
+    [
+        ("hm 7</think> 408 ", "<think>\nhm 7</think> 408 ", "408"),
+        ("maybe 408", "<think>\nmaybe 408", ""),
+        ("", "<think>\n", ""),
+    ],
+)
+def test_a_scorer_can_tell_thoughts_that_the_template_opens(output, text, answer):
+    _, transcript = scored([output], tokenizer=doubles.OpensThoughts(), environment=doubles.Probe(ends))
+    assert (transcript.finish, transcript.text, transcript.answer) == ("answered", text, answer)
+
+
+async def ends(output):
+    return protocols.StepResult(done=True, reward=1.0)
 
 
 def test_a_reward_of_the_environment_that_is_no_number_is_left_to_the_scorer():

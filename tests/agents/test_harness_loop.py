@@ -266,6 +266,9 @@ def test_a_reward_function_sees_the_dialogue_and_replaces_the_reward():
     assert (made.reward, made.environment_reward) == (0.25, 0.5)
     assert [message.role for message in transcript.messages] == ["user", "assistant", "tool", "assistant"]
     assert transcript.answer == "seven"
+    assert "how many" in transcript.dialogue
+    assert transcript.text.splitlines()[-1] == "seven"
+    assert "how many" not in transcript.text
     assert transcript.tools == (protocols.CausalState("tool", made.turns[0].payload_tokens, "success"),)
 
 

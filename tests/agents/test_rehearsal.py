@@ -94,6 +94,28 @@ def test_what_goes_wrong_is_said_with_the_field_and_what_it_was_given(play, kind
     assert said.endswith("; it was given the first task and the task's own answer")
 
 
+class PaysForNothing(Whole):
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward=float(output in "2"))
+
+
+class FailsOnNothing(Whole):
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward=float(output[0] == "2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [(PaysForNothing, "rehearsed:PaysForNothing paid 1, "), (FailsOnNothing, "step raised IndexError")],
+)
+def test_an_empty_output_that_earns_or_breaks_something_is_warned_of(play, kind, problem):
+    found = play(kind)
+    assert found is not None
+    assert not found.certain
+    assert problem in found.sentence
+    assert found.sentence.endswith("; it was given the first task and an empty output")
+
+
 def test_of_one_that_plays_and_of_one_that_is_not_played_nothing_is_said(play):
     assert play(Whole) is None
     servers = {"mcpServers": {"time": {"command": "none-such", "args": []}}}

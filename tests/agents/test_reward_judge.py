@@ -14,7 +14,9 @@ from libra_jax.cluster import inprocess
 pytest.importorskip("openai")
 
 TASK = protocols.Task("t", {"prompt": "What is $12 * 34?", "answer": "408", "level": 3})
-TRANSCRIPT = scoring.Transcript("all of it", answer='It is 408. {"score": 1}', finish="answered")
+TRANSCRIPT = scoring.Transcript(
+    "what it wrote", dialogue="all of it", answer='It is 408. {"score": 1}', finish="answered"
+)
 
 
 class Endpoint(endpoint_doubles.Endpoint):
@@ -72,14 +74,14 @@ def test_a_prompt_and_pattern_of_ones_own_are_used_and_scores_are_scaled_to_one(
     server = endpoint("Rating: [[3]] ... on reflection, Rating: [[7]]")
     found = ask(
         server,
-        prompt="$level/$finish: $text costs $$5",
+        prompt="$level/$finish: $text in $dialogue costs $$5",
         pattern=r"\[\[(\d+)\]\]",
         lowest=1,
         highest=10,
         request={"max_tokens": 7, "top_p": 0.5},
     )
     assert found[0] == pytest.approx(6 / 9)
-    assert server.asked[0]["messages"][0]["content"] == "3/answered: all of it costs $5"
+    assert server.asked[0]["messages"][0]["content"] == "3/answered: what it wrote in all of it costs $5"
     assert (server.asked[0]["max_tokens"], server.asked[0]["top_p"]) == (7, 0.5)
 
 

@@ -1,6 +1,7 @@
 """The examples of README and docs/ run as a reader would run them."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -197,6 +198,15 @@ def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monk
     sums.main()
     assert config.checked(asked["run"]).name == "sums"
     assert asked["reward"](protocols.Task("t", asked["tasks"][12]), "3") == 1.0
+    tasks = [protocols.Task("t", task) for task in asked["tasks"]]
+    for text in ("", "12", " ".join(map(str, range(19)))):
+        right = sum(task.payload["answer"] == text for task in tasks)
+        assert sum(asked["reward"](task, text) for task in tasks) == right, "an output is paid for what it does not say"
+
+
+def test_the_page_on_rewards_names_every_field_of_a_transcript():
+    page = (pages.ROOT / "docs/guides/rewards.md").read_text()
+    assert [field.name for field in dataclasses.fields(scoring.Transcript) if f"| `{field.name}` |" not in page] == []
 
 
 def test_the_functions_of_the_loss_page_keep_the_contract(tmp_path, monkeypatch):

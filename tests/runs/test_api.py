@@ -14,7 +14,7 @@ import pytest
 import libra_jax
 from configs import simulate
 from libra_jax import config, protocols
-from libra_jax.runs import api, objects, planned, wiring
+from libra_jax.runs import api, dry_run, objects, planned, wiring
 from libra_jax.simulator import report, scripts
 
 QUESTIONS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(20)]
@@ -99,7 +99,9 @@ def test_an_evaluation_scores_every_given_task_of_a_model_or_a_checkpoint(tmp_pa
         scored = libra_jax.evaluate(small(), model=model, reward=reward, tasks=QUESTIONS[:5])
         assert scored.reward == pytest.approx(0.2)
         assert [rollout.reward for rollout in scored.rollouts] == [0.0, 0.0, 0.0, 1.0, 0.0]
-        assert "say 3" in scored.rollouts[3].text
+        assert "say 3" in scored.rollouts[3].dialogue
+        assert "say 3" not in scored.rollouts[3].text
+        assert scored.rollouts[3].text in scored.rollouts[3].dialogue
         assert scored.unscored == 0
         assert scored.metrics["reward/reward"] == pytest.approx(0.2)
     assert not list(tmp_path.glob("libra-evaluate-*")), "its logs go with it"
@@ -203,6 +205,32 @@ def test_a_mistake_is_one_sentence_before_any_engine_starts(call, given, message
     shown = traceback.format_exception(raised.value)
     assert len("".join(shown).splitlines()) <= 10, "the caller's line and the call's"
     assert not (tmp_path / "run").exists()
+
+
+def paid_for_the_question(task, transcript):
+    return float(transcript.dialogue.count(task.payload["prompt"]))
+
+
+def paid_for_the_answer(task, text):
+    return float(text == task.payload["answer"])
+
+
+def fails_without_words(task, text):
+    return 1 / len(text)
+
+
+@pytest.mark.parametrize(
+    ("reward", "warning"),
+    [
+        (paid_for_the_question, "config.reward.functions.reward: gave 1 for the first task with an empty output"),
+        (fails_without_words, "config.reward.functions.reward: raised ZeroDivisionError"),
+        (paid_for_the_answer, ""),
+    ],
+)
+def test_a_reward_that_an_empty_output_earns_is_warned_of(reward, warning, capsys):
+    dry_run.try_rewards(objects.with_objects(small(), tasks=QUESTIONS, reward=reward))
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {warning}") if warning else not said
 
 
 def test_the_variable_keeps_the_whole_traceback(monkeypatch):

@@ -46,7 +46,7 @@ _SCORE = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _MOST_CHARACTERS = 4000
 """Characters at the end of a reply in which its score is searched. Each brace in them costs a try to read JSON."""
 
-OWN_FIELDS = ("response", "text", "finish", "rubric", "lowest", "highest")
+OWN_FIELDS = ("response", "text", "dialogue", "finish", "rubric", "lowest", "highest")
 """Names that a prompt may mention besides the columns of the task."""
 
 
@@ -81,7 +81,12 @@ class Judge:
           RuntimeError: The endpoint failed, and its retries failed too.
           ValueError: The reply holds no score in range.
         """
-        own = {"response": transcript.answer, "text": transcript.text, "finish": transcript.finish}
+        own = {
+            "response": transcript.answer,
+            "text": transcript.text,
+            "dialogue": transcript.dialogue,
+            "finish": transcript.finish,
+        }
         columns = {
             name: value if isinstance(value, str) else json.dumps(value, default=str)
             for name, value in task.payload.items()
@@ -173,7 +178,8 @@ def judge(
       model: Name of the model at the endpoint.
       rubric: Text that says what earns which score.
       prompt: Template of the whole question. `$name` stands for a column of the task, or for a name of `OWN_FIELDS`:
-        `$response` is the policy's last output, `$text` the whole rollout.
+        `$response` is the policy's last output without thoughts, `$text` all of its outputs, `$dialogue` the whole
+        rollout.
       pattern: Regular expression whose group 1 is the score, a number and nothing else. The last match in the reply
         counts. Empty: the number under "score" in the last JSON object counts.
       lowest: Lowest score that the model may give. It becomes 0.

@@ -13,15 +13,17 @@ class Transcript:
     """A finished rollout. A reward function gets it instead of the text if its second parameter is named `transcript`.
 
     Attributes:
-      text: The whole rollout with prompt and tool returns, special tokens spelled out. Other functions get this.
-      answer: The policy's last output if it ended the rollout, otherwise empty. Special tokens are spelled out as the
-        tokenizer does, and the stop token is left out.
+      text: What the policy wrote: its outputs, joined by line breaks, without the prompt and tool returns. Thoughts are
+        in it (`libra_jax.agents.thoughts.split` takes them out), and stop tokens are not. Other functions get this.
+      answer: The policy's last output if it ended the rollout, otherwise empty. Thoughts and white space at the ends
+        are left out.
       finish: Why the rollout ended, one of `protocols.FINISHES`.
       messages: The dialogue as the policy saw it, with its own outputs. The last one may be cut off.
       tools: Results of each turn's calls, in order.
       metrics: Numbers that the environment reported.
       environment_reward: The environment's own reward. 0 if a limit ended the rollout. None if the environment gave no
         finite number.
+      dialogue: The whole rollout as text, with prompt and tool returns. Special tokens are spelled out.
     """
 
     text: str
@@ -31,6 +33,7 @@ class Transcript:
     tools: tuple[protocols.CausalState, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     environment_reward: float | None = None
+    dialogue: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ A child, because a factory may take memory and devices that the run's actors nee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection, process
 
 from libra_jax import config, protocols
@@ -30,10 +32,12 @@ class Example:
     Attributes:
       task: Task of the rollout.
       transcript: What the functions get, or its text.
+      silent: The same question with an empty output.
     """
 
     task: protocols.Task
     transcript: scoring.Transcript
+    silent: scoring.Transcript = field(default_factory=lambda: scoring.Transcript(""))
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Scored:
       outcome: Its value, or its problem.
       takes_transcript: It gets the transcript, most of which is made up here, instead of the text.
       slow: It was not waited for, although a run would wait longer.
+      silent: Its value for an empty output, or its problem with one. None if it was not tried.
     """
 
     name: str
     outcome: actors.Outcome
     takes_transcript: bool
     slow: bool = False
+    silent: actors.Outcome | None = None
 
     @property
     def failed(self) -> bool:
@@ -76,7 +82,7 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
         try:
             if answers.poll(TRY_SECONDS):
                 problem = answers.recv()
-                scored += _received(answers, child, reward.seconds)
+                scored += _with_silence([*_received(answers, child, reward.seconds)], answers, reward.seconds)
             child.join(actors.CLOSE_SECONDS)
         except EOFError:
             child.join(actors.CLOSE_SECONDS)
@@ -115,6 +121,16 @@ def _received(answers: connection.Connection, child: process.BaseProcess, allowe
             yield Scored(names[0], outcome, takes_transcript=False)
 
 
+def _with_silence(scored: Sequence[Scored], answers: connection.Connection, allowed: float) -> Iterator[Scored]:
+    """Yields what the functions made of the example, with what they make of an empty output."""
+    received = all(not one.slow and "ended its process" not in one.outcome.problem for one in scored)
+    for one in scored:
+        with contextlib.suppress(EOFError):
+            received = received and answers.poll(min(allowed, TRY_SECONDS))
+            one = dataclasses.replace(one, silent=answers.recv()) if received else one
+        yield one
+
+
 def _tried(reward: config.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
     """Makes the functions, and sends the first problem, or an empty text. Then sends their scores of the example."""
 
@@ -138,5 +154,8 @@ def _tried(reward: config.RewardConfig, example: Example | None, answer: connect
         for name, takes_transcript in own.items():
             given = example.transcript if takes_transcript else example.transcript.text
             answer.send(Scored(name, await worker.score(name, example.task, given), takes_transcript))
+        for name, takes_transcript in own.items():
+            given = example.silent if takes_transcript else example.silent.text
+            answer.send(await worker.score(name, example.task, given))
 
     asyncio.run(body())
