@@ -3,8 +3,8 @@
   python launch/serve.py --workdir=runs/mine
   python launch/serve.py --model=Qwen/Qwen3-0.6B --config=configs/questions.py --port=8000
 
-The address, the key and an example are printed. Ctrl-C ends it. Requests may name a temperature; top_p and other
-settings that change what is sampled are refused, as in training (docs/reference/gateway.md).
+The address, the key and an example are printed. Ctrl-C ends it. Requests may name a temperature,
+top_p, top_k, min_p and penalties. A seed and structured output are refused (docs/reference/gateway.md).
 """
 
 from __future__ import annotations

@@ -187,6 +187,9 @@ class _Session:
         message = protocols.Message("assistant", "x" * 8 * PIECES)
         yield protocols.Reply(message, "stop", 500, PIECES)
 
+    def refused(self, sentence: str) -> None:
+        raise AssertionError(sentence)
+
 
 class _Sessions:
     """The sessions by their secrets (`protocols.Conversations`)."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,10 @@ class Host:
     Args:
       gateway: gives sessions an address.
       make_form: makes the chat format of the policy's model. Called at the first use: runs without harnesses need none.
-      refuse_temperature: refuse requests for another temperature than the run's.
+      strict: refuse requests for other sampling than the run's, or with fields that sessions do not use.
+
+    Attributes:
+      remarks: what agents met that their users should know, and how often, until somebody takes it.
     """
 
     def __init__(
@@ -26,10 +31,11 @@ class Host:
         gateway: protocols.Gateway,
         make_form: Callable[[], protocols.ChatFormat],
         *,
-        refuse_temperature: bool = False,
+        strict: bool = False,
     ) -> None:
         self.gateway = gateway
-        self.refuse_temperature = refuse_temperature
+        self.strict = strict
+        self.remarks: collections.Counter[str] = collections.Counter()
         self._make_form = make_form
         self._form: protocols.ChatFormat | None = None
         self._making = asyncio.Lock()
@@ -43,6 +49,14 @@ class Host:
             if self._form is None:
                 self._form = await asyncio.to_thread(self._make_form)
             return self._form
+
+
+_HINTS = ("temperature", "tool_choice", *(field.name for field in dataclasses.fields(protocols.SamplingOptions)))
+"""Hints with a metric of their own, `hint/<name>`. Names of unknown fields are without number."""
+
+
+def _refusals(opened: session.Session) -> str:
+    return f"the endpoint refused {opened.refusals} of its requests ({opened.refusal}); " if opened.refusals else ""
 
 
 async def run_harness(
@@ -114,7 +128,7 @@ class _Rollout:
             limits=self.limits,
             read_status=wire.checked(read_status, self.crash) if callable(read_status) else wire.status,
             heard=watch.tokens_came,
-            refuse_temperature=self.host.refuse_temperature,
+            strict=self.host.strict,
         )
         endpoint = await self.host.gateway.open(opened, reachable=opened.set_reachable)
         with turns.watched() as turn:
@@ -133,9 +147,17 @@ class _Rollout:
         finish = "max_seconds" if late else opened.limit or "answered"
         outcome = protocols.Outcome(0.0)
         if finish == "answered":
-            outcome = self._outcome(work)
+            try:
+                outcome = self._outcome(work)
+            except protocols.AgentFailed as failure:
+                # What the model wrote may be what broke the agent. A request that the API refused is another's fault.
+                if not opened.answered or opened.refusals:
+                    raise self.crash("run", f"{_refusals(opened)}{failure}") from failure
+                self.host.remarks[f"agents that end by {failure.reason} after an output (reward 0)"] += 1
+                outcome = protocols.Outcome(0.0, {"agent_failed": 1.0})
             if not any(segment.turns for segment in self.trajectory.segments):
-                raise self.crash("run", "ended without a request to its endpoint: point the agent's client at its url")
+                reason = _refusals(opened) or "ended without a request to its endpoint: "
+                raise self.crash("run", f"{reason}point the agent's client at its url")
         elif work.done() and not work.cancelled():
             work.exception()  # how a harness ends at a limit does not matter
         await self._finish(opened, finish, outcome)
@@ -226,6 +248,12 @@ class _Rollout:
         trajectory.metrics.update(metrics)
         trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
         trajectory.metrics["other_temperatures"] = float(opened.other_temperatures)
+        trajectory.metrics["hints"] = float(opened.hints.total())
+        trajectory.metrics["refused_requests"] = float(opened.refusals)
+        trajectory.metrics |= {f"hint/{name}": float(opened.hints[name]) for name in _HINTS if opened.hints[name]}
+        self.host.remarks.update({f"requests with {name}": count for name, count in opened.hints.items()})
+        if opened.refusal:
+            self.host.remarks[f"refused requests: {opened.refusal}"] += opened.refusals
         if outcome.segment_rewards and self.reward is not None:
             raise self.crash(
                 "run",

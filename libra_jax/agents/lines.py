@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols
@@ -91,16 +92,46 @@ def same(first: Sequence[protocols.Message], second: Sequence[protocols.Message]
 
 
 def equal(known: protocols.Message, given: protocols.Message) -> bool:
-    """Returns whether a client's message is the known one. Clients need not send reasoning back."""
-    if known is given:
+    """Returns whether a client's message is the known one, for all that clients rewrite in histories.
+
+    They need not send reasoning back, write white space and the JSON of calls in other ways, and may leave out text
+    beside calls, or write calls as text. A call is the known one by its id, or else by its place, name and arguments.
+    """
+    if known is given or known == given:
         return True
+    if known.tool_calls and not given.tool_calls and given.role == known.role:
+        # Some agents write the calls into the text, with their ids (smolagents).
+        return all(call.call_id in given.content for call in known.tool_calls)
     calls = len(known.tool_calls) == len(given.tool_calls) and all(
-        one.call_id == other.call_id and one.name == other.name and _json(one.arguments) == _json(other.arguments)
+        one.name == other.name and (one.call_id == other.call_id or _json(one.arguments) == _json(other.arguments))
         for one, other in zip(known.tool_calls, given.tool_calls, strict=False)
     )
-    return calls and dataclasses.replace(known, tool_calls=(), reasoning="") == dataclasses.replace(
-        given, tool_calls=(), reasoning=""
-    )
+    dropped = bool(known.tool_calls) and not given.content.strip()
+    return calls and known.role == given.role and (dropped or known.content.split() == given.content.split())
+
+
+def call_ids(known: Sequence[protocols.Message], given: Sequence[protocols.Message]) -> dict[str, str]:
+    """Returns the known ids of calls by the ids that a client has given them instead.
+
+    Args:
+      known: a dialogue up to an output.
+      given: the same dialogue as the client sends it, and what follows. A result that names none of the output's calls
+        answers the next one without a result.
+    """
+    pairs = (zip(one.tool_calls, other.tool_calls, strict=False) for one, other in zip(known, given, strict=False))
+    ids = {theirs.call_id: mine.call_id for pair in pairs for mine, theirs in pair}
+    added = itertools.takewhile(lambda message: message.role != "assistant", given[len(known) :])
+    results = [message.tool_call_id for message in added if message.role == "tool"]
+    calls = [call.call_id for call in known[-1].tool_calls]
+    free = [name for name in calls if name not in {ids.get(result, result) for result in results}]
+    strange = [name for name in results if name not in ids and name not in calls]
+    return ids | dict(zip(strange, free, strict=False))
+
+
+def renamed(message: protocols.Message, ids: Mapping[str, str]) -> protocols.Message:
+    """Returns a message with the known id of the call that it answers."""
+    known = ids.get(message.tool_call_id, message.tool_call_id)
+    return message if known == message.tool_call_id else dataclasses.replace(message, tool_call_id=known)
 
 
 def _json(text: str) -> object:

@@ -36,6 +36,7 @@ class Limits:
         limit, but a step that has begun may end within its own deadline.
       answer_tokens: Tokens of room to leave for the next output. Tool returns that leave less are cut in the middle. 0:
         returns are not cut, and the rollout ends if they leave no room at all.
+      options: Further settings of the sampler, where nothing is trained.
     """
 
     max_turns: int
@@ -48,6 +49,7 @@ class Limits:
     rollout_tokens: int = 0
     rollout_seconds: float = 0.0
     answer_tokens: int = 0
+    options: protocols.SamplingOptions = protocols.NO_OPTIONS
 
 
 _FROM_BEST = ("success", "failure", "timeout")

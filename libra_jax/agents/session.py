@@ -11,6 +11,7 @@ answered from them, and a cut-off output goes on where it ended.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -34,7 +35,7 @@ class Session:
       limits: limits of the rollout. Its seconds are the caller's to keep.
       read_status: reads what a tool returned off the messages that a request adds.
       heard: called at new tokens.
-      refuse_temperature: refuse requests for another temperature than the run's. If False, the run's is used.
+      strict: refuse requests for other sampling than the run's, or with hints. If False, these are counted.
 
     Attributes:
       limit: limit of the run that a request met, one of `protocols.LIMITS`; None if none did.
@@ -44,6 +45,9 @@ class Session:
         ended then, or requests could arrive again.
       answered: number of delivered outputs.
       other_temperatures: number of requests for another temperature than the run's.
+      hints: numbers of requests that asked for what they did not get, by its name.
+      refusals: number of refused requests.
+      refusal: why the last one was refused.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Session:
         limits: loop.Limits,
         read_status: ReadStatus,
         heard: Callable[[], None] = lambda: None,
-        refuse_temperature: bool = False,
+        strict: bool = False,
     ) -> None:
         self._trajectory = trajectory
         self._form = form
@@ -63,7 +67,7 @@ class Session:
         self._limits = limits
         self._read_status = read_status
         self._heard = heard
-        self._refuse_temperature = refuse_temperature
+        self._strict = strict
         self._clock = asyncio.get_running_loop().time
         self._lines: list[lines.Line] = []
         self._closed = False
@@ -71,6 +75,8 @@ class Session:
         self.limit: str | None = None
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.active = self.answered = self.other_temperatures = 0
+        self.hints: collections.Counter[str] = collections.Counter()
+        self.refusals, self.refusal = 0, ""
         self.idle_since = self._clock()
         self._reachable = True
 
@@ -91,9 +97,19 @@ class Session:
         self, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         """Streams one model output (`protocols.Conversation.reply`)."""
-        self._check(request)
         try:
+            if request.measures:
+                tokens = len(self._rendered(request.messages, request.tools))
+                yield protocols.Reply(protocols.Message("assistant", ""), "stop", tokens, 0)
+                return
+            if request.retry:
+                self._take_back(tuple(request.tools), tuple(request.messages))
+            self._check(request)
             line = self._place(request)
+        except protocols.Refused as refused:
+            if refused.kind == "invalid":
+                self.refused(str(refused))
+            raise
         except protocols.EnvironmentCrashed as error:
             # The harness's own `status` broke. A client that goes on all the same must not hide that.
             self._break(error)
@@ -118,6 +134,10 @@ class Session:
             self.active -= 1
             self.idle_since = self._clock()
 
+    def refused(self, sentence: str) -> None:
+        """Counts a refused request (`protocols.Conversation.refused`)."""
+        self.refusals, self.refusal = self.refusals + 1, sentence
+
     def _break(self, error: Exception) -> None:
         if not self.broken.done():
             self.broken.set_result(error)
@@ -137,15 +157,17 @@ class Session:
             )
         if not request.messages or request.messages[-1].role == "assistant":
             raise protocols.Refused("invalid", "the last message must not be from the assistant", "messages")
-        if request.temperature is not None and request.temperature != limits.temperature:
+        if len(request.messages) >= limits.max_context:  # without the cost of a template: each takes a token
+            self._check_room(len(request.messages))
+        hints = {*request.hints, *(request.options.used() if request.options != limits.options else ())}
+        if request.temperature not in (None, limits.temperature):
             self.other_temperatures += 1
-            if self._refuse_temperature:
-                raise protocols.Refused(
-                    "invalid",
-                    f"this run samples at temperature {limits.temperature:g}, not {request.temperature:g}: leave "
-                    "temperature out, or let config.gateway.temperature replace it",
-                    "temperature",
-                )
+            hints.add("temperature")
+        self.hints.update(hints)
+        if hints and self._strict:
+            name = min(hints)
+            sentence = "is no setting of a session; leave it out, or count it by config.gateway.strict=False"
+            raise protocols.Refused("invalid", f"{name}: {sentence}", name)
 
     # The place of a request among the dialogues -----------------------------------------------------------------------
 
@@ -166,18 +188,44 @@ class Session:
             found = self._known(tools, messages)
             if found is not None:
                 line, output = found
-                # The client need not send the reasoning back, and the template may want it.
-                messages = line.messages[: output.messages] + messages[output.messages :]
+                # As they were before the client rewrote them: the template may want the reasoning, or the calls' ids.
+                own = line.messages[: output.messages]
+                ids = lines.call_ids(own, messages)
+                failed = [ids.get(name, name) for name in request.failed_calls]
+                request = dataclasses.replace(request, failed_calls=failed)
+                messages = (*own, *(lines.renamed(message, ids) for message in messages[len(own) :]))
                 added = self._form.extend(messages, output.messages, tools)
                 if added is not None:
                     # An output that a limit or a stop text ended lacks its stop token.
                     added = added if output.stopped else [self._form.stop_token_ids[0], *added]
                     return self._follow(line, output, request, messages, added)
-            prompt = self._form.render(messages, tools)
         except protocols.DataError as error:
             raise protocols.Refused("invalid", str(error), "messages") from error
+        prompt = self._rendered(messages, tools)
         self._check_room(len(prompt))
         return self._begin(prompt, tools, messages)
+
+    def _rendered(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
+        """Returns the tokens of a whole dialogue. Refuses one that the template refuses."""
+        try:
+            return self._form.render(messages, tools)
+        except protocols.DataError as error:
+            raise protocols.Refused("invalid", str(error), "messages") from error
+
+    def _take_back(self, tools: tuple[protocols.ToolSpec, ...], messages: tuple[protocols.Message, ...]) -> None:
+        """Takes back a delivered output that answered these messages and is a line's last: nobody has read it."""
+        for line in self._lines:
+            last = line.outputs[-1] if line.outputs and not line.outstanding and not line.busy else None
+            if last is None or line.tools != tools or not lines.same(line.messages[:-1], messages):
+                continue
+            tokens = line.segment.turns[len(line.outputs) - 1].generated_tokens
+            line.offered = lines.Offered(line.messages[-1], tokens, last.stopped, unseen=True)
+            line.messages, line.outstanding = line.messages[:-1], True
+            line.position -= tokens
+            line.outputs.pop()
+            self.answered -= 1
+            self._generated -= tokens
+            return
 
     def _known(
         self, tools: tuple[protocols.ToolSpec, ...], messages: tuple[protocols.Message, ...]
@@ -274,6 +322,10 @@ class Session:
         found: list[tuple[str, protocols.ToolStatus]] = []
         did: set[str] = set()
         errors: list[str] = []
+        first = next(iter(calls.values()), None)
+        if first is not None and added and added[0].role == "user" and all(item.role != "tool" for item in added):
+            # An agent without the role "tool": what comes first answers the call.
+            added = [dataclasses.replace(added[0], role="tool", tool_call_id=first.call_id), *added[1:]]
         for message in added:
             made = calls.get(message.tool_call_id)
             read = self._read_status(made, message)
@@ -380,7 +432,8 @@ class Session:
 
         if line.returned is not None:
             await self._sampler.tool_returned(segment, line.returned)
-        sampling = protocols.SamplingParams(self._limits.temperature, room, tuple(self._form.stop_token_ids))
+        limits = self._limits
+        sampling = protocols.SamplingParams(limits.temperature, room, tuple(self._form.stop_token_ids), limits.options)
         work = asyncio.ensure_future(self._sampler.sample(segment, sampling, heard))
         work.add_done_callback(lambda _: more.set())
         try:

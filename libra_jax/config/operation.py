@@ -62,8 +62,9 @@ class GatewayConfig:
     # Processes that serve requests, with cluster.backend=ray; a session stays at one of them, and with a port in the
     # config, they have ports one after another. Embedded, the run's own process serves.
     processes: int = 1
-    # Requests for another temperature than the run's. run: sample at the run's; refuse: answer with an error.
-    temperature: str = "run"
+    # Refuse requests for other sampling than the run's (temperature, top_p, seed, a schema, a forced call) and with
+    # unknown fields. False: outputs are sampled by the run's settings, and agent/hints counts such requests.
+    strict: bool = False
     # vLLM's parser of tool calls in outputs, such as hermes, qwen3_xml or llama3_json; auto: the one that the model's
     # chat template is certain to need, else none; none: calls stay in the text.
     tool_parser: str = "auto"
@@ -77,7 +78,6 @@ class GatewayConfig:
             "gateway.requests_per_second",
             f"must not be negative, not {self.requests_per_second:g}; 0 is no limit",
         )
-        check_choice(self.temperature, ("run", "refuse"), "gateway.temperature")
         for name in ("max_body_bytes", "max_concurrent", "request_seconds", "write_seconds", "processes"):
             value = getattr(self, name)
             check(value > 0, f"gateway.{name}", f"must be positive, not {value:g}")

@@ -284,7 +284,8 @@ async def serve_alone(
         raise protocols.LibraError("The agent has no gateway to serve by.")
     async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
         limits = factories.limits(run.config, run.config.evaluation.temperature)
-        endpoint = await host.gateway.open(public.Public(wired.streams, await host.form(), limits, version), secret)
+        served = public.Public(wired.streams, await host.form(), limits, version, strict=host.strict)
+        endpoint = await host.gateway.open(served, secret)
         stop = asyncio.Event()
         with stopping.caught(lambda *_: stop.set()):
             ready(endpoint)

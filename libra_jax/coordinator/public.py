@@ -11,6 +11,10 @@ from libra_jax import protocols
 from libra_jax.agents import loop, session, wire
 from libra_jax.loops import streams
 
+_SEED = "vLLM's engine on CPUs fails at seeded requests, so this server repeats no sample; leave it out"
+_SCHEMA = "the engines hold no tokenizer, by which vLLM would constrain outputs; describe the form in the prompt"
+_NO_TOOLS = "the model's chat template writes no tools, so the model would not know them; describe them in the prompt"
+
 
 class Public:
     """A `protocols.Conversation` of many clients. Belongs to the event loop of its streams.
@@ -22,30 +26,63 @@ class Public:
       form: chat format of the policy's model.
       limits: `max_context` and the temperature of requests that name none.
       version: served policy version.
+      strict: refuse requests with hints.
     """
 
-    def __init__(self, sampler: streams.Streams, form: protocols.ChatFormat, limits: loop.Limits, version: int) -> None:
+    def __init__(
+        self,
+        sampler: streams.Streams,
+        form: protocols.ChatFormat,
+        limits: loop.Limits,
+        version: int,
+        *,
+        strict: bool = False,
+    ) -> None:
         self._streams = sampler
         self._form = form
         self._limits = dataclasses.replace(limits, max_turns=1, max_tokens=limits.max_context, rollout_tokens=0)
-        self._version = version
+        self._version, self._strict = version, strict
+        self._writes_tools: bool | None = None
         self._numbers = itertools.count(1)
 
     async def reply(
         self, request: protocols.ChatRequest
     ) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
-        """Streams one model output (`protocols.Conversation.reply`), at the temperature that the request names."""
+        """Streams one model output (`protocols.Conversation.reply`), with the settings that the request names."""
+        self._check(request)
         name = f"request-{next(self._numbers)}"
-        trajectory, limits = protocols.Trajectory(name, name), self._limits
+        trajectory = protocols.Trajectory(name, name)
+        limits = dataclasses.replace(self._limits, options=request.options)
         if request.temperature is not None:
             limits = dataclasses.replace(limits, temperature=request.temperature)
         self._streams.open(trajectory, protocols.EVALUATION_GROUP, self._version)
         try:
             one = session.Session(
-                trajectory, form=self._form, sampler=self._streams, limits=limits, read_status=wire.status
+                trajectory,
+                form=self._form,
+                sampler=self._streams,
+                limits=limits,
+                read_status=wire.status,
+                strict=self._strict,
             )
             async with contextlib.aclosing(one.reply(request)) as items:
                 async for item in items:
                     yield item
         finally:
             self._streams.finish(name)
+
+    def refused(self, sentence: str) -> None:
+        """Ignores refused requests: their clients know (`protocols.Conversation.refused`)."""
+
+    def _check(self, request: protocols.ChatRequest) -> None:
+        """Refuses what a request asks for and would not get."""
+        if request.tools and self._writes_tools is None:
+            question = [protocols.Message("user", "?")]
+            self._writes_tools = self._form.render(question, request.tools) != self._form.render(question, ())
+        for field, reason, asked in (
+            ("seed", _SEED, request.options.seed is not None),
+            ("response_format", _SCHEMA, request.options.schema is not None),
+            ("tools", _NO_TOOLS, bool(request.tools) and not self._writes_tools),
+        ):
+            if asked:
+                raise protocols.Refused("invalid", f"{field}: {reason}", field)

@@ -42,6 +42,7 @@ def sampling_params(
         extra_args=None if kv_source is None else {KV_TRANSFER: dict(kv_source)},
         routed_experts_prompt_start=routed_tokens,
         skip_clone=True,
+        **{name: value for name, value in sampling.options.used().items() if name not in ("seed", "schema")},
     )
 
 

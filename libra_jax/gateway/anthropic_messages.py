@@ -5,6 +5,7 @@ Field names and events: https://platform.claude.com/docs/en/api/messages.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ class Block(fields.Fields):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: fields.Content = Field(default_factory=list)
+    content: Annotated[fields.Content, BeforeValidator(fields.texts_of_result)] = Field(default_factory=list)
     is_error: bool | None = None
     cache_control: fields.Ignored = None
     caller: fields.Ignored = None
@@ -131,68 +132,111 @@ class Tool(fields.Fields):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _is_custom(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") not in (None, "custom"):
-            raise ValueError(f"tools of type {value['type']!r} run at Anthropic; define one of type 'custom'")
+    def _of_kind(cls, value: Any) -> Any:
+        """Describes a tool whose arguments Anthropic's models know: the client runs it as any other."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        family = str(kind).rpartition("_")[0]
+        if family in CLIENT_TOOLS:
+            described = {name: {"type": _TYPES.get(name, "string")} for name in CLIENT_TOOLS[family].split()}
+            known = {name: value[name] for name in ("name", "cache_control") if name in value}
+            return {**known, "input_schema": {"type": "object", "properties": described}}
         return value
+
+
+_FILES = "command path file_text old_str new_str insert_line insert_text view_range"
+
+CLIENT_TOOLS: Mapping[str, str] = {
+    "bash": "command restart",
+    "text_editor": _FILES,
+    "memory": f"{_FILES} old_path new_path",
+}
+"""Arguments of the tools that Anthropic defines and clients run, by the tool's type without its date.
+
+Their documentation: https://platform.claude.com/docs/en/agents-and-tools/tool-use.
+"""
+
+_TYPES = {"restart": "boolean", "insert_line": "integer", "view_range": "array"}
+"""Types of arguments that are no text."""
 
 
 class OutputConfig(fields.Fields):
     effort: fields.Ignored = None
-    format: None = None
+    format: dict[str, Any] | None = None
     task_budget: fields.Ignored = None
 
 
 class Create(fields.Request):
-    """The body of POST /v1/messages."""
+    """The body of POST /v1/messages, and of /v1/messages/count_tokens, which has no `max_tokens`."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=fields.MOST_ITEMS)]
     max_tokens: fields.Count
     system: fields.Content = Field(default_factory=list)
-    tools: list[Tool] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Any = None
     stop_sequences: fields.Stops = Field(default_factory=list)
     temperature: fields.Temperature | None = None
     stream: bool = False
     output_config: OutputConfig = OutputConfig()
+    output_format: dict[str, Any] | None = None
 
     ignored = fields.names(
         "betas billing_policy cache_control diagnostics fallbacks fallback_credit_token inference_geo metadata "
         "service_tier speed thinking user_profile_id workspace_id"
     )
+    hinted: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "compaction": (),
+        "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    }
     neutral: ClassVar[Mapping[str, fields.Neutral]] = {
-        "top_p": ((1,), fields.SAMPLING),
-        "top_k": ((), fields.SAMPLING),
         "container": ((), fields.NOT_KEPT),
         "thread": ((), fields.NOT_KEPT),
-        "compaction": ((), "the gateway edits no history; the agent may do so itself"),
-        "context_management": (
-            ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-            "the gateway edits no history; the agent may do so itself",
-        ),
         "mcp_servers": (([],), "the gateway calls no tools; offer them in tools"),
     }
 
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Api`."""
-    asked = Create.read(body)
+    if body.get("thread") is not None:
+        raise errors.Problem(400, f"thread: {fields.NOT_KEPT}", field="thread", code=errors.NO_THREADS)
+    asked, hints = Create.read(body)
+    return _Exchange(_request(asked, hints), asked.stream, model)
+
+
+def read_count(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
+    """Reads a request for the number of the context's tokens. See `exchanges.Api`."""
+    asked, hints = Create.read({**body, "max_tokens": 1})
+    return _Count(dataclasses.replace(_request(asked, hints), measures=True), False, model)
+
+
+def _request(asked: Create, hints: list[str]) -> protocols.ChatRequest:
     messages = [message for turn in asked.messages for message in turn.messages()]
     if asked.system:
         messages.insert(0, protocols.Message("system", fields.text(asked.system, "system")))
     blocks = [block for turn in asked.messages for block in turn.content]
-    request = protocols.ChatRequest(
+    return protocols.ChatRequest(
         messages=messages,
-        tools=[fields.tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
-        if fields.offers_tools(asked.tool_choice, ("any", "tool"))
-        else (),
+        tools=_tools(asked.tools, hints) if fields.offers_tools(asked.tool_choice, hints) else (),
         max_tokens=asked.max_tokens,
         stop=asked.stop_sequences,
         temperature=asked.temperature,
         failed_calls=[block.tool_use_id for block in blocks if block.is_error],
+        options=asked.options(asked.output_config.format or asked.output_format),
+        hints=hints,
     )
-    return _Exchange(request, asked.stream, model)
+
+
+def _tools(values: Sequence[exchanges.Json], hints: list[str]) -> list[protocols.ToolSpec]:
+    """Returns the client's tools. Tools that run at Anthropic are hints: the model is not offered them."""
+    tools = []
+    for number, value in enumerate(values):
+        kind = value.get("type")
+        if kind in (None, "custom") or str(kind).rpartition("_")[0] in CLIENT_TOOLS:
+            tool = fields.validated(Tool, value, f"tools[{number}]", hints)
+            tools.append(fields.tool(tool.name, tool.description, tool.input_schema))
+        else:
+            hints.append(f"tools.{kind}"[: fields.LONGEST_NAME])
+    return tools
 
 
 class _Exchange:
@@ -281,6 +325,13 @@ class _Exchange:
 
     def _delta(self, delta: exchanges.Json) -> bytes:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+
+class _Count(_Exchange):
+    """Answers with the number of the context's tokens alone."""
+
+    def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
+        return {"input_tokens": replies[0].prompt_tokens}
 
 
 def _input(arguments: str) -> exchanges.Json:

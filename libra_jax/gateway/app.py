@@ -2,7 +2,9 @@
 
     POST /v1/chat/completions   OpenAI's Chat Completions
     POST /v1/responses          OpenAI's Responses
+    GET  /v1/responses/ID       one of the session's last responses
     POST /v1/messages           Anthropic's Messages
+    POST /v1/messages/count_tokens
     GET  /v1/models             the session's model
     GET  /health                200 while the event loop answers
 
@@ -16,6 +18,7 @@ once it has read the response.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 
 from starlette import routing
@@ -39,6 +42,10 @@ from libra_jax.gateway import (
 CHAT = exchanges.Api(openai_chat.read, errors.in_openai_form)
 RESPONSES = exchanges.Api(openai_responses.read, errors.in_openai_form)
 MESSAGES = exchanges.Api(anthropic_messages.read, errors.in_anthropic_form)
+COUNT = exchanges.Api(anthropic_messages.read_count, errors.in_anthropic_form)
+
+LARGE_BODY = 2**18
+"""Bytes of a request from which on a thread reads it: others would wait for the event loop."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +56,9 @@ def application(conversations: protocols.Conversations, limits: config_lib.Gatew
     paths = [
         routing.Route("/v1/chat/completions", _Outputs(known, limits, CHAT)),
         routing.Route("/v1/responses", _Outputs(known, limits, RESPONSES)),
+        routing.Route("/v1/responses/{name}", _Responses(known, limits)),
         routing.Route("/v1/messages", _Outputs(known, limits, MESSAGES)),
+        routing.Route("/v1/messages/count_tokens", _Outputs(known, limits, COUNT)),
         routing.Route("/v1/models", _Models(known, limits)),
         routing.Route("/v1/models/{name:path}", _Models(known, limits)),
     ]
@@ -150,12 +159,27 @@ class _Health(_Endpoint):
         await answer.json(200, {"status": "ok"})
 
 
-class _Models(_Endpoint):
-    """Lists the one model, in the form of the client's API."""
+class _OfSession(_Endpoint):
+    """An endpoint that looks something up."""
 
     def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig) -> None:
         super().__init__(limits)
         self._known = known
+
+
+class _Responses(_OfSession):
+    """Returns a response again."""
+
+    async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
+        _, session = self._known.find(_secret(scope))
+        name = str(scope["path_params"]["name"])
+        if name not in session.responses:
+            raise errors.Problem(404, f"The session keeps no response {name[:80]!r}.", code="not_found")
+        await answer.json(200, session.responses[name])
+
+
+class _Models(_OfSession):
+    """Lists the one model, in the form of the client's API."""
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         self._known.find(_secret(scope))
@@ -171,14 +195,14 @@ class _Models(_Endpoint):
         await answer.json(200, one if "name" in scope["path_params"] else everything)
 
 
-class _Outputs(_Endpoint):
+class _Outputs(_OfSession):
     """Answers with outputs of the model."""
 
     methods = ("POST",)
 
     def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig, api: exchanges.Api) -> None:
-        super().__init__(limits)
-        self._known, self._api = known, api
+        super().__init__(known, limits)
+        self._api = api
 
     def error(self, scope: Scope, problem: errors.Problem) -> exchanges.Json:
         return self._api.error(problem)
@@ -190,10 +214,24 @@ class _Outputs(_Endpoint):
         answer.awaits_body = True
         body = await answers.read_body(scope, receive, self._limits.max_body_bytes)
         answer.awaits_body = False
-        exchange = self._api.read(fields.parse(body), self._known.model, session)
+        try:
+            if len(body) < LARGE_BODY:
+                exchange = self._read(body, session)
+            else:
+                exchange = await asyncio.to_thread(self._read, body, session)
+        except errors.Problem as problem:
+            if problem.code != errors.NO_THREADS:  # the client asks again without
+                conversation.refused(problem.message)
+            raise
         del body
+        # The libraries of OpenAI and Anthropic mark a further try, for which they drop the answer to the first one.
+        if Headers(scope=scope).get("x-stainless-retry-count", "0") not in ("", "0"):
+            exchange.request = dataclasses.replace(exchange.request, retry=True)
         with session.outputs(exchange.choices):
             await answers.while_connected(receive, answer, _answer(conversation, exchange, answer))
+
+    def _read(self, body: bytes, session: sessions.Session) -> exchanges.Exchange:
+        return self._api.read(fields.parse(body), self._known.model, session)
 
 
 async def _answer(conversation: protocols.Conversation, exchange: exchanges.Exchange, answer: answers.Answer) -> None:

@@ -31,6 +31,10 @@ _KINDS: Mapping[str, tuple[int, str]] = {
 """HTTP status and code of each kind of `protocols.Refused`."""
 
 
+NO_THREADS = "thread_unsupported_request"
+"""Code by which Anthropic's libraries learn that a server keeps no threads. They then send whole dialogues."""
+
+
 class Problem(Exception):
     """A request that ends in an HTTP error.
 
@@ -80,4 +84,7 @@ def in_anthropic_form(problem: Problem) -> dict[str, Any]:
     message = problem.message
     if problem.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # coding agents look for these words, and then compact
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(problem.status, "api_error"), "message": message}}
+    error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(problem.status, "api_error"), "message": message}
+    if problem.code == NO_THREADS:
+        error["details"] = {"error_code": problem.code}
+    return {"type": "error", "error": error}

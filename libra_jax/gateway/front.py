@@ -46,7 +46,15 @@ class Gone:
     number: int
 
 
-Event = Asked | Delivered | Gone
+@dataclass(frozen=True)
+class Rejected:
+    """The API refused a request of a session, in these words."""
+
+    session: bytes
+    sentence: str
+
+
+Event = Asked | Delivered | Gone | Rejected
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,10 @@ class HttpFront:
         """Ends all connections and stops to listen. Idempotent."""
         await self._server.stop()
 
+    def tell(self, event: Event) -> None:
+        """Passes an event on to the coordinator."""
+        self._events.put_nowait(event)
+
     def find(self, secret: str) -> protocols.Conversation | None:
         """Returns the session with this secret; None if there is none (any more)."""
         return self._sessions.get(digest(secret))
@@ -204,6 +216,10 @@ class _Relayed:
     def reply(self, request: protocols.ChatRequest) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
         """Streams one model output (`protocols.Conversation.reply`)."""
         return self._front.ask(self, request)
+
+    def refused(self, sentence: str) -> None:
+        """Tells the session of a refused request (`protocols.Conversation.refused`)."""
+        self._front.tell(Rejected(self.digest, sentence))
 
 
 def digest(secret: str) -> bytes:

@@ -237,6 +237,10 @@ class Fronts:
             front.served[event.number] = event.session, _Served(task, settled)
             task.add_done_callback(lambda _: front.served.pop(event.number, None))
             return
+        if isinstance(event, front_lib.Rejected):
+            if event.session in front.sessions:
+                front.sessions[event.session].conversation.refused(event.sentence)
+            return
         _, served = front.served.get(event.number, (b"", None))
         if served is not None and not served.settled.done():
             served.settled.set_result(isinstance(event, front_lib.Delivered))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from libra_jax import protocols
 from libra_jax.gateway import errors, exchanges, fields, sessions
@@ -52,6 +52,13 @@ class ChatMessage(fields.Fields):
     provider_specific_fields: fields.Ignored = None  # LiteLLM's, as the next
     thinking_blocks: fields.Ignored = None
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _result_as_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("role") == "tool":
+            return {**value, "content": fields.texts_of_result(value.get("content"))}
+        return value
+
     @pydantic.model_validator(mode="after")
     def _fits_its_role(self) -> ChatMessage:
         if (self.role == "tool") != bool(self.tool_call_id):
@@ -82,28 +89,32 @@ class Tool(fields.Fields):
     type: Literal["function"]
     function: Definition
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _custom_as_function(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "custom" and isinstance(value.get("custom"), dict):
+            return {"type": "function", "function": fields.custom_tool(value["custom"])}
+        return value
+
 
 class StreamOptions(fields.Fields):
     include_usage: bool = False
     include_obfuscation: fields.Ignored = None
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class Completion(fields.Request):
     """The body of POST /v1/chat/completions."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MOST_ITEMS)]
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Any = None
     n: fields.Count = 1
-    stop: Annotated[fields.Stops, BeforeValidator(_as_list)] = Field(default_factory=list)
-    max_tokens: fields.Count | None = None
-    max_completion_tokens: fields.Count | None = None
+    stop: fields.Stops = Field(default_factory=list)
+    max_tokens: fields.Limit = None
+    max_completion_tokens: fields.Limit = None
     temperature: fields.Temperature | None = None
+    response_format: dict[str, Any] | None = None
     logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -112,20 +123,14 @@ class Completion(fields.Request):
         "metadata moderation parallel_tool_calls prediction prompt_cache_key prompt_cache_options "
         "prompt_cache_retention reasoning_effort safety_identifier service_tier store user verbosity"
     )
+    hinted: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "logit_bias": ({},),
+        "top_logprobs": (0,),
+        "web_search_options": (),
+    }
     neutral: ClassVar[Mapping[str, fields.Neutral]] = {
-        "top_p": ((1,), fields.SAMPLING),
-        "top_k": ((-1, 0), fields.SAMPLING),
-        "min_p": ((0,), fields.SAMPLING),
-        "frequency_penalty": ((0,), fields.SAMPLING),
-        "presence_penalty": ((0,), fields.SAMPLING),
-        "repetition_penalty": ((1,), fields.SAMPLING),
-        "logit_bias": (({},), fields.SAMPLING),
-        "seed": ((), fields.SEED),
-        "top_logprobs": ((0,), "the engine returns the sampled token's log-probability alone; use 0"),
-        "response_format": (({"type": "text"},), fields.TEXT_ONLY),
         "modalities": ((["text"],), fields.TEXT_ONLY),
         "audio": ((), fields.TEXT_ONLY),
-        "web_search_options": ((), "the gateway searches nothing; leave it out"),
         "functions": (([],), "deprecated; use tools"),
         "function_call": (("auto", "none"), "deprecated; use tool_choice"),
     }
@@ -133,19 +138,18 @@ class Completion(fields.Request):
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Api`."""
-    asked = Completion.read(body)
-    tools = [
-        fields.tool(each.function.name, each.function.description, each.function.parameters) for each in asked.tools
-    ]
+    asked, hints = Completion.read(body)
+    functions = [tool.function for tool in asked.tools]
+    tools = [fields.tool(each.name, each.description, each.parameters) for each in functions]
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
     request = protocols.ChatRequest(
         messages=[message.message() for message in asked.messages],
-        tools=tools
-        if fields.offers_tools(asked.tool_choice, ("required", "function", "allowed_tools", "custom"))
-        else (),
+        tools=tools if fields.offers_tools(asked.tool_choice, hints) else (),
         max_tokens=min(limits, default=None),
         stop=asked.stop,
         temperature=asked.temperature,
+        options=asked.options(asked.response_format),
+        hints=hints,
     )
     return _Exchange(request, asked, model)
 

@@ -5,9 +5,11 @@ Events: https://platform.openai.com/docs/api-reference/responses-streaming.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import protocols
@@ -16,6 +18,21 @@ from libra_jax.gateway import errors, exchanges, fields
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a client reads the calls of a tool.
+
+    Attributes:
+      name: the tool's name for the client.
+      namespace: its namespace; empty if it has none.
+      custom: the tool takes free text.
+    """
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
 
 
 class Exchange:
@@ -27,7 +44,8 @@ class Exchange:
       request: the request.
       streams: True for a stream of events.
       shown: fields of the request that the response repeats, and the model.
-      keep: keeps the dialogue for `previous_response_id`.
+      forms: forms of the calls, by the names by which the model knows the tools.
+      keep: keeps the dialogue and the response for later requests.
     """
 
     choices = 1
@@ -37,14 +55,17 @@ class Exchange:
         request: protocols.ChatRequest,
         streams: bool,
         shown: exchanges.Json,
-        keep: Callable[[str, protocols.Reply], None],
+        forms: Mapping[str, CallForm],
+        keep: Callable[[protocols.Reply, exchanges.Json], None],
     ) -> None:
         self.request, self.streams, self._shown, self._keep = request, streams, shown, keep
+        self._forms = forms
         self._id, self._created = _new_id("resp"), int(time.time())
         self._events = 0
         self._items: list[dict[str, Any]] = []  # items that have begun, as they are at their end
         self._open = ""  # name of the last item, unless it has ended
         self._text = ""  # its text or arguments so far
+        self._called = ""  # name by which the model knows the tool of the last call
 
     def whole(self, replies: Sequence[protocols.Reply]) -> exchanges.Json:
         (reply,) = replies
@@ -55,9 +76,10 @@ class Exchange:
         if message.content or not message.tool_calls:
             items.append(_message(_new_id("msg"), message.content))
         for call in message.tool_calls:
-            items.append(_call(_new_id("fc"), call.call_id, call.name, call.arguments))
-        self._keep(self._id, reply)
-        return self._response(items, reply)
+            items.append(self._call(_new_id("fc"), call.call_id, call.name, call.arguments))
+        response = self._response(items, reply)
+        self._keep(reply, response)
+        return response
 
     def start(self) -> bytes:
         response = self._response([], None)
@@ -74,6 +96,9 @@ class Exchange:
             case protocols.ReasoningDelta(text):
                 return self._begin("reasoning") + self._add("response.reasoning_text.delta", text, content_index=0)
         begun = self._begin(f"call {delta.index}", delta)
+        if self._items[-1]["type"] == "custom_tool_call":
+            self._text += delta.arguments  # the text can be read once the JSON around it is whole
+            return begun
         return begun + (
             self._add("response.function_call_arguments.delta", delta.arguments) if delta.arguments else b""
         )
@@ -81,9 +106,10 @@ class Exchange:
     def end(self, choice: int, reply: protocols.Reply) -> bytes:
         # An empty answer has an empty message, as in the form that is not streamed.
         ended = (b"" if self._items else self._begin("message")) + self._end_item()
-        self._keep(self._id, reply)
         kind = "response.incomplete" if reply.finish == "length" else "response.completed"
-        return ended + self._event(kind, response=self._response(self._items, reply))
+        response = self._response(self._items, reply)
+        self._keep(reply, response)
+        return ended + self._event(kind, response=response)
 
     def close(self, replies: Sequence[protocols.Reply]) -> bytes:
         return b""
@@ -117,7 +143,8 @@ class Exchange:
         item: dict[str, Any]
         part: exchanges.Json | None = None
         if call is not None:
-            item = _call(_new_id("fc"), call.call_id, call.name, "") | {"status": "in_progress"}
+            self._called = call.name
+            item = self._call(_new_id("fc"), call.call_id, call.name, "") | {"status": "in_progress"}
         elif name == "reasoning":
             item = _reasoning(_new_id("rs"), "") | {"content": [], "status": "in_progress"}
             part = {"type": "reasoning_text", "text": ""}
@@ -141,8 +168,12 @@ class Exchange:
         item, text = self._items[-1], self._text
         self._open = self._text = ""
         if item["type"] == "function_call":
-            done = self._items[-1] = _call(item["id"], item["call_id"], item["name"], text)
+            done = self._items[-1] = self._call(item["id"], item["call_id"], self._called, text)
             events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+        elif item["type"] == "custom_tool_call":
+            done = self._items[-1] = self._call(item["id"], item["call_id"], self._called, text)
+            events = self._of_item("response.custom_tool_call_input.delta", delta=done["input"])
+            events += self._of_item("response.custom_tool_call_input.done", input=done["input"])
         elif item["type"] == "reasoning":
             done = self._items[-1] = _reasoning(item["id"], text)
             events = self._of_item("response.reasoning_text.done", content_index=0, text=text)
@@ -152,6 +183,15 @@ class Exchange:
             events = self._of_item("response.output_text.done", content_index=0, text=text, logprobs=[])
             events += self._of_item("response.content_part.done", content_index=0, part=done["content"][0])
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=done)
+
+    def _call(self, item_id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+        form = self._forms.get(name, CallForm(name))
+        item = {"type": "function_call", "id": item_id, "call_id": call_id, "name": form.name, "status": "completed"}
+        if form.namespace:
+            item["namespace"] = form.namespace
+        if form.custom:
+            return {**item, "type": "custom_tool_call", "input": _free_text(arguments)}
+        return {**item, "arguments": arguments}
 
     def _of_item(self, kind: str, **content: Any) -> bytes:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **content)
@@ -176,15 +216,13 @@ def _reasoning(item_id: str, text: str) -> dict[str, Any]:
     return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "status": "completed"}
 
 
-def _call(item_id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "type": "function_call",
-        "id": item_id,
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-        "status": "completed",
-    }
+def _free_text(arguments: str) -> str:
+    """Returns the text that a model gives to a tool with free text; the arguments as they are if they hold none."""
+    try:
+        text = json.loads(arguments)[fields.CUSTOM_INPUT]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) else arguments
 
 
 def _usage(reply: protocols.Reply) -> exchanges.Json:

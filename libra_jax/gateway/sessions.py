@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
@@ -15,12 +15,17 @@ from libra_jax.gateway import errors
 KEPT_RESPONSES = 32
 """Responses of a session that a request may continue by `previous_response_id`."""
 
+KEPT_ITEMS = 4096
+"""Items of a session's responses that a request may name by `item_reference`."""
+
 
 class Session:
     """A session's limits and memory. Lives as long as its conversation.
 
     Attributes:
       dialogues: messages up to and including each of the last responses, by the response's id, oldest first.
+      responses: the last responses, by id.
+      items: items of the responses, by id, oldest first.
     """
 
     def __init__(self, limits: config_lib.GatewayConfig) -> None:
@@ -28,7 +33,9 @@ class Session:
         self._burst = max(1.0, limits.requests_per_second)
         self._allowance, self._counted_at = self._burst, 0.0
         self._running = 0
-        self.dialogues: collections.OrderedDict[str, Sequence[protocols.Message]] = collections.OrderedDict()
+        self.dialogues: dict[str, Sequence[protocols.Message]] = {}
+        self.responses: dict[str, Mapping[str, Any]] = {}
+        self.items: dict[str, Mapping[str, Any]] = {}
 
     def count_request(self, now: float) -> None:
         """Counts a request against the rate: a token bucket that holds the requests of one second.
@@ -77,11 +84,18 @@ class Session:
         finally:
             self._running -= count
 
-    def keep(self, response_id: str, messages: Sequence[protocols.Message]) -> None:
-        """Keeps the dialogue that ends in a response."""
-        self.dialogues[response_id] = messages
-        if len(self.dialogues) > KEPT_RESPONSES:
-            self.dialogues.popitem(last=False)
+    def keep(self, messages: Sequence[protocols.Message], response: Mapping[str, Any]) -> None:
+        """Keeps a response of OpenAI's API, and the dialogue that ends in it."""
+        self.dialogues[response["id"]], self.responses[response["id"]] = messages, response
+        self.items |= {item["id"]: item for item in response["output"]}
+        stores: Sequence[tuple[MutableMapping[str, Any], int]] = (
+            (self.dialogues, KEPT_RESPONSES),
+            (self.responses, KEPT_RESPONSES),
+            (self.items, KEPT_ITEMS),
+        )
+        for store, most in stores:
+            while len(store) > most:
+                del store[next(iter(store))]
 
 
 class Sessions:

@@ -18,6 +18,9 @@ from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
 from libra_jax.loops import streams
 
+MOST_REMARKS = 40
+"""Sentences on what agents met that a run notes."""
+
 MakeTrajectory = Callable[[str, str], protocols.Trajectory]
 """Makes an empty trajectory from its id and its prompt's id."""
 
@@ -143,7 +146,8 @@ class Rollouts(Runner):
         super().__init__(run, agent)
         self._note = run.recorder.note
         self._streams = sampler
-        self._noted = self._told_temperature = False
+        self._noted = False
+        self._remarked: set[str] = set()
         self._crashes = resolving.FirstFew(run.recorder.note)
         self._voids: collections.Counter[str] = collections.Counter()
 
@@ -213,12 +217,7 @@ class Rollouts(Runner):
                 limits=limits,
                 reward=self._agent.reward,
             )
-            if trajectory.metrics["other_temperatures"] and not self._told_temperature:
-                self._told_temperature = True
-                self._note(
-                    f"Agents ask for other temperatures than the run's {limits.temperature:g}, which is used in their "
-                    "place: config.gateway.temperature. agent/other_temperatures counts their requests."
-                )
+            self._tell_remarks(self._agent.host.remarks)
             return
         await self._agent.run_rollout(
             trajectory=trajectory,
@@ -236,4 +235,15 @@ class Rollouts(Runner):
                 f"Rollout {trajectory.trajectory_id} began again: stepped through its outputs again after the "
                 f"restart, {self._config.task.environment} answered otherwise than before; its tokens until then were "
                 "dropped. agent/replay_differs is the share of such rollouts."
+            )
+
+    def _tell_remarks(self, remarks: collections.Counter[str]) -> None:
+        """Notes what agents met, each once."""
+        new = [remark for remark in remarks if remark not in self._remarked][: MOST_REMARKS - len(self._remarked)]
+        remarks.clear()
+        self._remarked.update(new)
+        if new:
+            self._note(
+                f"What agents asked for or met, counted by agent/hints, agent/refused_requests and agent/agent_failed: "
+                f"{'; '.join(new)}. Hints change nothing of what is sampled (config.gateway.strict refuses them)."
             )

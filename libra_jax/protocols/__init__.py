@@ -39,6 +39,7 @@ from libra_jax.protocols.environments import (
     ToolReturn,
 )
 from libra_jax.protocols.errors import (
+    AgentFailed,
     CheckpointFailed,
     ConfigError,
     DataError,
@@ -86,12 +87,14 @@ from libra_jax.protocols.loops import (
     Waits,
 )
 from libra_jax.protocols.rollout import (
+    NO_OPTIONS,
     NO_VERSION,
     EngineClient,
     EngineInfo,
     FinishReason,
     GenerationRequest,
     RolloutEngine,
+    SamplingOptions,
     SamplingParams,
     TokenDelta,
 )
@@ -184,12 +187,14 @@ __all__ = [
     "FINISHES",
     "LIMITS",
     "LOST",
+    "NO_OPTIONS",
     "NO_VERSION",
     "POOLS",
     "REWARD_ROUNDING",
     "ActorAddress",
     "ActorHandle",
     "ActorSpec",
+    "AgentFailed",
     "BatchPart",
     "CancelRollout",
     "CausalState",
@@ -280,6 +285,7 @@ __all__ = [
     "RolloutUpdate",
     "RunContext",
     "Sampler",
+    "SamplingOptions",
     "SamplingParams",
     "Scheduler",
     "Scope",

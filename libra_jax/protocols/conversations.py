@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from libra_jax.protocols.rollout import NO_OPTIONS, SamplingOptions
 from libra_jax.protocols.tasks import Message, Task, ToolCall
 from libra_jax.protocols.trajectories import ToolStatus
 
@@ -41,6 +42,10 @@ class ChatRequest:
       stop: texts that end the output, which then ends before the text.
       temperature: temperature that the client asks for; None: the run's.
       failed_calls: ids of calls whose results the client marks as failed, in APIs that can (Anthropic's `is_error`).
+      options: settings of the sampler that the client asks for. What is trained is sampled without them.
+      hints: names of what else the client asks for and does not get.
+      retry: the client's library marks the request as a further try: it has not read the answer to the first one.
+      measures: the client asks for the number of the context's tokens alone: the `Reply` has no output.
     """
 
     messages: Sequence[Message]
@@ -49,6 +54,10 @@ class ChatRequest:
     stop: Sequence[str] = ()
     temperature: float | None = None
     failed_calls: Sequence[str] = ()
+    options: SamplingOptions = NO_OPTIONS
+    hints: Sequence[str] = ()
+    retry: bool = False
+    measures: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,6 +217,9 @@ class Conversation(Protocol):
           Refused: the session does not serve the request.
         """
         ...
+
+    def refused(self, sentence: str) -> None:
+        """Tells the session of a request that the API refused before `reply`, in the API's words."""
 
 
 class Conversations(Protocol):

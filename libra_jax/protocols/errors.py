@@ -45,6 +45,18 @@ class EnvironmentCrashed(LibraError):
     """The environment itself broke, not one of its tools: an infrastructure failure, never a reward of zero."""
 
 
+class AgentFailed(EnvironmentCrashed):
+    """An agent's own program failed: it raised an error, or exited with a status that is not scored.
+
+    Attributes:
+      reason: a few words, such as the error's class.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class RewardFailed(EnvironmentCrashed):
     """A reward function broke repeatedly: an infrastructure failure too, but the rollout is whole and not restarted."""
 

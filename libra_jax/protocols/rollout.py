@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -15,6 +16,32 @@ NO_VERSION = -1
 
 
 @dataclass(frozen=True)
+class SamplingOptions:
+    """Settings that change the sampled distribution: a client may ask for them, and nothing that is trained has them.
+
+    Attributes:
+      top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, seed: as vLLM has them.
+      schema: JSON schema of structured output, as text; "{}" for any object.
+    """
+
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    schema: str | None = None
+
+    def used(self) -> dict[str, float | int | str]:
+        """Returns the settings that a client asks for, by name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+NO_OPTIONS = SamplingOptions()
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings. Temperature only; the log-prob contract (engines/logprob_contract.py) gives the reason.
 
@@ -22,11 +49,13 @@ class SamplingParams:
       temperature: sampling temperature; 0 means greedy.
       max_tokens: maximum number of generated tokens.
       stop_token_ids: tokens that end the generation; the first one sampled is returned.
+      options: further settings, of requests that nothing is trained on.
     """
 
     temperature: float
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    options: SamplingOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True)

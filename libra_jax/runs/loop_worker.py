@@ -58,6 +58,6 @@ async def opened(run: protocols.RunContext) -> AsyncIterator[rollouts.RolloutAge
             host=harness_loop.Host(
                 gateway=fronts.Fronts(run, model=config.name),
                 make_form=lambda: chat_formats.make(tokenizer, config.gateway),
-                refuse_temperature=config.gateway.temperature == "refuse",
+                strict=config.gateway.strict,
             ),
         )

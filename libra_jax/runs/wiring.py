@@ -285,7 +285,7 @@ async def _surroundings(
             # Its processes start with the first session, so a run without harnesses has none.
             gateway=fronts.Fronts(around, model=config.name),
             make_form=lambda: chat_formats.make(agent.tokenizer, config.gateway),
-            refuse_temperature=config.gateway.temperature == "refuse",
+            strict=config.gateway.strict,
         )
         yield around, dataclasses.replace(agent, reward=reward, host=host)
     finally:

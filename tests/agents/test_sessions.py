@@ -438,10 +438,11 @@ def test_another_temperature_is_counted_or_refused():
             sampler=doubles.Writer(echo),
             limits=LIMITS,
             read_status=wire.status,
-            refuse_temperature=True,
+            strict=True,
         )
-        with pytest.raises(protocols.Refused, match=r"0\.3"):
-            await ask(strict, user("x"), temperature=0.3)
+        for asked in ({"temperature": 0.3}, {"hints": ["tool_choice"]}, {"options": protocols.SamplingOptions(seed=1)}):
+            with pytest.raises(protocols.Refused, match=r"config\.gateway\.strict"):
+                await ask(strict, user("x"), **asked)
         await ask(strict, user("x"), temperature=1.0)
 
     asyncio.run(test())

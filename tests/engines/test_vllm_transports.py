@@ -100,6 +100,16 @@ def test_keys_and_values_are_kept_by_one_request_and_taken_by_the_next():
     assert vllm_requests.sampling_params(sampling, 100, None).extra_args is None
 
 
+def test_a_requests_own_settings_reach_vllm_and_a_runs_requests_have_none():
+    plain = protocols.SamplingParams(1.0, 8, (2,))
+    options = protocols.SamplingOptions(top_p=0.9, top_k=20, presence_penalty=0.5, seed=3, schema="{}")
+    made = vllm_requests.sampling_params(dataclasses.replace(plain, options=options), 100, None)
+    assert (made.top_p, made.top_k, made.presence_penalty) == (0.9, 20, 0.5)
+    assert (made.seed, made.structured_outputs) == (None, None)
+    trained = vllm_requests.sampling_params(plain, 100, None)
+    assert (trained.top_p, trained.top_k, trained.presence_penalty, trained.min_p) == (1.0, 0, 0.0, 0.0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_cuda_transport_without_cuda_is_refused_by_field(transport):

@@ -91,6 +91,7 @@ class Scripted:
       closed: number of replies that were closed before.
       gate: outputs stop after their first piece until it is set.
       error: raised in place of the second piece.
+      told: what the API refused.
       running: replies under way, the largest number at once being `most`.
     """
 
@@ -99,6 +100,10 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
+        self.told: list[str] = []
+
+    def refused(self, sentence: str) -> None:
+        self.told.append(sentence)
 
     async def reply(
         self, request: protocols.ChatRequest

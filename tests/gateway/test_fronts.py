@@ -10,7 +10,7 @@ import coordinator_doubles as doubles
 import front_doubles
 import pytest
 
-from libra_jax import protocols
+from libra_jax import config, protocols
 from libra_jax.gateway import front, fronts
 
 REQUEST = protocols.ChatRequest([protocols.Message("user", "hello")])
@@ -196,6 +196,19 @@ def test_refusals_and_failures_reach_the_client_as_what_they_are():
         assert one.answers[0][1] == front.Refusal("limit", "enough", "n")
         assert isinstance(one.answers[1][1], front.Failure)
         assert "no engine" in one.answers[1][1].message
+
+    with_fronts(test)
+
+
+def test_what_a_front_refuses_is_told_to_its_session():
+    async def test(gateway: fronts.Fronts) -> None:
+        session = front_doubles.Scripted()
+        endpoint = await gateway.open(session)
+        serving = front.HttpFront(config.GatewayConfig(), "policy")
+        await serving.admit([front.digest(endpoint.secret)])
+        serving.find(endpoint.secret).refused("functions: deprecated")
+        front_doubles.made[0].tell(await anext(serving.events()))
+        await until(lambda: session.told == ["functions: deprecated"])
 
     with_fronts(test)
 

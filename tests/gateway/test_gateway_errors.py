@@ -72,19 +72,14 @@ WRONG = [
     (path, change, field)
     for path in PATHS
     for change, field in [
-        ({"no_such_field": 1}, "no_such_field"),
-        ({"no_such_field": None}, "no_such_field"),
         ({"model": 7}, "model"),
         ({"model": None}, "model"),
         ({"stream": "yes"}, "stream"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
         ({"tools": {}}, "tools"),
         ({"tools": [{}]}, "tools[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-        ({"tool_choice": "required" if path != MESSAGES else {"type": "any"}}, "tool_choice"),
         ({"tool_choice": 7}, "tool_choice"),
     ]
 ]
@@ -98,30 +93,24 @@ WRONG += [
         ({"messages": ["Hi"]}, "messages[0]"),
         ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "Hi", "shout": 1}]}, "messages[0].shout"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 10**40}, "max_tokens"),
-        ({"top_k": 5}, "top_k"),
     ]
 ]
 WRONG += [
     (CHAT, {"n": 0}, "n"),
     (CHAT, {"n": 1000}, "n"),
-    (CHAT, {"stop": ["a", ""]}, "stop[1]"),
     (CHAT, {"stop": 7}, "stop"),
-    (CHAT, {"seed": 1}, "seed"),
-    (CHAT, {"logit_bias": {"7": 100}}, "logit_bias"),
-    (CHAT, {"presence_penalty": 1}, "presence_penalty"),
     (CHAT, {"frequency_penalty": False}, "frequency_penalty"),
-    (CHAT, {"top_logprobs": 5}, "top_logprobs"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"top_p": 2}, "top_p"),
+    (CHAT, {"seed": "x"}, "seed"),
+    (CHAT, {"shout": 1, "messages": [{"role": "user", "content": 7, "shout": 1}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 20_001}, "messages"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0].id"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-    (CHAT, {"stream_options": {"loud": True}}, "stream_options.loud"),
-    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (CHAT, {"messages": [{"role": "tool", "content": "21"}]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0]"),
     (RESPONSES, {"input": []}, "input"),
@@ -130,13 +119,8 @@ WRONG += [
     (RESPONSES, {"input": [{"type": ["message"]}]}, "input[0].type"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.type"),
-    (RESPONSES, {"truncation": "auto"}, "truncation"),
     (RESPONSES, {"background": True}, "background"),
-    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
-    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
     (MESSAGES, {"max_tokens": None}, "max_tokens"),
-    (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
     (MESSAGES, {"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]}, "messages[0]"),
     (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0]"),
@@ -292,7 +276,7 @@ async def test_unknown_paths_and_methods_are_errors_in_form():
         checked(CHAT, await client.get("/chat/completions"), 405)
         checked(CHAT, await client.get(f"{url.removesuffix('/v1')}/s/{doubles.SECRET}/other"), 404)
         checked(MESSAGES, await client.get("/messages"), 405)
-        checked(MESSAGES, await client.post("/messages/count_tokens", headers={"anthropic-version": "1"}), 404)
+        checked(MESSAGES, await client.post("/messages/batches", headers={"anthropic-version": "1"}), 404)
         health = await client.get(f"{url.removesuffix('/v1')}/health")
         assert (health.status_code, health.json()) == (200, {"status": "ok"})
 

@@ -19,11 +19,11 @@ from libra_jax.gateway import anthropic_messages, fields, openai_chat, openai_re
     ],
 )
 def test_every_field_of_a_client_is_decided(request_type: type[fields.Request], params: type):
-    decided = {*request_type.model_fields, *request_type.ignored, *request_type.neutral}
+    decided = {*request_type.model_fields, *request_type.ignored, *request_type.hinted, *request_type.neutral}
     assert set(params.__annotations__) <= decided
 
 
 @pytest.mark.parametrize("request_type", [openai_chat.Completion, openai_responses.Create, anthropic_messages.Create])
 def test_no_field_is_decided_twice(request_type: type[fields.Request]):
-    groups = [set(request_type.model_fields), set(request_type.ignored), set(request_type.neutral)]
+    groups = [set(request_type.model_fields), request_type.ignored, {*request_type.hinted}, {*request_type.neutral}]
     assert sum(map(len, groups)) == len(set.union(*groups))

@@ -15,7 +15,7 @@ from libra_jax.agents import chat_format, harness_loop, tokenizers
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import evaluation, parts
 from libra_jax.gateway import fronts
-from libra_jax.loops import rollouts
+from libra_jax.loops import rollouts, streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -88,3 +88,42 @@ def test_a_served_policy_answers_dialogues_of_any_client_at_their_temperature(tm
         assert refused.value.code == "context_length_exceeded"
 
     serve(tmp_path, test)
+
+
+def test_what_a_server_cannot_honour_is_refused_by_name(tmp_path):
+    async def test(model: openai.AsyncOpenAI) -> None:
+        say = {"role": "user", "content": "hello"}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        for asked, field in (
+            ({"seed": 7}, "seed"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"tools": [tool]}, "tools"),  # the characters' template writes none
+        ):
+            with pytest.raises(openai.BadRequestError, match=f"^.*{field}: ") as refused:
+                await model.chat.completions.create(model="any", messages=[say], **asked)
+            assert refused.value.param == field
+
+    serve(tmp_path, test)
+
+
+def test_a_served_policy_samples_as_each_request_asks(tmp_path, monkeypatch):
+    asked: list[protocols.SamplingParams] = []
+    sample = streams.Streams.sample
+
+    async def noted(self, segment, sampling, heard=None):
+        asked.append(sampling)
+        return await sample(self, segment, sampling, heard)
+
+    monkeypatch.setattr(streams.Streams, "sample", noted)
+
+    async def test(model: openai.AsyncOpenAI) -> None:
+        say = {"role": "user", "content": "hello"}
+        more = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+        await model.chat.completions.create(
+            model="any", messages=[say], top_p=0.9, presence_penalty=0.5, frequency_penalty=0, extra_body=more
+        )
+        await model.chat.completions.create(model="any", messages=[say])
+
+    serve(tmp_path, test)
+    assert asked[0].options == protocols.SamplingOptions(0.9, 20, 0.05, None, 0.5, 1.1)
+    assert asked[1].options == protocols.NO_OPTIONS

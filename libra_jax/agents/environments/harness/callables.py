@@ -57,12 +57,19 @@ class InProcess:
         except (protocols.LibraError, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise protocols.EnvironmentCrashed(
-                f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}: it {resolving.raised(error)}"
-            ) from error
+            whose = f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}:"
+            raise jobs.failure(f"{whose} it {resolving.raised(error)}", _names(error), type(error).__name__) from error
         files, refused = await deadlines.off_loop(workspace.collect, job.work, settings.collect, settings.most_bytes)
         done = jobs.Finished(job.task, status, seconds=loop.time() - began, verdict=verdict)
         return dataclasses.replace(done, files=files, refused=refused)
+
+
+def _names(error: BaseException | None) -> str:
+    """Returns the names of an error's classes and of those that it came from; its own comes last."""
+    if error is None:
+        return ""
+    classes = [kind.__name__ for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)]
+    return "\n".join([_names(error.__cause__ or error.__context__), *reversed(classes)])
 
 
 def _bound(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:

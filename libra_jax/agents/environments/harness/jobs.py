@@ -90,6 +90,26 @@ class Finished:
     refused: str = ""
 
 
+_MACHINES = re.compile(r"Connect|Timeout|TimedOut|InternalServer|RateLimit|Overloaded|Network|MemoryError")
+"""In the name of an error: the machine or the endpoint failed, and not the agent."""
+
+_LAST_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exceeded|Failed)\w*)\b", re.MULTILINE)
+
+
+def failure(message: str, errors: str, reason: str = "") -> protocols.EnvironmentCrashed:
+    """Returns the failure of an agent: one of the machine, or else the agent's own.
+
+    Args:
+      message: a sentence on it.
+      errors: names of the errors that ended the agent, or the end of what it printed.
+      reason: name of the last error; empty: as `errors` has it.
+    """
+    if _MACHINES.search(errors):
+        return protocols.EnvironmentCrashed(message)
+    names = [*_LAST_ERROR.findall(errors), *filter(None, [reason])] or ["an exit status"]
+    return protocols.AgentFailed(message, names[-1][:60])
+
+
 class Runner(Protocol):
     """Runs the agent of one rollout."""
 

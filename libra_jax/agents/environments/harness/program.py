@@ -98,10 +98,12 @@ class AgentHarness:
                 )
             if finished.status is not None and finished.status not in self.exits:
                 said = (finished.errors.strip() or finished.output.strip())[-_SHOWN:]
-                raise protocols.EnvironmentCrashed(
+                sentence = (
                     f"{whose} it exited with status {finished.status} (environment_arguments.exits has those that are "
                     f"scored); it said last: {said or 'nothing'}"
                 )
+                # A signal's status is beyond 128: the machine's end of the agent, not its own.
+                raise jobs.failure(sentence, said) if finished.status < 126 else protocols.EnvironmentCrashed(sentence)
             scored = await self.scorer.score(finished)
             took = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
             known = {**took, **jobs.metrics(finished.verdict), **scored.metrics}
