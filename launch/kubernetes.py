@@ -6,9 +6,9 @@
 
 The hosts are those of `config.cluster.accelerators_per_host` (libra_jax/cluster/hosts.py): a group that trains, a group
 that rolls out, and a head without accelerators for the driver. `--config.` settings are passed on to launch/train.py.
-The image holds the repository (third_party/Dockerfile), and for a RayJob also ray[default]. The claim must allow many
-hosts to write. If a run fails or loses its hosts, it is restarted with the same workdir, from its last checkpoint. The
-templates are launch/templates/rayjob.yaml, jobset.yaml and pod.yaml.
+The image holds the repository (third_party/Dockerfile; for GPUs, third_party/Dockerfile.cuda), and for a RayJob also
+ray[default]. The claim must allow many hosts to write. If a run fails or loses its hosts, it is restarted with the same
+workdir, from its last checkpoint. The templates are launch/templates/rayjob.yaml, jobset.yaml and pod.yaml.
 
 No cluster has run these yet: not run. Hosts of two kinds (TPU and GPU) are rendered, and not placed yet.
 """
@@ -40,8 +40,8 @@ from libra_jax.cluster import hosts
 APPLY_SECONDS = 120.0
 """Deadline for the cluster to take a manifest, in seconds."""
 
-CPUS = 8
-"""CPUs of a host without --cpus_per_host."""
+MEMORY = "64Gi"
+"""Memory of a host without --memory, if the model's size is not known here."""
 
 _BY_PLATFORM: dict[str, tuple[manifests.Accelerator, manifests.Accelerator]] = {
     "cuda": ("gpu", "gpu"),
@@ -63,8 +63,8 @@ _CLAIM = flags.DEFINE_string("claim", "libra-jax-runs", "PersistentVolumeClaim t
 _STORAGE = flags.DEFINE_string("storage", "", "Size of the claim (100Gi), which is then made, too.")
 _STORAGE_CLASS = flags.DEFINE_string("storage_class", "", "Storage class of a claim that is made.")
 _MOUNT = flags.DEFINE_string("mount", "/runs", "Where the pods see the claim.")
-_CPUS = job_flags.cpus_per_host(f"{CPUS}")
-_MEMORY = flags.DEFINE_string("memory", "64Gi", "Memory of a host.")
+_CPUS = job_flags.cpus_per_host("6 for each accelerator, 1 for each part of a CPU, and 1 more")
+_MEMORY = flags.DEFINE_string("memory", "", "Memory of a host; default: by the size of the model.")
 _HEAD_CPUS = flags.DEFINE_string("head_cpus", "4", "CPUs of the head, where the driver and environments run.")
 _HEAD_MEMORY = flags.DEFINE_string("head_memory", "16Gi", "Memory of the head.")
 _SHARED_MEMORY = flags.DEFINE_string("shared_memory", "8Gi", "Of that, at most, in /dev/shm.")
@@ -95,15 +95,16 @@ def main() -> None:
     run = job_flags.run()
     run.validate()
     job_flags.check_grace(_GRACE.value, run.config)
-    job = _job(run.config, ["python", "launch/train.py", *run.arguments])
+    job = _job(run, ["python", "launch/train.py", *run.arguments])
     text = rendering.dump(manifests.documents(job, _KIND.value))
     job_flags.show(text, _OUTPUT.value)
     if not job_flags.DRY_RUN.value:
         _apply(text, job.name)
 
 
-def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Job:
-    job_flags.check_image(_IMAGE.value)
+def _job(run: job_flags.Run, command: Sequence[str]) -> manifests.Job:
+    config, size = run.config, run.host_size()
+    job_flags.check_image(_IMAGE.value, config.trainer.platform)
     groups = _groups(config)
     default = f"{config.name}-{libra_config.digest(config)}"
     name = re.sub(r"[^a-z0-9]+", "-", default.lower()).strip("-")
@@ -118,6 +119,14 @@ def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Jo
             f"--environment={missing[0]}: pods have none of your variables; give its value, too, or, where that is a "
             f"secret, --secret={missing[0]}=SECRET/KEY"
         )
+    key, secrets = job_flags.telemetry_key(config), _secrets()
+    if key and not ({key, "WANDB_MODE"} & {*environment, *secrets} or _SECRETS_FROM.value):
+        raise protocols.ConfigError(
+            f"config.telemetry.wandb_project: pods have no {key}; give --secret={key}=SECRET/KEY or --secrets_from, or "
+            "--environment=WANDB_MODE=offline"
+        )
+    # What one pod has fetched from the hub serves all, and the next start.
+    environment.setdefault("HF_HOME", str(PurePosixPath(_MOUNT.value) / "huggingface"))
     workdir = PurePosixPath(_MOUNT.value) / (job_flags.WORKDIR.value or default)
     if not workdir.is_relative_to(_MOUNT.value) or ".." in workdir.parts or str(workdir) == _MOUNT.value:
         raise protocols.ConfigError(
@@ -135,15 +144,15 @@ def _job(config: libra_config.RunConfig, command: Sequence[str]) -> manifests.Jo
         service_account=_SERVICE_ACCOUNT.value,
         storage=_quantity("storage", _STORAGE.value) if _STORAGE.value else "",
         storage_class=_STORAGE_CLASS.value,
-        cpus=str(_CPUS.value or CPUS),
+        cpus=str(_CPUS.value or size.cpus),
         head_cpus=_quantity("head_cpus", _HEAD_CPUS.value),
-        memory=_quantity("memory", _MEMORY.value),
+        memory=_quantity("memory", _MEMORY.value or (f"{size.memory_gib}Gi" if size.memory_gib else MEMORY)),
         head_memory=_quantity("head_memory", _HEAD_MEMORY.value),
         shared_memory=_quantity("shared_memory", _SHARED_MEMORY.value),
         grace=_GRACE.value,
         retries=_RETRIES.value,
         environment=environment,
-        secrets=_secrets(),
+        secrets=secrets,
         secrets_from=_SECRETS_FROM.value,
         token_secret=_TOKEN_SECRET.value,
         pull_secret=_PULL_SECRET.value,

@@ -45,8 +45,11 @@ _QOS = flags.DEFINE_string("qos", "", "Quality of service.")
 _CONSTRAINT = flags.DEFINE_string("constraint", "", "Features that hosts must have.")
 _NODELIST = flags.DEFINE_string("nodelist", "", "Hosts to take.")
 _EXCLUDE = flags.DEFINE_string("exclude", "", "Hosts to leave out.")
-_SBATCH = flags.DEFINE_multi_string("sbatch", [], "Another option of sbatch, like --sbatch=--mem=64G; may be repeated.")
-_CPUS = job_flags.cpus_per_host("as the partition has it")
+_SBATCH = flags.DEFINE_multi_string(
+    "sbatch", [], "Another option of sbatch, like --sbatch=--reservation=mine; may be repeated."
+)
+_CPUS = job_flags.cpus_per_host("6 for each accelerator, 1 for each part of a CPU, and 1 more")
+_MEMORY = flags.DEFINE_string("memory", "", "Memory of each host, like 64G; default: by the model's size. 0: all.")
 _EXCLUSIVE = flags.DEFINE_bool("exclusive", False, "Take whole hosts, which no other job shares.")
 _REQUEUE = flags.DEFINE_bool(
     "requeue", True, "Queue up again after a pre-emption, a lost host, or the end of the time."
@@ -66,16 +69,20 @@ def main() -> None:
     config, folder = run.config, Path.cwd()
     workdir = folder / (job_flags.WORKDIR.value or workdirs.default(config))
     workdirs.check_place(workdir)
-    job = slurm_job.make(config, _settings(), arguments=run.arguments, folder=folder, workdir=workdir, known=os.environ)
-    run.validate()
     # Compared only if Slurm can be asked: a dry run may be on any machine, and sbatch decides in any case.
+    partitions: tuple[slurm_job.Partition, ...] = ()
     if shutil.which("sinfo"):
         try:
-            shown = _run("sinfo", "--noheader", "--format=%P|%D|%G")
+            partitions = slurm_job.parse_partitions(_run("sinfo", "--noheader", "--format=%P|%D|%G|%c|%m"))
         except protocols.LibraError as error:
             print(f"Partitions were not checked: {error}", file=sys.stderr)
-        else:
-            slurm_job.check_partitions(job.parts, slurm_job.parse_partitions(shown))
+    settings, place = _settings(run), {"folder": folder, "workdir": workdir}
+    job = slurm_job.make(
+        config, settings, arguments=run.arguments, known=os.environ, size=run.host_size(), there=partitions, **place
+    )
+    run.validate()
+    if partitions:
+        slurm_job.check_partitions(job.parts, partitions)
     script = slurm_job.render(job)
     if job_flags.DRY_RUN.value:
         print(script, end="")
@@ -112,13 +119,23 @@ def _submit(run: job_flags.Run, workdir: Path, script: str) -> str:
         raise
 
 
-def _settings() -> slurm_job.Settings:
+def _settings(run: job_flags.Run) -> slurm_job.Settings:
     named = {
         "--account": _ACCOUNT.value,
         "--qos": _QOS.value,
         "--constraint": _CONSTRAINT.value,
         "--exclude": _EXCLUDE.value,
     }
+    environment, key = list(_ENVIRONMENT.value), job_flags.telemetry_key(run.config)
+    if key and not any(line.partition("=")[0] in (key, "WANDB_MODE") for line in environment):
+        if key in os.environ:
+            environment.append(key)  # by its name: the value never enters the script
+        elif not (Path.home() / ".netrc").exists():
+            print(
+                f"note: config.telemetry.wandb_project needs {key} on the hosts, and it is not set here; set it, or "
+                "give --environment=WANDB_MODE=offline",
+                file=sys.stderr,
+            )
     return slurm_job.Settings(
         partition=_PARTITION.value,
         train_partition=_TRAIN.value,
@@ -127,11 +144,12 @@ def _settings() -> slurm_job.Settings:
         options=(*(f"{name}={shlex.quote(value)}" for name, value in named.items() if value), *_SBATCH.value),
         nodelist=_NODELIST.value,
         cpus_per_host=_CPUS.value,
+        memory=_MEMORY.value,
         exclusive=_EXCLUSIVE.value,
         requeue=_REQUEUE.value,
         grace=_GRACE.value,
         retries=_RETRIES.value,
-        environment=tuple(_ENVIRONMENT.value),
+        environment=tuple(environment),
         image=_IMAGE.value,
         container_mounts=_MOUNTS.value,
         setup=_SETUP.value,

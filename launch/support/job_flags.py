@@ -7,12 +7,14 @@ other flags, each launcher has those that its cluster uses.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support import cli, overrides
+from support import cli, host_sizes, overrides
 
 from absl import flags
 from ml_collections import config_flags
@@ -20,7 +22,7 @@ from ml_collections import config_flags
 from libra_jax import config as libra_config
 from libra_jax.models import hub
 from libra_jax.protocols import ConfigError, DataError
-from libra_jax.runs import changes, preflight
+from libra_jax.runs import changes, preflight, wiring
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, which all hosts have, too.", lock_config=True
@@ -59,20 +61,30 @@ class Run:
     arguments: tuple[str, ...]
     allow_changes: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def _with_model(self) -> libra_config.RunConfig:
+        """The config; if it names its model by a Hugging Face id, with the folder of the config.json in the hub."""
+        try:
+            return hub.with_model(self.config)
+        except DataError as error:
+            print(f"note: {error}; what depends on the model's shape was not checked.", file=sys.stderr)
+            return self.config
+
     def validate(self) -> None:
         """Checks the config as far as this machine can. The hosts may have a model that is missing here.
-
-        If the model is named by its Hugging Face id, its shape is read from the config.json in the hub.
 
         Raises:
           LibraError: one sentence that names the field or file.
         """
-        config = self.config
-        try:
-            config = hub.with_model(config)
-        except DataError as error:
-            print(f"note: {error}; what depends on the model's shape was not checked.", file=sys.stderr)
-        preflight.validate(config, need_weights=False)
+        preflight.validate(self._with_model, need_weights=False)
+
+    def host_size(self) -> host_sizes.HostSize:
+        """Estimates what each host needs.
+
+        Raises:
+          LibraError: the model's config.json cannot be read.
+        """
+        return host_sizes.estimate(self.config, wiring.known_shape(self._with_model))
 
 
 def grace() -> flags.FlagHolder[int]:
@@ -95,6 +107,11 @@ def image() -> flags.FlagHolder[str]:
 def cpus_per_host(otherwise: str) -> flags.FlagHolder[int]:
     """Defines --cpus_per_host; the help text says what 0 means."""
     return flags.DEFINE_integer("cpus_per_host", 0, f"Cores of each host; 0: {otherwise}.", lower_bound=0)
+
+
+def telemetry_key(config: libra_config.RunConfig) -> str:
+    """Returns the variable whose secret the run's telemetry needs; empty if it needs none."""
+    return "WANDB_API_KEY" if config.telemetry.wandb_project and os.environ.get("WANDB_MODE") != "offline" else ""
 
 
 def setup() -> flags.FlagHolder[str]:
@@ -174,10 +191,11 @@ def check_grace(seconds: int, config: libra_config.RunConfig) -> None:
         )
 
 
-def check_image(image: str) -> None:
-    """Raises ConfigError unless this names a container image."""
+def check_image(image: str, platform: str = "cpu") -> None:
+    """Raises ConfigError unless this names a container image; a missing one is offered for `trainer.platform`."""
     if not image:
-        raise ConfigError("--image: name the container image of the run; third_party/Dockerfile makes one")
+        recipe = "third_party/Dockerfile.cuda" if platform == "cuda" else "third_party/Dockerfile"
+        raise ConfigError(f"--image: name the container image of the run; {recipe} makes one")
     if not _REFERENCE.fullmatch(image):
         raise ConfigError(
             f"--image={image}: is no name of an image; write it like registry.example/team/libra-jax:1, all but the "

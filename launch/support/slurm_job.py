@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from support import job_flags, rendering
+from support import host_sizes, job_flags, rendering
 
 from libra_jax import config as libra_config
 from libra_jax.cluster import hosts, placement
@@ -34,7 +34,8 @@ class Settings:
       time: longest time, as Slurm writes it.
       options: further options for sbatch, for every kind of host.
       nodelist: hosts to take.
-      cpus_per_host: cores of each host; 0 takes the partition's number.
+      cpus_per_host: cores of each host; 0 takes the estimate, or all cores of `exclusive` hosts.
+      memory: memory of each host as Slurm writes it; empty takes the estimate, or all memory of `exclusive` hosts.
       exclusive: no other job may share the hosts.
       requeue: the job goes on after a pre-emption or the end of its time.
       grace: seconds between the signal to stop and the end.
@@ -53,6 +54,7 @@ class Settings:
     options: tuple[str, ...] = ()
     nodelist: str = ""
     cpus_per_host: int = 0
+    memory: str = ""
     exclusive: bool = False
     requeue: bool = True
     grace: int = 120
@@ -117,11 +119,15 @@ class Partition:
       name: its name.
       nodes: (number of nodes, GPUs of each) for each kind of node.
       is_default: a job that names no partition gets this one.
+      cpus: CPUs of its smallest node; 0 if Slurm does not say.
+      memory_mib: MiB of memory of that node; 0 if Slurm does not say.
     """
 
     name: str
     nodes: tuple[tuple[int, int], ...]
     is_default: bool = False
+    cpus: int = 0
+    memory_mib: int = 0
 
 
 def make(
@@ -132,6 +138,8 @@ def make(
     folder: Path,
     workdir: Path,
     known: Mapping[str, str],
+    size: host_sizes.HostSize | None = None,
+    there: Sequence[Partition] = (),
 ) -> Job:
     """Returns the job of a run.
 
@@ -142,6 +150,8 @@ def make(
       folder: folder that the job is submitted from.
       workdir: folder of the run.
       known: environment of the submitting shell.
+      size: estimate of what each host needs; None asks for nothing.
+      there: Slurm's partitions; empty if they are not known here.
 
     Raises:
       ConfigError: a setting is wrong, or conflicts with another setting or the config; the sentence names the flag.
@@ -162,7 +172,7 @@ def make(
         export=(*EXPORTED, *(name for name in names if name not in EXPORTED)),
         environment=environment,
         container=(f"--container-image={settings.image}", *mounts) if settings.image else (),
-        parts=parts(config, settings),
+        parts=parts(config, settings, size, there),
         settings=settings,
     )
 
@@ -172,7 +182,12 @@ def render(job: Job) -> str:
     return rendering.shell("slurm.sbatch", job=job)
 
 
-def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...]:
+def parts(
+    config: libra_config.RunConfig,
+    settings: Settings,
+    size: host_sizes.HostSize | None = None,
+    there: Sequence[Partition] = (),
+) -> tuple[Part, ...]:
     """Returns the hosts by kind. Training hosts come first, because the driver runs on the first host. One partition
     is one kind."""
     layout = hosts.layout(config)
@@ -193,7 +208,7 @@ def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...
             "--partition": part.partition,
             "--nodes": part.hosts,
             "--ntasks-per-node": 1,
-            "--cpus-per-task": settings.cpus_per_host,
+            **_amounts(settings, size, _partition(there, part.partition)),
             "--gpus-per-node": part.gpus,
             "--time": settings.time,
             "--nodelist": settings.nodelist,
@@ -202,6 +217,28 @@ def parts(config: libra_config.RunConfig, settings: Settings) -> tuple[Part, ...
         options += ["--exclusive"] if settings.exclusive else []
         made.append(dataclasses.replace(part, options=(*options, *settings.options)))
     return tuple(made)
+
+
+def _amounts(settings: Settings, size: host_sizes.HostSize | None, there: Partition | None) -> dict[str, object]:
+    """Returns the options for the CPUs and the memory of a host. Slurm's own default is one core, and often little
+    memory. An estimate never exceeds what the partition's hosts have."""
+    cpus, memory = settings.cpus_per_host, settings.memory
+    if size is not None:
+        mib = 1024 * size.memory_gib
+        if not settings.exclusive:
+            cpus = cpus or min(size.cpus, (there and there.cpus) or size.cpus)
+        if not memory and mib:
+            memory = "0" if settings.exclusive else f"{min(mib, (there and there.memory_mib) or mib)}M"
+    given = " ".join(settings.options)
+    return {
+        "--cpus-per-task": "" if re.search(r"--cpus-per-task|(^| )-c", given) else cpus,
+        "--mem": "" if "--mem" in given else memory,
+    }
+
+
+def _partition(there: Sequence[Partition], name: str) -> Partition | None:
+    """Returns the partition of this name, or the default one if the name is empty; None if it is not known."""
+    return next((one for one in there if one.name == name or (not name and one.is_default)), None)
 
 
 def _part(of: Sequence[hosts.Host], partition: str, on_gpus: bool) -> Part:
@@ -265,16 +302,23 @@ def seconds(time: str) -> int:
 
 
 def parse_partitions(shown: str) -> tuple[Partition, ...]:
-    """Reads the output of `sinfo --noheader --format=%P|%D|%G`: a line for each kind of node of a partition."""
+    """Reads the output of `sinfo --noheader --format=%P|%D|%G|%c|%m`: a line for each kind of node of a partition."""
     found: dict[str, list[tuple[int, int]]] = {}
+    sizes: dict[str, list[tuple[int, int]]] = {}
     default = ""
     for line in shown.split():
-        name, count, gres = line.split("|")
+        name, count, gres, cpus, memory = (*line.split("|"), "0", "0")[:5]
         # sinfo marks the default partition with an asterisk.
         if name.endswith("*"):
             default = name = name[:-1]
         found.setdefault(name, []).append((int(count), sum(map(int, _GPUS.findall(gres)))))
-    return tuple(Partition(name, tuple(nodes), name == default) for name, nodes in found.items())
+        # A plus sign follows the least of several; a node whose memory nobody has configured has 1 MiB.
+        mib = int(memory.rstrip("+"))
+        sizes.setdefault(name, []).append((int(cpus.rstrip("+")), mib if mib > 1 else 0))
+    return tuple(
+        Partition(name, tuple(nodes), name == default, *(min(column) for column in zip(*sizes[name], strict=True)))
+        for name, nodes in found.items()
+    )
 
 
 def check_partitions(asked: Sequence[Part], there: Sequence[Partition]) -> None:

@@ -70,6 +70,9 @@ def test_hosts_and_accelerators_are_those_of_the_layout():
     assert training["template"]["spec"]["nodeSelector"] == {"gpu": "h100", "zone": "a"}
     head = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert set(head["resources"]["limits"]) == {"cpu", "memory"}
+    limits = training["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (limits["cpu"], limits["memory"]) == ("13", "40Gi"), "by two accelerators, and by 1.7 billion parameters"
+    assert {"name": "HF_HOME", "value": "/runs/huggingface"} in head["env"], "on the claim, for all pods"
 
 
 def test_a_plan_lays_the_run_out_and_is_told_to_its_driver(tmp_path):
@@ -111,7 +114,11 @@ def test_what_is_too_long_for_a_name_keeps_its_hash():
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--image=",), ("--image: name the container image",)),
+        (("--image=",), ("--image: name the container image", "third_party/Dockerfile.cuda makes one")),
+        (
+            ("--config.telemetry.wandb_project=mine",),
+            ("config.telemetry.wandb_project: pods have no WANDB_API_KEY", "--secret=WANDB_API_KEY=SECRET/KEY"),
+        ),
         (("--config.cluster.accelerators_per_host=0",), ("config.cluster.accelerators_per_host: is 0",)),
         (
             (*ONE_HOST, "--config.trainer.platform=auto"),

@@ -7,13 +7,14 @@ import pathlib
 import shutil
 import subprocess
 
-from support import slurm_job
+from support import host_sizes, slurm_job
 
 import pytest
 
 from configs import quickstart, qwen3_1p7b_8gpu
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.models import config as model_config
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PLAIN = slurm_job.Settings()
@@ -175,6 +176,39 @@ def test_a_secret_comes_by_its_name_and_a_value_reaches_the_run_as_it_is():
     line = next(line for line in script.splitlines() if line.startswith("export NOTE="))
     shown = subprocess.run(["bash", "-c", f'{line}; printf %s "$NOTE"'], capture_output=True, text=True, check=True)
     assert shown.stdout == value
+
+
+SIZE = host_sizes.HostSize(13, 40)
+NODES = slurm_job.parse_partitions("gpu*|4|gpu:8|64|500000+\nsmall|4|gpu:2|8+|30000\nbare|2|(null)|4|1\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "there", "options"),
+    [
+        ({}, (), ["--cpus-per-task=13", "--mem=40960M"]),
+        ({}, NODES, ["--cpus-per-task=13", "--mem=40960M"]),
+        ({"partition": "small"}, NODES, ["--cpus-per-task=8", "--mem=30000M"]),
+        ({"partition": "bare"}, NODES, ["--cpus-per-task=4", "--mem=40960M"]),  # nobody has configured its memory
+        ({"cpus_per_host": 20, "memory": "9G"}, NODES, ["--cpus-per-task=20", "--mem=9G"]),
+        ({"exclusive": True}, NODES, ["--mem=0"]),
+        ({"options": ("--mem-per-cpu=2G", "-c 3")}, NODES, []),
+    ],
+)
+def test_a_host_is_asked_for_what_the_run_needs_and_the_partition_has(settings, there, options):
+    (part,) = slurm_job.parts(parse(qwen3_1p7b_8gpu, per_host=8), slurm_job.Settings(**settings), SIZE, there)
+    asked = [option for option in part.options if option.startswith(("--cpus-per-task", "--mem=", "--mem "))]
+    assert asked == options
+
+
+def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
+    run = over_hosts(model__path="", model__preset="Qwen3-8B")
+    shape = model_config.load_preset("Qwen3-8B")
+    larger, smaller = (host_sizes.estimate(one, shape) for one in (over_hosts(per_host=4, trainer__processes=1), run))
+    weights, state = 2 * 8.19e9 / 2**30, 12 * 8.19e9 / 2**30  # bfloat16; float32 with two moments
+    assert smaller.memory_gib > 2 * weights + state / 2
+    assert larger.memory_gib > 2 * weights + state
+    assert host_sizes.estimate(run, None).memory_gib == 0, "not known"
+    assert (smaller.cpus, larger.cpus) == (13, 25)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""Estimates the CPUs and the memory that a host of a run needs, for launchers that have to ask for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from libra_jax import config as libra_config
+from libra_jax.cluster import hosts, placement
+from libra_jax.models import config as model_config
+from libra_jax.planning import costs, memory
+
+CPUS_PER_ACCELERATOR = 6
+"""CPUs of a worker on an accelerator: vLLM's core process, its front end, or a trainer's input, compiler and saves."""
+
+ACCELERATOR_BYTES = 6 * 2**30
+"""Host memory of a worker on an accelerator, beside weights: libraries, CUDA's context, pinned buffers."""
+
+DRIVER_BYTES = 8 * 2**30
+"""Memory of the driver, of Ray and of the environments."""
+
+STEP_GIB = 8
+"""GiB that memory is rounded up to: the estimate is no better than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSize:
+    """Needs of each host.
+
+    Attributes:
+      cpus: CPUs.
+      memory_gib: GiB of memory; 0 if the model is not known here.
+    """
+
+    cpus: int
+    memory_gib: int
+
+
+def estimate(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> HostSize:
+    """Returns what the largest host of a run needs.
+
+    Args:
+      config: the run's configuration.
+      shape: shape of its model; None if it is not known here.
+    """
+    layout, trainer = hosts.layout(config), config.trainer
+    on_host = [host.accelerators for host in layout.hosts] if layout else [placement.partition(config).total]
+    on_cpu = trainer.platform == "cpu"
+    cpus = 1 + max(on_host) * (1 if on_cpu else CPUS_PER_ACCELERATOR)
+    if shape is None:
+        return HostSize(cpus, 0)
+    engine = memory.weight_bytes(config, shape, 1)
+    if on_cpu:
+        engine += config.rollout.kv_cache_gib * 2**30 + memory.ENGINE_BYTES
+        needed = memory.trainer_bytes(config, shape) * trainer.devices + engine * len(config.rollout.tensor_parallel)
+    else:
+        # Weights are on the host twice during a weight sync, and a checkpoint is copied there before it is written.
+        numbers = model_config.parameter_count(shape) + memory.moment_numbers(config, shape)
+        state = costs.VALUE_BYTES[config.model.param_dtype] * numbers
+        training = len(layout.of_role("training")) if layout else 1
+        needed = 2 * engine + state / training + ACCELERATOR_BYTES * max(on_host)
+    return HostSize(cpus, STEP_GIB * math.ceil((needed + DRIVER_BYTES) / 2**30 / STEP_GIB))
