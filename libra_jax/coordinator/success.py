@@ -19,7 +19,10 @@ def outcomes(config: configuration.RunConfig, group: protocols.Group) -> list[tu
     for trajectory in group.trajectories:
         if not config.task.cuts(trajectory.finish):
             reward = filters.compared_reward(config, trajectory)
-            found.append((trajectory, reward is not None and reward >= config.algorithm.success_reward))
+            wanted = config.algorithm.success_reward
+            # 0.7 + 0.2 + 0.1, a sum of weighted functions, is less than 1.0 by rounding alone.
+            reaches = reward is not None and (reward >= wanted or protocols.equal_rewards([reward, wanted]))
+            found.append((trajectory, reaches))
     return found
 
 

@@ -6,7 +6,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.coordinator import filters
+from libra_jax.coordinator import filters, success
 
 
 def bench(tmp_path, name, **arguments):
@@ -52,6 +52,14 @@ def test_a_filter_that_fails_ends_the_run_with_its_line(tmp_path, name, sentence
 def test_a_filter_that_cannot_be_called_is_refused_at_the_start(algorithm, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
         filters.make(doubles.make_config(algorithm=algorithm))
+
+
+@pytest.mark.parametrize(("reward", "succeeds"), [(0.7 + 0.2 + 0.1, True), (0.999, False), (1.5, True)])
+def test_a_success_may_miss_its_reward_by_rounding(reward, succeeds):
+    config = doubles.make_config()
+    rollout = protocols.Trajectory("task-0/0", "task-0", reward=reward, finish="answered")
+    group = protocols.Group(0, protocols.Task("task-0", {}), 0, [rollout])
+    assert success.outcomes(config, group) == [(rollout, succeeds)]
 
 
 def test_zero_variance_looks_at_the_environments_reward_alone():
