@@ -27,6 +27,8 @@ def get_config(variant: str = "loop") -> libra_config.RunConfig:
     config.task.environment = "libra_jax.agents.environments.harness:environment"
     config.task.environment_arguments = {
         "callable": f"{_LOOP}:agent",
+        # The loop scores itself by the task's answer. The model runs no commands, so it cannot read the answer.
+        "fields": ("*",),
         # Their calls are a part of the text, so the tool's name is not on the wire.
         "status": f"{_LOOP}:status",
         "demonstrate": f"{_LOOP}:demonstration",
@@ -37,6 +39,8 @@ def get_config(variant: str = "loop") -> libra_config.RunConfig:
     if variant == "agents_sdk":
         config.task.environment_arguments = {
             "callable": "libra_jax.agents.outside.agents_sdk:solve",
+            "fields": ("expression", "max_characters"),
+            "score": "libra_jax.agents.outside.agents_sdk:score",
             "python": ".venv/harness-openai_agents/bin/python",
             "demonstrate": "libra_jax.agents.outside.agents_sdk:demonstration",
             "most": 2,

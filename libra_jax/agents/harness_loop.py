@@ -69,6 +69,7 @@ async def run_harness(
     sampler: protocols.Sampler,
     limits: loop.Limits,
     reward: scoring.Scorer | None = None,
+    score_void: bool = False,
 ) -> protocols.Trajectory:
     """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
 
@@ -88,8 +89,10 @@ async def run_harness(
       sampler: source of tokens.
       limits: limits of the rollout.
       reward: scores every finished rollout, with its own deadlines. None: the harness's reward counts.
+      score_void: a voided attempt has the reward 0, because another one went before.
 
     Raises:
+      AttemptVoided: the agent's side left nothing to score, and `score_void` is False.
       EnvironmentCrashed: the harness broke, was silent for too long, or gave a reward that is not a finite number.
       RewardFailed: the reward function broke, or gave a reward that is not a finite number.
     """
@@ -97,7 +100,7 @@ async def run_harness(
     name = f"harness {kind.__module__}:{kind.__qualname__}, task {task.prompt_id}"
     try:
         if trajectory.finish is None or trajectory.reward is None:
-            await _Rollout(trajectory, task, harness, host, tokenizer, sampler, limits, reward, name).run()
+            await _Rollout(trajectory, task, harness, host, tokenizer, sampler, limits, reward, name, score_void).run()
     finally:
         await guarded.close(harness.close, limits.reset_seconds, trajectory.metrics)
     return trajectory
@@ -116,6 +119,7 @@ class _Rollout:
     limits: loop.Limits
     reward: scoring.Scorer | None
     name: str
+    score_void: bool
 
     async def run(self) -> None:
         """Runs the harness, takes its outcome, and scores the rollout."""
@@ -133,10 +137,13 @@ class _Rollout:
         endpoint = await self.host.gateway.open(opened, reachable=opened.set_reachable)
         with turns.watched() as turn:
             work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
+        void: protocols.AttemptVoided | None = None
         try:
             await self._wait(work, opened, watch, turn)
             # Decided before the harness is cancelled: it may answer that with a result, an error, or nothing.
             late = not work.done() and not opened.broken.done()
+        except protocols.AttemptVoided as error:
+            late, void = False, error
         finally:
             work.cancel()
             await asyncio.wait({work}, timeout=self.limits.reset_seconds)
@@ -148,13 +155,11 @@ class _Rollout:
         outcome = protocols.Outcome(0.0)
         if finish == "answered":
             try:
+                if void is not None:
+                    raise void
                 outcome = self._outcome(work)
-            except protocols.AgentFailed as failure:
-                # What the model wrote may be what broke the agent. A request that the API refused is another's fault.
-                if not opened.answered or opened.refusals:
-                    raise self.crash("run", f"{_refusals(opened)}{failure}") from failure
-                self.host.remarks[f"agents that end by {failure.reason} after an output (reward 0)"] += 1
-                outcome = protocols.Outcome(0.0, {"agent_failed": 1.0})
+            except (protocols.AgentFailed, protocols.AttemptVoided) as failure:
+                outcome = self._failed(failure, opened)
             if not any(segment.turns for segment in self.trajectory.segments):
                 reason = _refusals(opened) or "ended without a request to its endpoint: "
                 raise self.crash("run", f"{reason}point the agent's client at its url")
@@ -191,7 +196,8 @@ class _Rollout:
                     )
             silent = opened.silent_seconds
             if silent >= allowed:
-                raise self.crash("run", f"asked for nothing for {allowed:g} s (config.task.{setting})")
+                problem = self.crash("run", f"asked for nothing for {allowed:g} s (config.task.{setting})")
+                raise protocols.AttemptVoided(str(problem))
             # Nothing wakes this wait when a queue ends, or when the first output is delivered.
             pause = min(allowed, limits.wait_seconds) / 8 if turn.queued else min(allowed - silent, limits.tool_seconds)
             # The stopwatch starts at the first token, which wakes nobody here.
@@ -225,6 +231,22 @@ class _Rollout:
             if not guarded.is_finite(value) and (self.reward is None or value is not outcome.reward):
                 raise self.crash("run", f"gave the reward {value!r}, which is not a finite number")
         return outcome
+
+    def _failed(
+        self, failure: protocols.AgentFailed | protocols.AttemptVoided, opened: session.Session
+    ) -> protocols.Outcome:
+        """Returns the outcome of a rollout that the agent's own side ended. Raises if the rollout is to be repeated."""
+        sentence = f"{_refusals(opened)}{failure}"
+        if not opened.answered:  # the model cannot be the cause
+            raise self.crash("run", sentence) from failure
+        # What the model wrote may be what broke the agent. A request that the API refused may be another's fault.
+        if isinstance(failure, protocols.AgentFailed) and not opened.refusals:
+            self.host.remarks[f"agents that end by {failure.reason} after an output (reward 0)"] += 1
+            return protocols.Outcome(0.0, {"agent_failed": 1.0})
+        if not self.score_void:
+            raise protocols.AttemptVoided(f"{self.name}: {sentence}") from failure
+        self.host.remarks["agents that are killed, late or silent, or without a verdict, twice (reward 0)"] += 1
+        return protocols.Outcome(0.0, {"agent_voided": 1.0})
 
     async def _finish(self, opened: session.Session, finish: str, outcome: protocols.Outcome) -> None:
         trajectory, outputs = self.trajectory, self.trajectory.all_turns

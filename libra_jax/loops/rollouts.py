@@ -166,6 +166,7 @@ class Rollouts(Runner):
         limits, retries = factories.limits(self._config, order.temperature), self._config.task.environment_retries
         # Of this process's event loop, whose clock turns are timed by.
         trajectory.goes_on_at(asyncio.get_running_loop().time())
+        voided = False
         for retry in range(retries + 1):
             # Exponential backoff; the rollout holds no engine slot meanwhile.
             if retry:
@@ -175,11 +176,12 @@ class Rollouts(Runner):
                 return
             self._streams.open(trajectory, order.group_id, order.dispatch_version)
             try:
-                await self._run_once(trajectory, task, limits)
+                await self._run_once(trajectory, task, limits, score_void=voided or retry == retries)
                 return
             except protocols.EnvironmentCrashed as crash:
                 # By prompt, so that a single prompt that breaks the environment stands out.
                 self._voids[trajectory.prompt_id] += 1
+                voided = voided or isinstance(crash, protocols.AttemptVoided)
                 # A failed reward has had its own retries, and a second rollout would meet the same reward function.
                 if retry == retries or isinstance(crash, protocols.RewardFailed):
                     raise
@@ -193,9 +195,16 @@ class Rollouts(Runner):
                 self._streams.finish(trajectory.trajectory_id)
 
     async def _run_once(
-        self, trajectory: protocols.Trajectory, task: protocols.Task, limits: agent_loop.Limits
+        self, trajectory: protocols.Trajectory, task: protocols.Task, limits: agent_loop.Limits, *, score_void: bool
     ) -> None:
-        """Runs the rollout in one fresh environment. Raises EnvironmentCrashed if it or its factory crashes."""
+        """Runs the rollout in one fresh environment. Raises EnvironmentCrashed if it or its factory crashes.
+
+        Args:
+          trajectory: trajectory of the rollout.
+          task: its task.
+          limits: its limits.
+          score_void: an attempt that the agent's own side voids has the reward 0.
+        """
         try:
             environment = self._agent.make_environment()
         except Exception as error:
@@ -216,6 +225,7 @@ class Rollouts(Runner):
                 sampler=self._streams,
                 limits=limits,
                 reward=self._agent.reward,
+                score_void=score_void,
             )
             self._tell_remarks(self._agent.host.remarks)
             return
@@ -244,6 +254,7 @@ class Rollouts(Runner):
         self._remarked.update(new)
         if new:
             self._note(
-                f"What agents asked for or met, counted by agent/hints, agent/refused_requests and agent/agent_failed: "
+                f"What agents asked for or met, counted by agent/hints, agent/refused_requests, "
+                f"agent/agent_failed and agent/agent_voided: "
                 f"{'; '.join(new)}. Hints change nothing of what is sampled (config.gateway.strict refuses them)."
             )

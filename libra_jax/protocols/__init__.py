@@ -40,6 +40,7 @@ from libra_jax.protocols.environments import (
 )
 from libra_jax.protocols.errors import (
     AgentFailed,
+    AttemptVoided,
     CheckpointFailed,
     ConfigError,
     DataError,
@@ -195,6 +196,7 @@ __all__ = [
     "ActorHandle",
     "ActorSpec",
     "AgentFailed",
+    "AttemptVoided",
     "BatchPart",
     "CancelRollout",
     "CausalState",

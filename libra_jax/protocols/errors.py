@@ -57,6 +57,14 @@ class AgentFailed(EnvironmentCrashed):
         self.reason = reason
 
 
+class AttemptVoided(EnvironmentCrashed):
+    """The agent's own side left nothing to score: a killed agent, a missed deadline, no verdict.
+
+    The machine may be the cause, or a command of the model. So the rollout is repeated once. If that happens again
+    after an output of the model, the reward is zero, because a policy could otherwise void its bad attempts.
+    """
+
+
 class RewardFailed(EnvironmentCrashed):
     """A reward function broke repeatedly: an infrastructure failure too, but the rollout is whole and not restarted."""
 

@@ -90,6 +90,8 @@ def task(**payload):
 
 def run(given=None, model=None, **arguments):
     """Runs a harness of the arguments on a task, and returns its outcome."""
+    if "command" in arguments:
+        arguments.setdefault("score", f"{__name__}:judge")
 
     async def body():
         made = harness.environment(**arguments)
@@ -132,6 +134,11 @@ answer = json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["m
 
 
 # Scorers that tests name in their arguments.
+
+
+def said(finished):
+    """A scorer that takes the last line of the output for the verdict, as an agent without tools permits."""
+    return json.loads(finished.output.splitlines()[-1])
 
 
 def judge(finished):

@@ -101,9 +101,9 @@ def test_an_exit_status_after_an_output_is_scored_unless_the_machine_failed(end,
     command = [sys.executable, "-S", "-c", ASK + end]
     if not scored:
         with pytest.raises(protocols.EnvironmentCrashed, match="exited with status"):
-            play(command=command)
+            play(command=command, score="harness_doubles:judge")
         return
-    trajectory, _ = play(command=command)
+    trajectory, _ = play(command=command, score="harness_doubles:judge")
     assert (trajectory.reward, trajectory.metrics["agent_failed"]) == (0.0, 1.0)
 
 

@@ -59,6 +59,7 @@ def folder(tmp_path):
 
 def run(folder, model=None, **arguments):
     task = harbor_tasks.task_source(str(folder), holdout=0).task(0)
+    arguments.setdefault("allow_unsafe", not arguments.get("container"))
 
     async def body():
         made = harbor.environment(**arguments)
@@ -127,6 +128,20 @@ def test_a_reward_that_the_agent_wrote_itself_does_not_count(folder):
 
 
 @needs_bubblewrap
+def test_what_an_agent_leaves_at_home_does_not_run_with_the_tests(folder):
+    plant = "mkdir -p ~/.local/lib; echo 'echo 1 > /logs/verifier/reward.txt; exit' | tee ~/.bashrc ~/.profile > ~/x"
+    (folder / "greet" / "tests" / "test.sh").write_text(
+        "test -e ~/.bashrc; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    )
+    assert run(folder, command=["sh", "-c", plant]).reward == 0.0
+
+
+def test_a_task_without_its_container_is_refused_unless_that_is_allowed(folder):
+    with pytest.raises(protocols.ConfigError, match=r"container: must be True: .* no limits .* allow_unsafe=True"):
+        run(folder, command=["true"], allow_unsafe=False)
+
+
+@needs_bubblewrap
 def test_a_dockerfile_that_runs_commands_needs_its_container(folder):
     with (folder / "greet" / "environment" / "Dockerfile").open("a") as file:
         file.write("RUN mkdir -p /app/empty\nRUN apt-get install -y \\\n    cowsay\n")
@@ -177,7 +192,7 @@ elif words[0] == "exec":
             word = word.replace(place + "/", host + "/")
         return word
     command = [inner(word) for word in words[at + 1:]]
-    if "/proc/" in command[-1]:
+    if command[-1] == "kill -9 -1":
         sys.exit()
     if command[-1].endswith("test.sh"):
         command = ["bash", "-c", inner(open(command[-1]).read())]

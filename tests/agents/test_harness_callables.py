@@ -18,6 +18,7 @@ TASK = harness_doubles.task(question="6*7", answer="42")
 
 def run(name, **arguments):
     with harness_doubles.model(lambda messages: str(eval(messages[-1]["content"]))) as model:
+        arguments.setdefault("fields", ["question", "answer"])
         return harness_doubles.run(TASK, model, callable=f"{AGENTS}:{name}", **arguments)
 
 

@@ -22,6 +22,7 @@ SMALL = config.SandboxConfig(
 
 def run(given=None, model=None, times=1, **arguments):
     """Runs a harness that may use a sandbox, several times at once."""
+    arguments.setdefault("score", "harness_doubles:judge")
 
     async def body():
         async with toolkit.Toolkit(config.ToolsConfig(), SMALL) as tools:
@@ -58,6 +59,7 @@ def test_a_confined_agent_reaches_its_session_and_nothing_else():
     )
     with harness_doubles.model() as model, harness_doubles.model() as other:
         arguments = {"variables": {"OTHER": other.base_url.rpartition(":")[2].removesuffix("/v1")}, "sandbox": True}
+        arguments["score"] = "harness_doubles:said"
         outcomes = run(model=model, times=3, command=["python3", "-S", "-c", code], **arguments)
     assert [outcome.reward for outcome in outcomes] == [1.0] * 3
     assert len(model.asked) == 3
@@ -65,15 +67,17 @@ def test_a_confined_agent_reaches_its_session_and_nothing_else():
 
 
 @pytest.mark.usefixtures("_bubblewrap")
-def test_files_verdict_and_status_come_out_of_the_sandbox():
-    line = "echo y > b.py; cat a.py; echo no >&2; echo '{\"reward\": 0.5}' > $LIBRA_VERDICT_FILE; exit 3"
-    given = harness_doubles.task(files={"a.py": "x = 1"})
-    arguments = {"sandbox": True, "files": "files", "collect": ["*.py"], "exits": [3]}
-    assert run(given, command=line, **arguments).reward == 0.5
-    run(given, command=line, score="harness_doubles:judge", **arguments)
+def test_files_output_and_status_come_out_of_the_sandbox():
+    line = "echo y > b.py; cat a.py $LIBRA_TASK_FILE; echo no >&2; exit 3"
+    given = harness_doubles.task(files={"a.py": "x = 1"}, issue="mend", answer="42")
+    arguments = {"sandbox": True, "files": "files", "collect": ["*.py"], "exits": [1, 3, 137, 127]}
+    run(given, command=line, **arguments)
     seen = harness_doubles.judge.seen
-    assert (seen.status, seen.output, seen.errors) == (3, "x = 1", "no\n")
+    assert (seen.status, seen.output) == (3, 'x = 1{"prompt_id": "task-1", "issue": "mend"}no\n')
     assert {path: file.content for path, file in seen.files.items()} == {"a.py": b"x = 1", "b.py": b"y\n"}
+    for command, status in (("exit 1", 1), ("kill -9 $$", 137), (["no-such-program"], 127)):
+        run(given, command=command, **arguments)
+        assert harness_doubles.judge.seen.status == status
 
 
 @pytest.mark.usefixtures("_bubblewrap")
@@ -131,14 +135,15 @@ def runtime(tmp_path, monkeypatch):
     return log
 
 
-def test_a_containers_command_gets_folder_session_and_verdict_file(runtime):
+def test_a_containers_command_gets_folder_session_and_task_file(runtime):
     code = harness_doubles.ASK + (
-        "json.dump({'reward': float(answer == 'fine')}, open(os.environ['LIBRA_VERDICT_FILE'], 'w'))\n"
+        "print(json.dumps({'reward': float(answer == 'fine')}))\n"
         "open('left.txt', 'w').write(json.load(open(os.environ['LIBRA_TASK_FILE']))['prompt_id'])"
     )
     with harness_doubles.model() as model:
         arguments = {"container": "image", "options": ["--memory=1g"]}
-        assert run(model=model, command=harness_doubles.python(code), **arguments).reward == 1.0
+        outcome = run(model=model, command=harness_doubles.python(code), score="harness_doubles:said", **arguments)
+        assert outcome.reward == 1.0
         run(
             model=model, command=harness_doubles.python(code), collect=["*"], score="harness_doubles:judge", **arguments
         )

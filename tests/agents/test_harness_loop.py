@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import types
 
 import pytest
 import session_doubles as doubles
 
-from libra_jax import protocols, turns
+from libra_jax import config, protocols, turns
 from libra_jax.agents import harness_loop, loop
 from libra_jax.agents.rewards import scoring
+from libra_jax.loops import rollouts
 from libra_jax.simulator import clock
 
 LIMITS = loop.Limits(max_turns=4, max_tokens=40, max_context=200, tool_seconds=50.0, temperature=1.0)
@@ -294,3 +296,77 @@ def test_segment_rewards_beside_a_reward_function_are_refused():
 def test_a_rollout_that_had_ended_only_closes_its_harness():
     trajectory = protocols.Trajectory("task/0", "task", reward=1.0, finish="answered")
     assert run(_raising(AssertionError("it has ended")), trajectory=trajectory).reward == 1.0
+
+
+# Voided attempts ----------------------------------------------------------------------------------------------------
+
+
+class Streams(doubles.Writer):
+    """A sampler that also opens and finishes rollouts."""
+
+    def open(self, trajectory, group, version) -> None:
+        pass
+
+    def finish(self, trajectory) -> None:
+        pass
+
+
+def attempts(body, retries=3):
+    """Runs a rollout with its retries. Returns the trajectory and the number of attempts."""
+    gateway, made, notes = doubles.Directly(), [], []
+
+    def make():
+        made.append(Asking(gateway, body))
+        return made[-1]
+
+    run_config = config.RunConfig()
+    run_config.task.environment_retries, run_config.task.tool_seconds = retries, 5.0
+    context = types.SimpleNamespace(
+        config=run_config, clock=lambda: 0.0, recorder=types.SimpleNamespace(note=notes.append)
+    )
+    agent = rollouts.RolloutAgent(
+        make_environment=make, tokenizer=doubles.CHARACTERS, host=harness_loop.Host(gateway, doubles.Characters)
+    )
+    trajectory = protocols.Trajectory("task/0", "task")
+    order = protocols.RolloutOrder(trajectory, TASK, "group", 0, 1.0)
+    clock.run(rollouts.Rollouts(context, agent, Streams(lambda context: "seven")).run(order))
+    return trajectory, len(made)
+
+
+async def voids(ask) -> protocols.Outcome:
+    await ask(user("how many"))
+    raise protocols.AttemptVoided("it was killed")
+
+
+async def hangs(ask) -> protocols.Outcome:
+    await ask(user("how many"))
+    await asyncio.sleep(10_000)
+    return protocols.Outcome(1.0)
+
+
+@pytest.mark.parametrize("body", [voids, hangs])
+@pytest.mark.parametrize(("retries", "expected"), [(3, 2), (1, 2), (0, 1)])
+def test_a_second_void_is_scored(body, retries, expected):
+    trajectory, made = attempts(body, retries)
+    assert (made, trajectory.reward, trajectory.metrics["agent_voided"]) == (expected, 0.0, 1.0)
+    assert [turn for segment in trajectory.segments for turn in segment.turns]
+
+
+def test_a_void_before_any_output_is_infrastructure():
+    async def dies(ask) -> protocols.Outcome:
+        raise protocols.AttemptVoided("no such library")
+
+    with pytest.raises(protocols.EnvironmentCrashed, match="no such library"):
+        attempts(dies)
+
+
+def test_a_void_that_happens_once_is_repeated():
+    calls = []
+
+    async def once(ask) -> protocols.Outcome:
+        calls.append(1)
+        return await (voids if len(calls) == 1 else answers)(ask)
+
+    trajectory, made = attempts(once)
+    assert (made, trajectory.reward) == (2, 0.5)
+    assert "agent_voided" not in trajectory.metrics

@@ -80,6 +80,7 @@ def test_a_loop_of_a_client_trains_on_the_native_environments_tokens(policy, ste
                 task = tasks.task(index)
                 made = harness.environment(
                     callable=f"{LOOP}:agent",
+                    fields=["*"],
                     status=f"{LOOP}:status",
                     arguments={"environment_arguments": arguments},
                 )
@@ -103,7 +104,7 @@ def test_many_loops_share_one_process():
             tasks = [calculator.task_source().task(index) for index in range(64)]
             plays = []
             for task in tasks:
-                made = harness.environment(callable=f"{LOOP}:agent", most=64)
+                made = harness.environment(callable=f"{LOOP}:agent", fields=["*"], most=64)
                 plays.append(harness_gateway.play(made, task, host, asks_then_copies))
             return await asyncio.gather(*plays)
 

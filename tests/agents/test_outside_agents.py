@@ -31,7 +31,13 @@ def sdk(write, task):
     python = harness_interpreters.python("openai_agents")
     with harness_doubles.model(write) as model:
         outcome = harness_doubles.run(
-            task, model, callable=f"{OUTSIDE}.agents_sdk:solve", python=python, seconds=SECONDS
+            task,
+            model,
+            callable=f"{OUTSIDE}.agents_sdk:solve",
+            python=python,
+            fields=["expression", "max_characters"],
+            score=f"{OUTSIDE}.agents_sdk:score",
+            seconds=SECONDS,
         )
     return outcome, model.asked
 
@@ -112,6 +118,7 @@ def verifiers(write, seed=1, **arguments):
             harness_doubles.task(seed=seed),
             model,
             callable=f"{OUTSIDE}.verifiers_v1:solve",
+            fields=["seed"],
             python=python,
             search=[HERE],
             arguments=given,
@@ -149,6 +156,7 @@ def test_openenvs_own_client_plays_an_episode():
             harness_doubles.task(seed=3),
             model,
             callable=f"{OUTSIDE}.openenv_client:play",
+            fields=["seed"],
             python=python,
             arguments={"url": url, "field": "message", "observe": "text"},
             seconds=SECONDS,

@@ -31,6 +31,11 @@ said = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["mes
 """
 
 
+def verdict(run) -> dict:
+    """The last line of an agent whose model runs no commands."""
+    return json.loads(run.output.splitlines()[-1])
+
+
 def kinds() -> dict[str, dict]:
     """The kinds of the run, with further arguments for each."""
     return json.loads(os.environ["LIBRA_JAX_TEST_AGENTS"])
@@ -75,20 +80,29 @@ class Mixed:
         if kind == "harbor":
             given.pop("tasks")
             code = ASK + "open('answer.txt', 'w').write(said)"
-            self._made = harbor.environment(command=["python3", "-S", "-c", code])
+            self._made = harbor.environment(command=["python3", "-S", "-c", code], allow_unsafe=True)
         else:
             arguments = {
-                "loop": {"callable": f"{LOOP}:agent", "status": f"{LOOP}:status"},
-                "command": {"command": ["python3", "-S", "-c", ASK + "print(json.dumps({'reward': len(said) / 40}))"]},
+                "loop": {"callable": f"{LOOP}:agent", "fields": ["*"], "status": f"{LOOP}:status"},
+                "command": {
+                    "command": ["python3", "-S", "-c", ASK + "print(json.dumps({'reward': len(said) / 40}))"],
+                    "score": f"{__name__}:verdict",
+                },
                 # Killed once for each prompt, after its output.
                 "dies": {
                     "command": f"python3 -S -c {shlex.quote(ASK + 'print(json.dumps(dict(reward=1 + len(said))))')} && "
-                    f"if mkdir {given.pop('folder', '')}/{{prompt_id}} 2>/dev/null; then kill -9 $$; fi"
+                    f"if mkdir {given.pop('folder', '')}/{{prompt_id}} 2>/dev/null; then kill -9 $$; fi",
+                    "score": f"{__name__}:verdict",
                 },
-                "agents_sdk": {"callable": f"{OUTSIDE}.agents_sdk:solve"},
+                "agents_sdk": {
+                    "callable": f"{OUTSIDE}.agents_sdk:solve",
+                    "fields": ("expression", "max_characters"),
+                    "score": f"{OUTSIDE}.agents_sdk:score",
+                },
                 "mini_swe": {"callable": f"{OUTSIDE}.mini_swe:solve", "files": "files", "score": "tests"},
                 "verifiers": {
                     "callable": f"{OUTSIDE}.verifiers_v1:solve",
+                    "fields": ("seed",),
                     "search": [AGENTS],
                     "arguments": {
                         "taskset": {"id": "taskset_of_sums"},
@@ -96,7 +110,7 @@ class Mixed:
                         "agent": {"harness": {"id": "null"}},
                     },
                 },
-                "openenv": {"callable": f"{OUTSIDE}.openenv_client:play"},
+                "openenv": {"callable": f"{OUTSIDE}.openenv_client:play", "fields": ("seed",)},
             }[kind]
             given = {**arguments, **given}
             self._made = harness.environment(tools=self._tools, most=2, **given)

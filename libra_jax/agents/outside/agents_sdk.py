@@ -15,7 +15,7 @@ _CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}
 
 
 async def solve(task: Any, endpoint: Any, max_turns: int = 4, width: int = 20) -> dict[str, Any]:
-    """Plays one rollout, and returns its verdict: 1 for the right answer, else 0.
+    """Plays one rollout, and returns the answer for `score`.
 
     A model that calls no valid tool, or never answers, is judged. Any other error is one of the SDK or of the session,
     and is raised.
@@ -43,11 +43,15 @@ async def solve(task: Any, endpoint: Any, max_turns: int = 4, width: int = 20) -
             result = await agents.Runner.run(agent, question, max_turns=max_turns)
         except (agents.MaxTurnsExceeded, agents.ModelBehaviorError) as error:
             return {
-                "reward": 0.0,
+                "answer": None,
                 "metrics": {"misbehaved": 1, "out_of_turns": isinstance(error, agents.MaxTurnsExceeded)},
             }
-    answer = str(result.final_output).strip()
-    return {"reward": float(answer == task.payload["answer"]), "metrics": {"misbehaved": 0, "out_of_turns": 0}}
+    return {"answer": str(result.final_output).strip(), "metrics": {"misbehaved": 0, "out_of_turns": 0}}
+
+
+def score(run: Any) -> float:
+    """Returns 1 for the right answer, else 0. Runs in the run's process, which alone has the answer."""
+    return float(run.verdict["answer"] == run.task.payload["answer"])
 
 
 def demonstration(task: Any) -> Sequence[Any]:

@@ -7,6 +7,7 @@ Runs under an interpreter that has `openenv-core` (a hundred packages), such as 
     config.task.environment = "libra_jax.agents.environments.harness:environment"
     config.task.environment_arguments = {
         "callable": "libra_jax.agents.outside.openenv_client:play",
+        "fields": ("seed",),
         "python": ".venv/harness-openenv/bin/python",
         "arguments": {"url": "http://localhost:8000", "field": "message", "max_steps": 4},
     }

@@ -7,6 +7,7 @@ verifiers` makes a virtual environment. Install the environments there:
     config.task.environment = "libra_jax.agents.environments.harness:environment"
     config.task.environment_arguments = {
         "callable": "libra_jax.agents.outside.verifiers_v1:solve",
+        "fields": ("seed",),
         "python": ".venv/harness-verifiers/bin/python",
         "arguments": {"taskset": {"id": "gsm8k"}, "tasks": 1000},
     }

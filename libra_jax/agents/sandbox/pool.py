@@ -364,6 +364,10 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
         """Runs a command in the shell. Its processes end with the call. Raises like `Sandbox.run`."""
         return await self._call("shell", command, seconds)
 
+    async def run(self, code: str, seconds: float | None = None) -> limits_module.Outcome:
+        """Runs code in a process of its own, which may become another program. Raises like `Sandbox.run`."""
+        return await self._call("run", code, seconds)
+
     async def edit(self, request: Mapping[str, Any], seconds: float | None = None) -> limits_module.Outcome:
         """Views, creates or changes a file; `tools/workspace.py` documents the fields. Raises like `Sandbox.run`."""
         return await self._call("edit", json.dumps(dict(request)), seconds)

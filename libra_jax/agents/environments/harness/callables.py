@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hmac
 import inspect
 import json
+import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +16,10 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
-from libra_jax.agents.environments.harness import commands, jobs, processes, workspace
+from libra_jax.agents.environments.harness import commands, jobs, processes, scene, workspace
 
 _CHILD = str(Path(__file__).with_name("child.py"))
-_CALL = "call.json"
+_CALL, _VERDICT, _VERDICT_BYTES = "call.json", "verdict", 2**22
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class InProcess:
         verdict: object = None
         try:
             # A partial of an async function counts as async, so `call` takes both kinds.
-            call = deadlines.call(_bound(self.function, given), job.task, job.endpoint)
+            call = deadlines.call(_bound(self.function, given), job.public, job.endpoint)
             verdict = await deadlines.within(settings.seconds, call)
         except deadlines.Overdue:
             status = None
@@ -86,7 +89,9 @@ def _bound(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[.
 class InChild:
     """Runs a function in a process of its own, under any interpreter. That one need not have this package.
 
-    The process has the variables of `Endpoint.environment()`, and the working directory of the rollout.
+    The process has the variables of `Endpoint.environment()`, and the working directory of the rollout. It is told a
+    secret before it runs any code of the agent, and seals its verdict with that. Commands that the model has it run
+    cannot read the secret: they may destroy a verdict, and not forge one.
 
     Attributes:
       python: path of the interpreter, in a virtual environment for example.
@@ -104,26 +109,41 @@ class InChild:
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         """See `jobs.Runner`."""
-        told = job.root / "told"
-        asked = {
+        told, key = job.root / "told", secrets.token_hex(32)
+        request = {
             "function": self.function,
             "arguments": dict(self.arguments),
             "search": list(self.search),
-            "task": dataclasses.asdict(job.task),
+            "task": {**dataclasses.asdict(job.public), "payload": dict(job.public.payload)},
             "endpoint": dataclasses.asdict(job.endpoint),
-            "verdict": str(told / commands.VERDICT_FILE),
+            "verdict": str(told / _VERDICT),
+            "key": key,
         }
-        await deadlines.off_loop(_tell, told / _CALL, json.dumps(asked))
+        await deadlines.off_loop(_tell, told / _CALL, json.dumps(request))
         own = {"HOME": str(job.root / "home"), "TMPDIR": str(job.root / "tmp")}
         ended = await processes.run(
-            [self.python, _CHILD, str(told / _CALL)],
+            [*await deadlines.off_loop(scene.own_processes, job.root), self.python, _CHILD, str(told / _CALL)],
             environment=commands.variables(self.settings, job.endpoint, own),
             cwd=job.work,
             root=job.root,
             seconds=self.settings.seconds,
             most_bytes=self.settings.output_bytes,
         )
-        return await deadlines.off_loop(commands.finished, job, self.settings, ended, told / commands.VERDICT_FILE)
+        verdict = await deadlines.off_loop(_read_verdict, told / _VERDICT, key)
+        return await deadlines.off_loop(commands.finished, job, self.settings, ended, verdict)
+
+
+def _read_verdict(path: Path, key: str) -> object:
+    """Returns the verdict in a file. None if there is none that the reporter sealed."""
+    try:
+        # The agent's processes may have put a link, a pipe or a large file there.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            seal, _, text = file.read(_VERDICT_BYTES).partition(b"\n")
+        good = hmac.compare_digest(seal, hmac.digest(key.encode(), text, "sha256").hex().encode())
+        verdict: object = json.loads(text) if good else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return verdict
 
 
 def _tell(path: Path, text: str) -> None:

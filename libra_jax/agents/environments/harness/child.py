@@ -1,4 +1,4 @@
-"""Calls one function in a process of its own, and writes what it returns.
+"""Calls one function in a process of its own, and writes what it returns, sealed with a secret of the run.
 
 Standard library only: the interpreter may be that of another virtual environment, without this package.
 """
@@ -6,6 +6,8 @@ Standard library only: the interpreter may be that of another virtual environmen
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import hmac
 import importlib
 import inspect
 import json
@@ -14,15 +16,28 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+_PR_SET_DUMPABLE = 4
+
+
+class Payload(dict[str, Any]):
+    """The fields of a payload that an agent sees. See `jobs.PublicPayload`."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"the agent does not see the task's field {name!r}: name it in environment_arguments.fields")
+
 
 def main(path: str) -> None:
-    """Calls the function that a file of JSON describes."""
+    """Calls the function that a file of JSON describes. Removes the file, which holds the secret."""
     with open(path) as file:
         asked = json.load(file)
+    os.unlink(path)
+    # Other processes of the same user can then neither read this one's memory nor trace it.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    key = asked.pop("key").encode()
     # This file's own folder comes first otherwise, and its neighbours would hide modules of the same names.
     sys.path[0:1] = asked["search"]
     endpoint = SimpleNamespace(**asked["endpoint"])
-    task = SimpleNamespace(**asked["task"])
+    task = SimpleNamespace(**{**asked["task"], "payload": Payload(asked["task"]["payload"])})
     module, _, name = asked["function"].partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -37,9 +52,12 @@ def main(path: str) -> None:
             return await found
 
         found = asyncio.run(awaited())
-    with open(asked["verdict"], "w") as file:
-        # An object with fields, such as a dataclass, is a mapping of them.
-        json.dump(found, file, default=lambda other: getattr(other, "__dict__", str(other)))
+    # An object with fields, such as a dataclass, is a mapping of them.
+    text = json.dumps(found, default=lambda other: getattr(other, "__dict__", str(other))).encode()
+    # Not through a link or a pipe, which the agent's processes may have put there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(asked["verdict"], flags), "wb") as sealed:
+        sealed.write(hmac.digest(key, text, "sha256").hex().encode() + b"\n" + text)
 
 
 if __name__ == "__main__":

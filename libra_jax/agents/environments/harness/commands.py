@@ -12,12 +12,12 @@ from pathlib import Path
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.environments.harness import jobs, processes, workspace
+from libra_jax.agents.environments.harness import jobs, processes, scene, workspace
 
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 """Variables of this process that an agent gets. Others may hold keys of the run's user."""
 
-TASK_FILE, VERDICT_FILE = "task.json", "verdict.json"
+TASK_FILE = "task.json"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Settings:
       output_bytes: bytes of each output that are kept.
       collect: patterns of the files that the scorer gets.
       most_bytes: most bytes of the working directory's files.
-      fields: fields of the task's payload that the agent gets as JSON.
+      fields: fields of the task's payload that the agent gets. Empty: `jobs.PROMPT_FIELDS`.
       variables: further environment variables.
       files: field of the payload with files for the working directory.
       template: directory that is copied into the working directory.
@@ -45,16 +45,9 @@ class Settings:
     template: str = ""
 
 
-def task_text(job: jobs.Job, fields: Sequence[str]) -> str:
-    """Returns the task as JSON, with the named fields of its payload.
-
-    Raises:
-      DataError: the payload lacks a field.
-    """
-    for name in fields:
-        if name not in job.task.payload:
-            raise protocols.DataError(f"task {job.task.prompt_id}: its payload has no field {name!r}")
-    return json.dumps({"prompt_id": job.task.prompt_id, **{name: job.task.payload[name] for name in fields}})
+def task_text(task: protocols.Task) -> str:
+    """Returns a public task as JSON."""
+    return json.dumps({"prompt_id": task.prompt_id, **task.payload})
 
 
 def variables(settings: Settings, endpoint: protocols.Endpoint, places: Mapping[str, str]) -> dict[str, str]:
@@ -93,7 +86,7 @@ class Container:
         words = [self.runtime, "run", "--rm", "--init", "--pull=never", f"--name={name}"]
         # The gateway listens on the host's loopback, which a network of the container's own does not reach.
         words += ["--network=host", f"--workdir={self.folder}", f"--volume={root / 'work'}:{self.folder}"]
-        words += [f"--volume={root / 'told'}:/libra"]
+        words += [f"--volume={root / 'told'}:/libra:ro"]
         # By name alone: a value in the words would be readable in the list of processes.
         words += [f"--env={name}" for name in environment]
         return [*words, *self.options, self.image, *command], [self.runtime, "rm", "--force", name]
@@ -118,10 +111,10 @@ class Command:
         settings, root = self.settings, job.root
         after: list[str] = []
         told = root / "told"
-        await deadlines.off_loop(_tell, told, task_text(job, settings.fields))
+        await deadlines.off_loop(_tell, told, task_text(job.public))
         command = job.filled(self.command)
         shown = "/libra" if self.container else str(told)
-        places = {"LIBRA_TASK_FILE": f"{shown}/{TASK_FILE}", "LIBRA_VERDICT_FILE": f"{shown}/{VERDICT_FILE}"}
+        places = {"LIBRA_TASK_FILE": f"{shown}/{TASK_FILE}"}
         own = {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
         if self.container is not None:
             inside = {**places, **job.endpoint.environment(), **settings.variables}
@@ -130,6 +123,7 @@ class Command:
             environment = {**os.environ, **inside}
         else:
             environment = variables(settings, job.endpoint, {**own, **places})
+            command = [*await deadlines.off_loop(scene.own_processes, root), *command]
         ended = await processes.run(
             command,
             environment=environment,
@@ -139,7 +133,7 @@ class Command:
             most_bytes=settings.output_bytes,
             after=after,
         )
-        return await deadlines.off_loop(finished, job, settings, ended, told / VERDICT_FILE)
+        return await deadlines.off_loop(finished, job, settings, ended)
 
 
 def _tell(folder: Path, task: str) -> None:
@@ -147,22 +141,7 @@ def _tell(folder: Path, task: str) -> None:
     (folder / TASK_FILE).write_text(task)
 
 
-def finished(job: jobs.Job, settings: Settings, ended: processes.Ended, verdict: Path) -> jobs.Finished:
-    """Returns the end of an agent, with the files that it left and its verdict. Reads files."""
+def finished(job: jobs.Job, settings: Settings, ended: processes.Ended, verdict: object = None) -> jobs.Finished:
+    """Returns the end of an agent, with the files that it left. Reads files."""
     files, refused = workspace.collect(job.work, settings.collect, settings.most_bytes)
-    return jobs.Finished(
-        job.task, ended.status, ended.output, ended.errors, ended.seconds, read_verdict(verdict), files, refused
-    )
-
-
-def read_verdict(path: Path) -> object:
-    """Returns the verdict in a file. None if there is no file; its text if it is no JSON, which no scorer accepts."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
-        return None
-    try:
-        found: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found
+    return jobs.Finished(job.task, ended.status, ended.output, ended.errors, ended.seconds, verdict, files, refused)

@@ -1,6 +1,7 @@
 """Runs an agent's program in the run's sandbox. Its only way out is the session's gateway.
 
-The sandbox is the one of `config.sandbox`, with its limits and packages: raise `sandbox.cpu_seconds`,
+The sandbox's first process reports status and output. The agent's processes cannot reach that. The sandbox is the one
+of `config.sandbox`, with its limits and packages: raise `sandbox.cpu_seconds`,
 `sandbox.memory_mib` and `sandbox.output_bytes` for an agent. Modules that it imports lie in `sandbox.packages`.
 """
 
@@ -10,13 +11,11 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import secrets
-import shlex
+import re
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines
@@ -27,13 +26,13 @@ from libra_jax.agents.sandbox import pool
 from libra_jax.agents.tools import toolkit
 
 _INSIDE = Path(__file__).with_name("inside.py").read_text()
-_FOLDER = "/tmp/libra"
+_MAIN = "if __name__"
+_TASK_PLACE = f"/tmp/libra/{commands.TASK_FILE}"
 _PORT = 8080
 """Port of the gateway inside a sandbox. Each has a network of its own, and the gateway may be on another host."""
 
-_SHARE = 6
-"""The two outputs and a verdict take at most this part of the bytes that a sandbox returns, each. As JSON, bytes that
-are no text take up to three times their size."""
+_NOTE = re.compile(r"\[(?:exit status|ended by signal) (\d+)\]$")
+"""The sandbox's note on a status other than 0 and 1, at the end of the output."""
 
 _CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
@@ -113,27 +112,21 @@ class Confined:
         """See `jobs.Runner`."""
         settings, sandbox = self.settings, await self.tools.sandbox()
         door = await self._door(sandbox, job.endpoint)
-        loop, mark = asyncio.get_running_loop(), secrets.token_hex(16)
+        loop = asyncio.get_running_loop()
         packed = await deadlines.off_loop(_pack, job.work, settings.most_bytes)
         async with sandbox.session() as session:
             await session.begin(packed)
             await session.ready()
             began = loop.time()
-            line = self._line(job, sandbox, door, mark)
-            outcome = await session.shell(line, settings.seconds)
+            outcome = await session.run(self._code(job, door), settings.seconds)
             seconds = loop.time() - began
             if outcome.broken:
                 raise protocols.WorkerLost(f"the agent's sandbox died: {outcome.text}")
             saved = await session.save(settings.most_bytes) if settings.collect else None
         files, refused = await deadlines.off_loop(_taken, saved, settings)
-        if outcome.status == "timeout":
-            return jobs.Finished(job.task, None, outcome.text, "", seconds, None, files, refused)
-        told = _told(outcome.text, mark)
-        if told is None:  # its processes or its limits ended it
-            return jobs.Finished(job.task, 137, outcome.text, outcome.text, seconds, None, files, refused)
-        return jobs.Finished(
-            job.task, told["status"], told["output"], told["errors"], seconds, _verdict(told), files, refused
-        )
+        status, output = _status(outcome)
+        output = output.encode(errors="replace")[-settings.output_bytes :].decode(errors="replace")
+        return jobs.Finished(job.task, status, output, "", seconds, None, files, refused)
 
     async def _door(self, sandbox: pool.Sandbox, endpoint: protocols.Endpoint) -> str:
         """Returns where the sandbox finds the gateway's socket. Empty if it has the host's network."""
@@ -145,28 +138,17 @@ class Confined:
         await self.tools.kept((Door, host, port), lambda: Door(sandbox.door / name, host, port))
         return f"{sandbox.door_place}/{name}"
 
-    def _line(self, job: jobs.Job, sandbox: pool.Sandbox, door: str, mark: str) -> str:
+    def _code(self, job: jobs.Job, door: str) -> str:
+        """Returns the code of a fresh process, which becomes the program."""
         parts, endpoint = urllib.parse.urlsplit(job.endpoint.url), job.endpoint
         if door:
             near = parts._replace(netloc=f"127.0.0.1:{_PORT}")
             endpoint = dataclasses.replace(endpoint, url=urllib.parse.urlunsplit(near))
         job = dataclasses.replace(job, endpoint=endpoint)
-        files = {commands.TASK_FILE: commands.task_text(job, self.settings.fields)}
-        places = {"LIBRA_TASK_FILE": f"{_FOLDER}/{commands.TASK_FILE}"}
-        places["LIBRA_VERDICT_FILE"] = verdict = f"{_FOLDER}/{commands.VERDICT_FILE}"
-        asked = {
-            "command": job.filled(self.command),
-            "variables": {**places, **job.endpoint.environment(), **self.settings.variables},
-            "socket": door,
-            "port": _PORT,
-            "folder": _FOLDER,
-            "files": files,
-            "verdict": verdict,
-            "most": min(self.settings.output_bytes, sandbox.limits.output_bytes // 2 // _SHARE),
-            "mark": mark,
-        }
-        # Through standard input, because one argument of a command may have 128 KiB at most.
-        return f"python3 -c {shlex.quote(_INSIDE)} <<'{mark}'\n{json.dumps(asked)}\n{mark}\n"
+        variables = {"LIBRA_TASK_FILE": _TASK_PLACE, **endpoint.environment(), **self.settings.variables}
+        given = (job.filled(self.command), variables, {_TASK_PLACE: commands.task_text(job.public)}, _PORT, door)
+        # Without its last lines, which are for a program of that name.
+        return f"{_INSIDE.partition(_MAIN)[0]}\nimport json\nstart(*json.loads({json.dumps(given)!r}))\n"
 
 
 def _pack(work: Path, most_bytes: int) -> bytes:
@@ -187,24 +169,14 @@ def _taken(saved: limits_module.Outcome | None, settings: commands.Settings) -> 
     return workspace.wanted(found, settings.collect), ""
 
 
-def _told(text: str, mark: str) -> dict[str, Any] | None:
-    """Returns what `inside.py` reported. None if there is no report: the program can end its reporter."""
-    _, found, line = text.rpartition(mark)
-    try:
-        told: Any = json.loads(line.partition("\n")[0]) if found else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(told, dict) or not isinstance(told.get("status"), int):
-        return None
-    return told if all(isinstance(told.get(name), str) for name in ("output", "errors")) else None
-
-
-def _verdict(told: Mapping[str, Any]) -> object:
-    text = told.get("verdict")
-    if not isinstance(text, str):
-        return None
-    try:
-        found: object = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found
+def _status(outcome: limits_module.Outcome) -> tuple[int | None, str]:
+    """Returns the exit status of a program, as a shell shows it, and its output. None for a missed deadline."""
+    if outcome.status == "timeout":
+        return None, outcome.text
+    if outcome.status == "success":
+        return 0, outcome.text
+    note = _NOTE.search(outcome.text)
+    if note is None:
+        return 137 if outcome.text.endswith("]") and "[stopped: " in outcome.text else 1, outcome.text
+    signalled = "signal" in note[0]
+    return int(note[1]) + 128 * signalled, outcome.text[: note.start()]

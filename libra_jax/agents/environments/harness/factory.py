@@ -69,13 +69,15 @@ def environment(
       search: Directories of modules for `python`. Its working directory is the rollout's.
       options: Further words for podman or docker.
       variables: Further environment variables of the agent. It gets PATH and those of `Endpoint.environment()` anyway.
-      fields: Fields of the task's payload that the file $LIBRA_TASK_FILE shows the program. None by default, because a
-        payload may hold the answer.
+      fields: Fields of the task's payload that the agent sees: in `task.payload`, or in the file $LIBRA_TASK_FILE of a
+        command. "*" is all of them. Empty: those that pose the task (`jobs.PROMPT_FIELDS`), because others may hold
+        the answer.
       files: Field of the payload with files for the working directory: texts by path, or a path. Empty: none.
       workspace: Directory whose copy the working directory starts as. Empty: an empty one.
       collect: Patterns of the files that the scorer gets, such as "*.py".
-      score: "verdict" (the agent's own), "tests" (the task's hidden tests), or "package.module:function" of
-        `jobs.Finished`, which returns a number or a `protocols.Outcome`.
+      score: "verdict" (what `callable` returns), "tests" (the task's hidden tests or calls), or
+        "package.module:function" of `jobs.Finished`, which returns a number or a `protocols.Outcome`. A command needs
+        one of the last two.
       score_seconds: Deadline of the function, or of the hidden tests, in seconds.
       partial: Whether hidden tests give the share that passes.
       seconds: Deadline of the agent in seconds. The session's own limits may come first: `task.max_seconds` of the
@@ -97,7 +99,7 @@ def environment(
     """
     both = bool(command), bool(callable)
     config.check(sum(both) == 1, _FIELD, "must hold either 'command' or 'callable'")
-    for name, value in (("container", container), ("sandbox", sandbox), ("options", options), ("fields", fields)):
+    for name, value in (("container", container), ("sandbox", sandbox), ("options", options)):
         config.check(not (value and callable), f"{_FIELD}.{name}", "belongs to 'command', not to 'callable'")
     for name, given in (("python", python), ("arguments", arguments), ("search", search)):
         config.check(not (given and command), f"{_FIELD}.{name}", "belongs to 'callable', not to 'command'")
@@ -120,6 +122,12 @@ def environment(
         runner = _of_callable(callable, python, dict(arguments or {}), search, settings)
     else:
         runner = _of_command(command, container, sandbox, options, settings, tools)
+    config.check(
+        not (command and score == scoring.VERDICT),
+        f"{_FIELD}.score",
+        "must be 'tests' or the name of a function: commands that the model has the agent run can write all that the "
+        "agent writes, so a verdict of a command's own would be forged",
+    )
     return program.AgentHarness(
         callable or (command if isinstance(command, str) else command[0]),
         runner,

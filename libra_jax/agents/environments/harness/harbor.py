@@ -9,8 +9,9 @@ A task folder has `instruction.md`, `task.toml`, `environment/` with a Dockerfil
 in the folder that the Dockerfile names. Then the tests run there, and write `/logs/verifier/reward.txt` or
 `reward.json`.
 
-Without a container, the files of the host's system stand in for those of the image (`scene.Scene`). That suits tasks
-whose Dockerfile only copies files. A Dockerfile that runs commands is refused, unless the host has what they install.
+Without a container, which `allow_unsafe` has to permit, the files of the host's system stand in for those of the image
+(`scene.Scene`). That suits tasks whose Dockerfile only copies files. A Dockerfile that runs commands is refused, unless
+the host has what they install.
 """
 
 from __future__ import annotations
@@ -46,16 +47,11 @@ _SOCKET = "gateway"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-_END_ALL = """
-for place in /proc/[0-9]*; do
-  number=${place#/proc/}
-  case "$number $(tr '\\0' ' ' <$place/cmdline 2>/dev/null)" in
-    "1 "* | "$$ "* | *" sleep infinity "*) ;;
-    *) kill -9 "$number" 2>/dev/null ;;
-  esac
-done
-"""
-"""Ends what an agent left running in its container: everything but the container's own two processes."""
+_WAIT = ("sh", "-c", "while :; do sleep 3600 & wait; done")
+"""The first process of a container, which also reaps the ended ones."""
+
+_END_ALL = "kill -9 -1"
+"""Ends what an agent left running in its container: the kernel leaves out the first process and the shell."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,9 @@ class InScene:
         # The tests come in once the agent and all its processes are gone.
         await deadlines.off_loop(_set_aside, root / "logs")
         tests = {"/tests": f"{payload['folder']}/tests"}
-        judging = scene.Scene(self.bubblewrap, writable, tests, recipe.folder, isolated=not self.internet)
+        # A fresh home: Python and shells run code that they find in the agent's.
+        clean = {**writable, "/root": str(root / "tmp")}
+        judging = scene.Scene(self.bubblewrap, clean, tests, recipe.folder, isolated=not self.internet)
         judged = await self._run(
             near,
             judging,
@@ -142,7 +140,7 @@ class InScene:
             _copy(folder / "environment" / source, job.work / inside)
         for name in _LOGS:
             (job.root / "logs" / name).mkdir(parents=True)
-        _tell(job.root / "told", job, self.settings)
+        _tell(job.root / "told", job.public)
         return recipe
 
     async def _run(
@@ -188,13 +186,13 @@ class InContainer:
         payload, root = job.task.payload, job.root
         for name in _LOGS:
             (root / "logs" / name).mkdir(parents=True)
-        await deadlines.off_loop(_tell, root / "told", job, self.settings)
+        await deadlines.off_loop(_tell, root / "told", job.public)
         image = payload["image"] or await self._build(job)
         name = f"libra-{uuid.uuid4().hex}"
-        start = [self.runtime, "run", "--rm", "--init", "--detach", "--network=host", f"--name={name}"]
+        start = [self.runtime, "run", "--rm", "--detach", "--network=host", f"--name={name}"]
         start += [f"--volume={root / 'logs'}:/logs", f"--volume={root / 'told'}:{scene.LIBRA}:ro", *self.options]
         try:
-            await self._must(job, [*start, image, "sleep", "infinity"], self.build_seconds, name)
+            await self._must(job, [*start, image, *_WAIT], self.build_seconds, name)
             variables = {
                 **payload["variables"],
                 "LIBRA_TASK_FILE": f"{scene.LIBRA}/{commands.TASK_FILE}",
@@ -255,11 +253,10 @@ def _seconds(settings: commands.Settings, payload: Mapping[str, Any]) -> float:
     return min(settings.seconds, payload["agent_seconds"] or math.inf)
 
 
-def _tell(folder: Path, job: jobs.Job, settings: commands.Settings) -> None:
+def _tell(folder: Path, task: protocols.Task) -> None:
     folder.mkdir()
     folder.chmod(0o755)
-    told = json.loads(commands.task_text(job, settings.fields))
-    (folder / commands.TASK_FILE).write_text(json.dumps({**told, "instruction": job.task.payload["instruction"]}))
+    (folder / commands.TASK_FILE).write_text(commands.task_text(task))
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -296,7 +293,7 @@ def _verdict(folder: Path, judged: processes.Ended) -> object:
         reward = float((folder / "reward.txt").read_text())
     except (OSError, ValueError) as error:
         said = (judged.errors.strip() or judged.output.strip())[-400:]
-        raise protocols.EnvironmentCrashed(f"the tests gave no reward ({error}); they said last: {said}") from error
+        raise protocols.AttemptVoided(f"the tests gave no reward ({error}); they said last: {said}") from error
     return {"reward": reward, "metrics": {"tests_overdue": 0.0}}
 
 
@@ -311,6 +308,7 @@ class Written:
 def environment(
     command: Sequence[str] | str,
     container: bool = False,
+    allow_unsafe: bool = False,
     shown: Sequence[str] = (),
     internet: bool = False,
     lenient: bool = False,
@@ -330,6 +328,8 @@ def environment(
       command: The agent's command, as `harness:environment` takes it. `{instruction}` stands for the task.
       container: Whether the task's own container is used, which takes podman or docker. Its image has the agent's
         program.
+      allow_unsafe: Permits tasks without their container. They run the agent as this host's user, in bubblewrap, with
+        no filter of system calls and no limits.
       shown: Folders of this host that the agent needs, such as its virtual environment. Without a container only.
       internet: Whether agent and tests have this host's network. Otherwise they reach the session alone. Containers
         always have it.
@@ -354,13 +354,19 @@ def environment(
     settings = commands.Settings(seconds, output_bytes, variables=dict(variables or {}))
     runner: jobs.Runner
     if container:
-        for name, given in (("shown", shown), ("lenient", lenient)):
+        for name, given in (("shown", shown), ("lenient", lenient), ("allow_unsafe", allow_unsafe)):
             config.check(not given, f"{_FIELD}.{name}", "is for tasks without their container")
         runtime = shutil.which("podman") or shutil.which("docker")
         if runtime is None:
             raise protocols.ConfigError(f"config.{_FIELD}.container: needs podman or docker, and neither is here")
         runner = InContainer(words, settings, runtime, tuple(options), build_seconds)
     else:
+        config.check(
+            allow_unsafe,
+            f"{_FIELD}.container",
+            "must be True: without its container, a task runs the agent as this host's user, with no filter of system "
+            "calls and no limits of memory, processes or files; set allow_unsafe=True for agents that you trust",
+        )
         config.check(not options, f"{_FIELD}.options", "needs container=True")
         bubblewrap = shutil.which("bwrap")
         if bubblewrap is None:

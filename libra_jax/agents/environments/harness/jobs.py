@@ -13,8 +13,38 @@ from typing import Any, Protocol
 from libra_jax import protocols
 from libra_jax.agents.repair import snapshots
 
+PROMPT_FIELDS = ("prompt", "issue", "instruction", "question", "expression")
+"""Fields of a payload that pose the task. An agent sees these unless the config names others."""
+
+EVERY_FIELD = "*"
+
 _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 """A placeholder. A shell's own `${NAME}` is none."""
+
+
+class PublicPayload(dict[str, Any]):
+    """The fields of a payload that an agent sees. Others are missing with a sentence."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"the agent does not see the task's field {name!r}: name it in environment_arguments.fields, or score with "
+            "it in a function (environment_arguments.score)"
+        )
+
+
+def public(task: protocols.Task, fields: Sequence[str]) -> protocols.Task:
+    """Returns the task as its agent sees it: with the named fields of its payload, or else with `PROMPT_FIELDS`.
+
+    Raises:
+      DataError: the payload lacks a named field.
+    """
+    if EVERY_FIELD in fields:
+        return task
+    for name in fields:
+        if name not in task.payload:
+            raise protocols.DataError(f"task {task.prompt_id}: its payload has no field {name!r}")
+    names = fields or [name for name in PROMPT_FIELDS if name in task.payload]
+    return protocols.Task(task.prompt_id, PublicPayload({name: task.payload[name] for name in names}), task.repeats)
 
 
 @dataclass(frozen=True)
@@ -22,12 +52,14 @@ class Job:
     """One rollout to run.
 
     Attributes:
-      task: its task.
+      task: its task, with fields that the agent must not see.
+      public: the task as the agent sees it.
       endpoint: address of its session.
       root: folder of the rollout alone: `work` is the agent's working directory, `home` its HOME, `tmp` its TMPDIR.
     """
 
     task: protocols.Task
+    public: protocols.Task
     endpoint: protocols.Endpoint
     root: Path
 
@@ -73,9 +105,9 @@ class Finished:
       status: exit status of the program, 128 + N after signal N; 0 for a callable in the run's process. None if the
         deadline ended the agent.
       output: last part of what the program printed.
-      errors: last part of what it printed to standard error.
+      errors: last part of what it printed to standard error. A sandbox has it in `output`.
       seconds: seconds that the agent ran.
-      verdict: the agent's own verdict; None if it gave none.
+      verdict: what a callable returned; None if it returned nothing, and for commands.
       files: files that it left in its working directory, by path: those that `collect` names.
       refused: why no files were taken, in a few words: they were too large, for example. Empty if they were.
     """
@@ -105,7 +137,7 @@ def failure(message: str, errors: str, reason: str = "") -> protocols.Environmen
       reason: name of the last error; empty: as `errors` has it.
     """
     if _MACHINES.search(errors):
-        return protocols.EnvironmentCrashed(message)
+        return protocols.AttemptVoided(message)  # a model may write such words, too
     names = [*_LAST_ERROR.findall(errors), *filter(None, [reason])] or ["an exit status"]
     return protocols.AgentFailed(message, names[-1][:60])
 
@@ -140,7 +172,7 @@ def outcome(verdict: object, whose: str) -> protocols.Outcome:
       whose: who gave the verdict, for errors.
 
     Raises:
-      EnvironmentCrashed: it is none of these. What has no valid verdict is never scored as zero.
+      AttemptVoided: it is none of these.
     """
     if isinstance(verdict, protocols.Outcome):
         return verdict
@@ -154,6 +186,6 @@ def outcome(verdict: object, whose: str) -> protocols.Outcome:
             {int(index): float(value) for index, value in (given.get("segment_rewards") or {}).items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise protocols.EnvironmentCrashed(
+        raise protocols.AttemptVoided(
             f'{whose} gave the verdict {str(verdict)!r:.120}; it must be a number, or {{"reward": NUMBER}}'
         ) from error

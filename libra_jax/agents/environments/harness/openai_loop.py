@@ -3,6 +3,7 @@
     config.task.environment = "libra_jax.agents.environments.harness:environment"
     config.task.environment_arguments = {
         "callable": "libra_jax.agents.environments.harness.openai_loop:agent",
+        "fields": ("*",),  # the environment scores in the agent, and the model runs no commands there
         "arguments": {"environment": "libra_jax.agents.calculator:environment"},
         "status": "libra_jax.agents.environments.harness.openai_loop:status",
     }

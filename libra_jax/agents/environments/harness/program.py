@@ -23,9 +23,9 @@ _running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio
 class AgentHarness:
     """Runs one agent on one task. See `protocols.Harness` and `protocols.ReadsStatus`.
 
-    What the agent did is data: its files, its exit status among `exits`, its verdict. What went wrong around it is a
-    crash, which is retried and never scored: another exit status, a missed deadline unless `overdue` is "score", a
-    program that does not start, a scorer that breaks.
+    What the agent did is data: its files, its exit status among `exits`, its verdict. What may be its own doing or the
+    machine's voids the attempt (`protocols.AttemptVoided`): another exit status, a missed deadline unless `overdue` is
+    "score", a scorer that raises. A program that does not start is a crash, which is retried and never scored.
 
     Attributes:
       name: what the config calls the agent, for errors.
@@ -91,9 +91,10 @@ class AgentHarness:
         root = workspace.fresh()
         try:
             await processes.uncancelled(deadlines.off_loop(workspace.fill, root, settings.template, files))
-            finished = await self.runner.run(jobs.Job(task, endpoint, root))
+            public = jobs.public(task, settings.fields)
+            finished = await self.runner.run(jobs.Job(task, public, endpoint, root))
             if finished.status is None and self.overdue == "crash":
-                raise protocols.EnvironmentCrashed(
+                raise protocols.AttemptVoided(
                     f"{whose} it took more than {settings.seconds:g} s (environment_arguments.seconds)"
                 )
             if finished.status is not None and finished.status not in self.exits:
@@ -102,8 +103,8 @@ class AgentHarness:
                     f"{whose} it exited with status {finished.status} (environment_arguments.exits has those that are "
                     f"scored); it said last: {said or 'nothing'}"
                 )
-                # A signal's status is beyond 128: the machine's end of the agent, not its own.
-                raise jobs.failure(sentence, said) if finished.status < 126 else protocols.EnvironmentCrashed(sentence)
+                # A signal's status is beyond 128: the machine's end of the agent, or a command's of the model.
+                raise jobs.failure(sentence, said) if finished.status < 126 else protocols.AttemptVoided(sentence)
             scored = await self.scorer.score(finished)
             took = {"harness_seconds": finished.seconds, "harness_overdue": float(finished.status is None)}
             known = {**took, **jobs.metrics(finished.verdict), **scored.metrics}

@@ -6,20 +6,57 @@ than the run's sandbox: it has no limits of memory, processes or files, and no f
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import shutil
+import subprocess
 import sys
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from libra_jax import scratch
 from libra_jax.agents.sandbox import backends
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc")
 _PORT = 8080
 _INSIDE = str(Path(__file__).with_name("inside.py"))
+_log = logging.getLogger(__name__)
 LIBRA = "/libra"
 """Where a scene shows what an agent is told: its task file, and the gateway's socket."""
+
+
+_EXPOSED = (
+    "Agents run as this run's user without bubblewrap, so commands of the model may read this run's memory, answers "
+    f"included: {backends.INSTALL}"
+)
+
+
+def own_processes(root: Path) -> tuple[str, ...]:
+    """Returns the words that run a command in a view of this host with its own processes, and no capabilities.
+
+    The view hides the processes of the run, which hold answers, and the temporary folders of runs, except `root`. Files
+    of the host stay as they are. Empty, with a warning, where bubblewrap does not work.
+    """
+    words = list(_private_view())
+    if words:
+        for folder in {root.parent, *root.parent.parent.glob(f"{scratch.PREFIX}*")}:
+            words += ["--tmpfs", str(folder)]
+        words += ["--bind", str(root), str(root), "--"]
+    return tuple(words)
+
+
+@functools.cache
+def _private_view() -> tuple[str, ...]:
+    program = shutil.which("bwrap")
+    isolated = ("--proc", "/proc", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL")
+    words = (program or "bwrap", "--dev-bind", "/", "/", *isolated)
+    if program is None or subprocess.run([*words, "--", "true"], check=False, capture_output=True).returncode:
+        _log.warning("%s", _EXPOSED)
+        return ()
+    return words
 
 
 @dataclass(frozen=True)

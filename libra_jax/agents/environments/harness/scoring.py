@@ -1,9 +1,8 @@
-"""Scores a finished rollout: by the agent's own verdict, by a function, or by hidden tests."""
+"""Scores a finished rollout: by a callable's own verdict, by a function, or by hidden tests."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Callable
@@ -32,24 +31,16 @@ class Scorer(Protocol):
 
 
 class OwnVerdict:
-    """Takes the verdict that the agent gave: a callable's return, a file, or the last line of the output."""
+    """Takes the verdict that a callable returned."""
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
         """See `Scorer`."""
         whose = f"the agent of task {finished.task.prompt_id}"
-        if finished.verdict is not None:
-            return jobs.outcome(finished.verdict, whose)
-        last = finished.output.rstrip().rpartition("\n")[2]
-        try:
-            found = json.loads(last)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or "reward" not in found:
-            raise protocols.EnvironmentCrashed(
-                f'{whose} gave no verdict: its last line is {last!r:.80} instead of {{"reward": NUMBER}}, and it wrote '
-                "no file $LIBRA_VERDICT_FILE. Name a function that scores it in environment_arguments.score"
+        if finished.verdict is None:
+            raise protocols.AttemptVoided(
+                f"{whose} gave no verdict. Return one, or name a function that scores it in environment_arguments.score"
             )
-        return jobs.outcome(found, whose)
+        return jobs.outcome(finished.verdict, whose)
 
 
 class ByFunction:
@@ -64,13 +55,14 @@ class ByFunction:
         try:
             found = await deadlines.within(self._seconds, deadlines.call(self._function, finished))
         except deadlines.Overdue:
-            raise protocols.EnvironmentCrashed(
+            raise protocols.AttemptVoided(
                 f"{whose} took more than {self._seconds:g} s (environment_arguments.score_seconds)"
             ) from None
         except (protocols.EnvironmentCrashed, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise protocols.EnvironmentCrashed(f"{whose} {resolving.raised(error)}") from error
+            # Often because of what the agent left, such as an output that is no JSON.
+            raise protocols.AttemptVoided(f"{whose} {resolving.raised(error)}") from error
         return jobs.outcome(found, whose)
 
 
@@ -110,14 +102,14 @@ def checked(outcome: protocols.Outcome, whose: str) -> protocols.Outcome:
     """Returns an outcome whose numbers are all finite, and whose metrics have plain names.
 
     Raises:
-      EnvironmentCrashed: it has others.
+      AttemptVoided: it has others.
     """
     for reward in (outcome.reward, *outcome.segment_rewards.values()):
         if not math.isfinite(reward):
-            raise protocols.EnvironmentCrashed(f"{whose} gave the reward {reward!r}, which is not a finite number")
+            raise protocols.AttemptVoided(f"{whose} gave the reward {reward!r}, which is not a finite number")
     for name, value in outcome.metrics.items():
         if not (_METRIC.fullmatch(name) and math.isfinite(value)):
-            raise protocols.EnvironmentCrashed(
+            raise protocols.AttemptVoided(
                 f"{whose} gave the metric {name!r:.80} = {value!r}; use only letters, digits, _ and / in its name, and "
                 "a finite number"
             )
