@@ -1,8 +1,9 @@
-"""Measures on a GPU what a run needs of it: kernels, training speed, weight sync, and the ways in and out of it.
+"""Measures on a GPU what a run needs of it: kernels, training speed, weight sync, real vLLM, and whole runs.
 
-One command, about 19 minutes on an H100. It needs torch, jax, flax, optax and orbax, and no vLLM:
+One command for all, about 27 minutes on an H100, and one for what needs vLLM. docs/results/gpu.md shows how to bring
+vLLM to a machine without it; all other cases need torch, jax, flax, optax and orbax alone.
 
-  python launch/gpu_check.py --platform=gpu --minutes=22 --output=runs/gpu_check.json
+  python launch/gpu_check.py --platform=gpu --minutes=30 --output=runs/gpu_check.json
 
   attention    the platform's kernel against plain attention: results and gradients, packed rows, empty rows
   experts      the platform's way to compute experts, against all tokens times all experts
@@ -17,11 +18,14 @@ One command, about 19 minutes on an H100. It needs torch, jax, flax, optax and o
   prompt       the same with long prompts, computed once a group or for each rollout
   peer         MFU of transformers' model in torch on the same rows, if transformers is installed
   decode       matrix products of a decode step of Qwen3-14B: share of the memory's bandwidth, and time a layer
-  quickstart   a few steps of it, if vLLM is installed; takes two minutes more
+  engine       real vLLM: start, log-probs against transformers, weight sync, pause with 64 requests, sleep mode
+  quickstart   the quickstart with trainer and engine on one GPU; the reward must rise
+  run          0.6B and 1.7B with random weights, 32 prompts of 8 rollouts, staleness 0 and 1: where the time goes
+  routing      C-MLFQ over two engines on one GPU
 
 A case that fails does not end the others: it gets a row with a sentence, and the exit status is 1. Cases that no longer
-fit into --minutes are left out. The JSON has all figures, and the Markdown beside it their tables. On a machine without
-a GPU it is a dry run with tiny sizes (--platform=cpu).
+fit into --minutes are left out. The JSON has all figures, the Markdown beside it their tables, and an archive for each
+whole run its records. On a machine without a GPU it is a dry run with tiny sizes (--platform=cpu).
 """
 
 from __future__ import annotations
@@ -95,7 +99,7 @@ def _measured(running: runner.Runner, chosen: list[cases.Case]) -> rows.Report:
         )
     print(f"{machine.devices} x {machine.device}" + (": a dry run, tiny sizes" if machine.platform == "cpu" else ""))
     found = []
-    for row in running.run(chosen, machine.platform, _TRACES.value):
+    for row in running.run(chosen, machine.platform, _TRACES.value, str(Path(_OUTPUT.value).resolve().parent)):
         found.append(row)
         figures = ", ".join(f"{name.replace('_', ' ')} {rows.text(value)}" for name, value in row.figures.items())
         said = f"{row.case}: {row.state} in {row.seconds:.1f} s" + (f": {row.reason}" if row.reason else "")

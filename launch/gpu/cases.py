@@ -38,6 +38,23 @@ class Case:
     process: str = "jax"
 
 
+ENGINE_CASES: tuple[Case, ...] = (
+    Case("engine/libraries", "gpu.engine:libraries", (), 15.0, 60.0, "engine"),
+    Case("engine/start", "gpu.engine:start", (), 45.0, 150.0, "engine"),
+    Case("engine/log_probs", "gpu.engine:log_probs", (), 65.0, 180.0, "engine"),
+    Case("engine/sync/ipc", "gpu.engine:sync", ("ipc",), 30.0, 120.0, "engine"),
+    Case("engine/sync/memfd", "gpu.engine:sync", ("memfd",), 30.0, 120.0, "engine"),
+    Case("engine/pause", "gpu.engine:pause", (), 30.0, 120.0, "engine"),
+    Case("engine/sleep", "gpu.engine:sleep", (), 30.0, 120.0, "engine"),
+    Case("quickstart", "gpu.runs:quickstart", (), 80.0, 200.0, "runs"),
+    Case("run/0.6B/0", "gpu.runs:random_weights", (MODELS["0.6B"], 0), 55.0, 150.0, "runs"),
+    Case("run/0.6B/1", "gpu.runs:random_weights", (MODELS["0.6B"], 1), 50.0, 150.0, "runs"),
+    Case("run/1.7B/1", "gpu.runs:random_weights", (MODELS["1.7B"], 1), 60.0, 180.0, "runs"),
+    Case("routing", "gpu.runs:routing", (), 50.0, 150.0, "runs"),
+    Case("run/1.7B/0", "gpu.runs:random_weights", (MODELS["1.7B"], 0), 60.0, 180.0, "runs"),
+)
+"""Cases of real vLLM, in order of worth. Their seconds are estimates: none has run on a GPU yet."""
+
 CASES: tuple[Case, ...] = (
     Case("attention/packed", "gpu.attention_parity:measure", ("packed",), 25.0),
     Case("attention/few", "gpu.attention_parity:measure", ("few",)),
@@ -75,7 +92,7 @@ CASES: tuple[Case, ...] = (
         for model, count in (("0.6B", "8k"), ("1.7B", "8k"), ("4B", "8k"), ("0.6B", "64k"), ("1.7B", "64k"))
     ),
     Case("decode", "gpu.decode_step:measure", ("Qwen3-14B",), 30.0, 120.0, "decode"),
-    Case("quickstart", "gpu.quickstart:measure", (), 120.0, 600.0, "quickstart"),
+    *ENGINE_CASES,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,14 @@ class LeftOut(protocols.LibraError):
     """Raised by a case that has nothing to measure here; the message says why."""
 
 
+def is_installed(package: str) -> bool:
+    """Returns whether a package can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 @dataclass(frozen=True)
 class Bench:
     """Where the cases run.
@@ -32,11 +41,13 @@ class Bench:
       platform: "gpu", or "cpu" for a dry run with tiny sizes.
       scratch: folder for files of the cases; it is removed in the end.
       traces: folder for profiles of training steps; empty for none.
+      results: folder for archives of whole runs; empty for none.
     """
 
     platform: str
     scratch: str
     traces: str = ""
+    results: str = ""
 
     @property
     def tiny(self) -> bool:

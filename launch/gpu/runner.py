@@ -65,9 +65,11 @@ class Runner:
         assert isinstance(reply.value, rows.Machine)
         return reply.value
 
-    def run(self, chosen: Sequence[cases.Case], platform: str, traces: str = "") -> Iterator[rows.Row]:
+    def run(
+        self, chosen: Sequence[cases.Case], platform: str, traces: str = "", results: str = ""
+    ) -> Iterator[rows.Row]:
         """Yields the row of each case when the case has ended. See `rows.Bench` for the other arguments."""
-        bench = rows.Bench(platform, self._scratch, traces)
+        bench = rows.Bench(platform, self._scratch, traces, results)
         for case in chosen:
             left = self._budget - self.seconds
             expected = 0.0 if bench.tiny else case.expected_seconds

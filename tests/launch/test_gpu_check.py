@@ -31,13 +31,13 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def check(folder: pathlib.Path, *arguments: str, blocked: tuple[str, ...] = BLOCKED):
+def check(folder: pathlib.Path, *arguments: str, blocked: tuple[str, ...] = BLOCKED, seconds: float = 280.0):
     """Runs the command in a Python that cannot import some packages; returns its result and its report."""
     (folder / "sitecustomize.py").write_text(BLOCKER.format(names=set(blocked)))
     environment = {"PYTHONPATH": f"{folder}:{scripts.ROOT}"}
     output = folder / "gpu_check.json"
     flags = ("--platform=cpu", "--minutes=20", f"--output={output}", *arguments)
-    result = scripts.run("gpu_check.py", *flags, seconds=280.0, environment=environment)
+    result = scripts.run("gpu_check.py", *flags, seconds=seconds, environment=environment)
     return result, json.loads(output.read_text()) if output.exists() else {}
 
 
@@ -50,7 +50,8 @@ def test_every_case_passes_on_cpu_without_vllm(tmp_path):
     assert list(found) == [case.name for case in cases.CASES]
     same_code = {f"grad_step/{model}/{tokens}" for model in ("1.7B", "4B") for tokens in ("32k", "64k")}
     same_code |= {"train_step/1.7B", "prompt/2k", "prompt/8k", "prompt/8k/shared"}
-    assert {name for name, row in found.items() if row["state"] == "left out"} == {"quickstart", *PEERS} | same_code
+    engines = {case.name for case in cases.ENGINE_CASES}
+    assert {name for name, row in found.items() if row["state"] == "left out"} == {*engines, *PEERS} | same_code
     for name in ("attention/packed", "attention/few", "attention/unpacked"):
         figures = found[name]["figures"]
         assert figures["kernel"] == "chunked"
@@ -101,10 +102,58 @@ def test_a_kernel_that_is_wrong_fails_its_case(fault, said, monkeypatch):
     assert said in attention_parity.measure(rows.Bench("cpu", ""), "packed").problem
 
 
+@pytest.mark.drill
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_every_case_of_vllm_passes_on_cpu(tmp_path):
+    names = [case.name for case in cases.ENGINE_CASES]
+    result, report = check(tmp_path, f"--cases={','.join(names)}", blocked=(), seconds=850.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {row["case"]: row for row in report["rows"]}
+    assert list(found) == names
+    # Only CUDA has CUDA IPC and vLLM's sleep mode.
+    left_out = {name for name, row in found.items() if row["state"] == "left out"}
+    assert left_out == {"engine/sync/ipc", "engine/sleep"}
+    for name in ("engine/start", "engine/sync/memfd"):
+        assert 0 < found[name]["figures"]["log_prob_error"] < 1e-4
+    assert found["engine/pause"]["figures"]["requests_with_both_versions"] > 0
+    for name in ("quickstart", "routing", *(name for name in names if name.startswith("run/"))):
+        assert found[name]["figures"]["steps"] == 2
+        assert (tmp_path / f"{archive_name(name)}.tar.gz").exists()
+
+
+@pytest.mark.drill
+def test_runs_pass_with_the_double_of_an_engine(tmp_path):
+    result, report = check(tmp_path, "--cases=run/0.6B/1", blocked=("vllm",))
+    assert result.returncode == 0, result.stdout + result.stderr
+    (row,) = report["rows"]
+    assert row["figures"]["steps"] == 2
+    assert row["figures"]["staleness_max"] <= 1
+
+
+def archive_name(case: str) -> str:
+    group, *variant = case.split("/")
+    return f"run_{cases.MODELS[variant[0]]}_{variant[1]}" if group == "run" else group
+
+
+def commands(page: str) -> list[tuple[float, list[str]]]:
+    """Returns minutes and cases of the commands of a page."""
+    text = (scripts.ROOT / page).read_text().replace("\\\n", " ")
+    lines = re.findall(r"gpu_check\.py --platform=gpu .*", text)
+    assert lines
+    found = []
+    for line in lines:
+        (minutes,) = re.findall(r"--minutes=([\d.]+)", line)
+        found.append(
+            (float(minutes), [name for flag in re.findall(r"--cases=(\S+)", line) for name in flag.split(",")])
+        )
+    return found
+
+
 @pytest.mark.parametrize("page", ["docs/results/gpu.md", "launch/gpu_check.py"])
-def test_the_command_that_a_page_shows_has_time_for_every_case(page):
-    (minutes,) = re.findall(r"gpu_check\.py --platform=gpu --minutes=(\d+)", (scripts.ROOT / page).read_text())
-    assert 60 * int(minutes) >= sum(case.expected_seconds for case in cases.CASES)
+def test_the_commands_that_a_page_shows_have_time_for_their_cases(page):
+    for minutes, names in commands(page):
+        assert 60 * minutes >= sum(case.expected_seconds for case in cases.chosen(names))
 
 
 def test_the_peer_takes_the_same_row():
