@@ -48,7 +48,7 @@ _EXCLUDE = flags.DEFINE_string("exclude", "", "Hosts to leave out.")
 _SBATCH = flags.DEFINE_multi_string(
     "sbatch", [], "Another option of sbatch, like --sbatch=--reservation=mine; may be repeated."
 )
-_CPUS = job_flags.cpus_per_host("6 for each accelerator, 1 for each part of a CPU, and 1 more")
+_CPUS = job_flags.cpus_per_host("6 for each accelerator and 1 more; 1 for each part of a CPU")
 _MEMORY = flags.DEFINE_string("memory", "", "Memory of each host, like 64G; default: by the model's size. 0: all.")
 _EXCLUSIVE = flags.DEFINE_bool("exclusive", False, "Take whole hosts, which no other job shares.")
 _REQUEUE = flags.DEFINE_bool(

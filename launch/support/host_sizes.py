@@ -46,7 +46,7 @@ def estimate(config: libra_config.RunConfig, shape: model_config.TransformerConf
     layout, trainer = hosts.layout(config), config.trainer
     on_host = [host.accelerators for host in layout.hosts] if layout else [placement.partition(config).total]
     on_cpu = trainer.platform == "cpu"
-    cpus = 1 + max(on_host) * (1 if on_cpu else CPUS_PER_ACCELERATOR)
+    cpus = max(on_host) if on_cpu else 1 + CPUS_PER_ACCELERATOR * max(on_host)
     if shape is None:
         return HostSize(cpus, 0)
     engine = memory.weight_bytes(config, shape, 1)
