@@ -44,6 +44,67 @@ class Problem:
     certain: bool = True
 
 
+@dataclass(frozen=True)
+class Posed:
+    """The first task as an environment poses it.
+
+    Attributes:
+      messages: its first messages.
+      tools: names of the tools that the policy may call.
+    """
+
+    messages: tuple[protocols.Message, ...]
+    tools: tuple[str, ...]
+
+
+def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
+    """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset.
+
+    Args:
+      run: configuration of the run.
+      task: the task.
+    """
+    if run.tools.mcp or run.tools.mcp_file:
+        return None
+    with child.forked(_posed, run, task) as (_, receiver):
+        try:
+            return cast("Posed | None", receiver.recv()) if receiver.poll(SECONDS) else None
+        except EOFError:
+            return None
+
+
+def _posed(run: config.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
+    """Sends the posed task, or None."""
+
+    async def body() -> Posed | None:
+        async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
+            made = factories.environment_factory(run.task, tools)()
+            if factories.is_harness(made):
+                return None
+            world = _guarded(run, made, task)
+            try:
+                messages = await world.reset()
+            finally:
+                await world.close({})
+            told = [protocols.Message(message.role, message.content) for message in messages]
+            return Posed(tuple(told), tuple(schema["function"]["name"] for schema in tools.schemas))
+
+    try:
+        sender.send(asyncio.run(body()))
+    except Exception:  # `play` says what is wrong
+        sender.send(None)
+
+
+def _guarded(run: config.RunConfig, made: object, task: protocols.Task) -> guarded.Environment:
+    return guarded.Environment(
+        cast("protocols.Environment", made),
+        task,
+        reset_seconds=run.task.reset_seconds,
+        step_seconds=run.task.tool_seconds,
+        wait_seconds=run.task.wait_seconds,
+    )
+
+
 def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | None:
     """Poses the task and answers it, and then once more with an empty output, which should earn nothing.
 
@@ -81,13 +142,7 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
         made = factories.environment_factory(run.task, tools)()
         if factories.is_harness(made):  # it would ask a model, and there is none yet
             return 0.0
-        world = guarded.Environment(
-            cast("protocols.Environment", made),
-            task,
-            reset_seconds=run.task.reset_seconds,
-            step_seconds=run.task.tool_seconds,
-            wait_seconds=run.task.wait_seconds,
-        )
+        world = _guarded(run, made, task)
         try:
             await world.reset()
             result = await world.step(output)

@@ -11,8 +11,9 @@ from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
-from libra_jax.agents import answers, factories, resolving, tokenizers
+from libra_jax.agents import answers, factories, rehearsal, resolving, tokenizers
 from libra_jax.agents.rewards import scoring, trial
+from libra_jax.agents.sandbox import limits
 from libra_jax.cluster import hosts, placement
 from libra_jax.config import listing
 from libra_jax.models import adapters
@@ -23,6 +24,9 @@ from libra_jax.telemetry import escapes
 
 PROMPT_CHARACTERS = 60
 
+PROMPT_SHOWN = 2_000
+"""Characters of the first prompt that are shown; the middle of a longer one is left out."""
+
 
 def settings(config: libra_config.RunConfig) -> str:
     """Returns the settings of a config that differ from their defaults, as flags, with secrets blacked out."""
@@ -31,13 +35,19 @@ def settings(config: libra_config.RunConfig) -> str:
     return "\n".join([*lines, *(f"  --config.{name}={value!r}" for name, value in changed.items())])
 
 
-def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: Sequence[trial.Scored] = ()) -> str:
+def describe(
+    config: libra_config.RunConfig,
+    notes: Sequence[str] = (),
+    scored: Sequence[trial.Scored] = (),
+    posed: rehearsal.Posed | None = None,
+) -> str:
     """Returns the policy, the tasks, the reward, the objective, the device mesh, the partition and the memory.
 
     Args:
       config: the run's configuration.
       notes: sentences about the replacements of Hugging Face ids.
       scored: what the reward functions made of `example`.
+      posed: the first task as the environment poses it; None if it is not known.
     """
     shape = wiring.known_shape(config)
     parts, size = placement.partition(config), machine.bytes_text
@@ -62,6 +72,7 @@ def describe(config: libra_config.RunConfig, notes: Sequence[str] = (), scored: 
         f"policy      {_policy(config, shape)}",
         *(f"  {note}" for note in notes),
         f"tasks       {_tasks(config)}",
+        *(_prompt(config, posed) if posed is not None else ()),
         f"reward      {' + '.join(what if weight == 1 else f'{weight:g} x {what}' for weight, what in terms)}",
         *(f"  {one.name} gave {one.outcome.value:g} {EXAMPLE}" for one in scored if not one.outcome.problem),
         *_learning(config),
@@ -195,6 +206,21 @@ def _tasks(config: libra_config.RunConfig) -> str:
     file = f" from {task.path}" if task.path else ""
     first = textwrap.shorten(_asked(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")
     return f"{task.source}{file}, {count}; the first: {first}"
+
+
+def _prompt(config: libra_config.RunConfig, posed: rehearsal.Posed) -> list[str]:
+    """Describes the tools, and shows the first prompt as the tokenizer writes it."""
+    told = "in the system message" if config.tools.describe else "not described: config.tools.describe is off"
+    tools = f"{', '.join(posed.tools)} ({config.tools.format} calls; {told})" if posed.tools else "none of tools.use"
+    try:
+        tokenizer = tokenizers.create(config.task, config.model.path, incremental=False)
+        tokens = tokenizer.render(list(posed.messages), first=True, generation_prompt=True)
+        text, count = tokenizer.decode(tokens), f"{len(tokens):,} tokens"
+    except protocols.LibraError:  # the tokenizer is not on this machine
+        text = "\n".join(f"{message.role}: {message.content}" for message in posed.messages)
+        count = "without the chat template, which is not here"
+    lines = [f"  | {line}" for line in limits.cut(text, PROMPT_SHOWN).splitlines()]
+    return [f"tools       {tools}", f"prompt      the first, as the policy sees it ({count}):", *lines]
 
 
 def _asked(payload: Mapping[str, Any]) -> str:

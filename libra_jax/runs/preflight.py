@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
+from libra_jax import machine, protocols
 from libra_jax.agents import factories, resolving, tokenizers
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import actors
@@ -19,6 +21,7 @@ from libra_jax.coordinator import budgets, filters, prompts
 from libra_jax.engines import logprob_contract
 from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
+from libra_jax.planning import costs, memory
 from libra_jax.runs import chat_formats, wiring
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -87,8 +90,15 @@ def validate(config: libra_config.RunConfig, *, need_weights: bool) -> None:
         )
     if not need_weights:
         return
+    _check_tokenizer(config, tools, shape)
+
+
+def _check_tokenizer(
+    config: libra_config.RunConfig, tools: toolkit.Toolkit, shape: model_config.TransformerConfig | None
+) -> None:
+    """Checks the chat template, the vocabulary and the parsers of the policy's tokenizer."""
     tokenizer = chat_formats.policy_tokenizer(config, tools)
-    if tokenizer.vocab_size > shape.vocab_size:
+    if shape is not None and tokenizer.vocab_size > shape.vocab_size:
         raise protocols.ConfigError(
             f"config.task.tokenizer: its {tokenizer.vocab_size} tokens do not fit the model's vocabulary "
             f"of {shape.vocab_size}; choose the tokenizer the model was made with"
@@ -213,7 +223,59 @@ def missing(config: libra_config.RunConfig, later: frozenset[str] = frozenset())
             teachers.made(config.algorithm)
         except protocols.ConfigError as error:
             found.append(str(error))
-    return found + toolkit.Toolkit(config.tools, config.sandbox).missing()
+    tools = toolkit.Toolkit(config.tools, config.sandbox)
+    return [*found, *_missing_template(config, tools), *_missing_here(config), *tools.missing()]
+
+
+def _missing_template(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> list[str]:
+    """Says what is wrong with a tokenizer that is on this machine."""
+    folder = Path(config.task.tokenizer or config.model.path)
+    if config.task.tokenizer != "character" and not any(
+        (folder / name).is_file() for name in tokenizers.TOKENIZER_FILES
+    ):
+        return []
+    try:
+        _check_tokenizer(config, tools, wiring.known_shape(config))
+    except protocols.LibraError as error:
+        return [str(error).rstrip(".")]
+    return []
+
+
+def _missing_here(config: libra_config.RunConfig) -> list[str]:
+    """Says which GPUs, packages and keys a run would miss on this machine."""
+    found = []
+    needed = placement.partition(config).total
+    alone = not config.cluster.address and not config.cluster.accelerators_per_host
+    if config.trainer.platform == "cuda" and alone and (there := gpus_found()) < needed:
+        found.append(f"config.trainer.platform: cuda takes {needed} GPUs, and JAX would find {there} on this machine")
+    if not config.telemetry.wandb_project:
+        return found
+    field = "config.telemetry.wandb_project"
+    if importlib.util.find_spec("wandb") is None:
+        found.append(f"{field}: the wandb package is not installed")
+    elif not ({"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys() or (Path.home() / ".netrc").exists()):
+        found.append(f"{field}: there is no WANDB_API_KEY, and no login of wandb; WANDB_MODE=offline needs none")
+    return found
+
+
+def missing_disk(config: libra_config.RunConfig, workdir: Path) -> list[str]:
+    """Says whether the disk of a workdir is too small for the run's checkpoints and its export."""
+    shape = wiring.known_shape(config)
+    if shape is None or not config.checkpoint.every:
+        return []
+    every, adapter = model_config.parameter_count(shape), adapters.parameter_count(shape)
+    state = costs.VALUE_BYTES[config.model.param_dtype] * ((adapter or every) + memory.moment_numbers(config, shape))
+    # A checkpoint is complete before the oldest one is removed.
+    needed = (config.checkpoint.keep + 1) * state + costs.VALUE_BYTES[config.model.compute_dtype] * every
+    there = next(folder for folder in (workdir.absolute(), *workdir.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if needed <= free:
+        return []
+    return [
+        f"config.checkpoint.keep: {config.checkpoint.keep} checkpoints, one that is being written and the export take "
+        f"about {machine.bytes_text(needed)}, and {there} has {machine.bytes_text(free)} free; keep fewer, or give "
+        "another --workdir"
+    ]
 
 
 def _missing_adapter(config: libra_config.RunConfig) -> list[str]:

@@ -70,6 +70,11 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
     shown = next(line for line in result.stdout.splitlines() if line.startswith("tasks "))
     assert f"{tasks}, 38 to train on; the first: How long is a piece of string" in shown
     assert shown.endswith(" ...")
+    prompt = result.stdout.partition("the first, as the policy sees it (")[2].partition("reward  ")[0]
+    assert "  | <|system|>You can use a calculator" in prompt
+    assert f"<|user|>{question}" in prompt
+    assert prompt.rstrip().endswith("?<|im_end|><|assistant|>")
+    assert "tools       none of tools.use" in result.stdout
 
 
 @pytest.mark.parametrize(

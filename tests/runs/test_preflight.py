@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 from importlib import metadata
 
 import pytest
@@ -232,6 +233,50 @@ def test_what_a_run_lacks_here_is_listed_a_sentence_each(tmp_path):
     ]
     assert preflight.missing(run, frozenset({"model.path"})) == preflight.missing(run)[1:]
     assert preflight.missing(config.RunConfig()) == []
+
+
+def test_what_this_machine_lacks_is_listed_like_what_the_run_would_refuse(tmp_path, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(preflight, "gpus_found", lambda: 1)
+    run = config.RunConfig()
+    run.telemetry.wandb_project, run.trainer.platform, run.trainer.fsdp = "mine", "cuda", 4
+    gpus = "config.trainer.platform: cuda takes 5 GPUs, and JAX would find 1 on this machine"
+    for there, variables, said in (
+        (None, {"WANDB_API_KEY": "k"}, "the wandb package is not installed"),
+        (True, {}, "there is no WANDB_API_KEY, and no login of wandb; WANDB_MODE=offline needs none"),
+    ):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there)
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert preflight.missing(run) == [gpus, f"config.telemetry.wandb_project: {said}"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(preflight, "gpus_found", lambda: 5)
+    assert preflight.missing(run) == []
+
+
+def test_a_disk_that_is_too_small_for_the_checkpoints_is_named(tmp_path, monkeypatch):
+    run = config.RunConfig()
+    run.checkpoint.keep = 2
+    parameters = model_config.parameter_count(model_config.load_preset("libra-tiny"))
+    three = 3 * 4 * 3 * parameters + 4 * parameters  # float32, with two moments of each; and the export
+    usage = shutil.disk_usage(tmp_path)
+    for free, refused in ((three + 1, False), (three - 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: usage._replace(free=int(free)))
+        found = preflight.missing_disk(run, tmp_path / "runs" / "mine")
+        assert bool(found) == refused
+    assert f"{tmp_path} has" in found[0]
+    run.checkpoint.every = 0
+    assert preflight.missing_disk(run, tmp_path) == []
+
+
+def test_a_template_that_the_run_refuses_is_missing_in_a_dry_run(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = config.RunConfig(task=config.TaskConfig(tokenizer=str(tmp_path)))
+    (said,) = preflight.missing(run)
+    with pytest.raises(protocols.LibraError) as refused:
+        preflight.validate(run, need_weights=True)
+    assert said == str(refused.value).rstrip(".")
 
 
 def test_a_dry_run_compares_the_weights_with_the_models_shape(tmp_path):
