@@ -278,6 +278,10 @@ PATIENCE = 3
 """Steps in a row without anything to learn from, before the note."""
 
 
+CUT_SHARE = 0.95
+"""Share of rollouts cut off in an output from which on the limit is said to be too low."""
+
+
 @dataclass(eq=False)
 class Watch:
     """Looks at the metrics of each training step.
@@ -294,9 +298,20 @@ class Watch:
     note: Callable[[str], None]
     _in_a_row: int = field(default=0, init=False)
     _told: str = field(default="", init=False)
+    _cut: bool = field(default=False, init=False)
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Checks a step's metrics. After `PATIENCE` useless steps in a row, notes the reason, once for each reason."""
+        """Checks a step's metrics. After `PATIENCE` useless steps in a row, notes the reason, once for each reason.
+
+        Notes at once, and once, if nearly all rollouts ended in an output that was cut off.
+        """
+        if not self._cut and (share := metrics.get("finish/length", 0.0)) >= CUT_SHARE:
+            self._cut = True
+            self.note(
+                f"Step {step}: {share:.0%} of the rollouts were cut off in an output of "
+                f"{self.config.rollout.max_tokens} tokens, before they could answer. Raise rollout.max_tokens, or look "
+                "at what is written (launch/show.py): a model may think for longer, or never write its stop token."
+            )
         # Simulated trainers report no gradient norm.
         learns = "grad_norm" not in metrics or (
             metrics.get("groups/without_gradient") != 1

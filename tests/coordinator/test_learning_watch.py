@@ -43,6 +43,14 @@ def told(*steps, **groups):
     return notes
 
 
+def test_outputs_that_are_all_cut_off_are_told_of_at_once_and_once():
+    fine = {"grad_norm": 0.1, "finish/length": 0.5}
+    assert told(fine, fine) == []
+    (note,) = told(fine, {**fine, "finish/length": 1.0}, {**fine, "finish/length": 1.0}, rollout={"max_tokens": 7})
+    assert note.startswith("Step 2: 100% of the rollouts were cut off in an output of 7 tokens")
+    assert "Raise rollout.max_tokens" in note
+
+
 NOTHING = {"grad_norm": 0.0, "groups/without_gradient": 1.0}
 
 
