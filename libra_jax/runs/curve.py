@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from libra_jax.telemetry import metrics
+from libra_jax.telemetry import metrics, page
 
 
 class Curve:
@@ -40,6 +40,7 @@ class Curve:
         figure = Figure(figsize=(6, 2.5), layout="constrained")
         axes = figure.add_subplot(xlabel="training step", ylabel="mean reward")
         axes.plot(list(rewards), list(rewards.values()), marker=".")
+        page.step_axis(axes)
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=100)
         image = display.Image(data=drawn.getvalue())  # a bare figure shows as text unless pyplot is set up

@@ -35,6 +35,9 @@ LEVEL = 0.95
 MOST_LINES = 40
 """Most tasks in the printed table; the JSON file has all of them."""
 
+MOST_TICKS = 10
+"""Most labelled values of k in the picture."""
+
 CONFIG_FILE = "config.json"
 
 
@@ -405,7 +408,7 @@ def write(made: Evaluated, folder: Path) -> None:
 
 def write_picture(made: Evaluated, path: Path) -> None:
     """Draws pass@k with its intervals over k, and how many tasks had how many of their attempts solved."""
-    title = [made.source, f"{len(made.tasks)} tasks, {made.attempts} attempts each"]
+    title = [made.source, f"{len(made.tasks)} tasks, {made.attempts} attempt{'s' * (made.attempts > 1)} each"]
     with report.drawn(path, 4.4, title, rows=(1.4, 1.0)) as (above, below):
         k = list(made.pass_at)
         values = [estimate.value for estimate in made.pass_at.values()]
@@ -415,10 +418,12 @@ def write_picture(made: Evaluated, path: Path) -> None:
         ]
         above.errorbar(range(len(k)), values, yerr=errors, fmt="o-", color="#4c78a8", capsize=4, label="pass@k")
         above.axhline(made.reward.value, color="#54a24b", linestyle="--", linewidth=1.2, label="mean reward")
-        above.set_xticks(range(len(k)), [str(each) for each in k])
+        every = -(-len(k) // MOST_TICKS)  # labels that stand too close run into each other
+        above.set_xticks(range(0, len(k), every), [str(each) for each in k[::every]])
         above.set(xlabel="k", xlim=(-0.5, len(k) - 0.5))
         solved = [one.solved(made.threshold) for one in made.tasks if one.rewards]
         counts = np.bincount(solved, minlength=made.attempts + 1)
         below.bar(range(len(counts)), counts, color="#4c78a8")
         below.set(xlabel="solved attempts of a task", ylabel="tasks")
-        below.xaxis.get_major_locator().set_params(integer=True)
+        for axis in (below.xaxis, below.yaxis):
+            axis.get_major_locator().set_params(integer=True, nbins=MOST_TICKS)

@@ -1,6 +1,7 @@
 """launch/evaluate.py's work with the fake engine: a run's checkpoint, a file of tasks, intervals, and refusals."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import statistics
@@ -9,6 +10,8 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from matplotlib import figure
+from matplotlib.backends import backend_agg
 
 import libra_jax
 from libra_jax import config, protocols
@@ -47,6 +50,23 @@ def test_a_run_with_several_attempts_reports_pass_at_k(workdir):
     for step in (0, 1):
         assert {"evaluation/pass_at_1", "evaluation/pass_at_2", "evaluation/pass_at_4"} <= rows[step].keys()
         assert rows[step]["evaluation/pass_at_4"] >= rows[step]["evaluation/pass_at_1"]
+
+
+def test_no_two_labels_of_the_picture_overlap(tmp_path, monkeypatch):
+    k = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+    tasks = [scores.TaskScores(str(task), tuple(float(place < 40 * task) for place in range(128))) for task in range(3)]
+    estimate = evaluating.Estimate(0.5, 0.4, 0.6)
+    made = evaluating.Evaluated("mine", tasks, 128, 1.0, 1.0, estimate, dict.fromkeys(k, estimate), {})
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda picture, *_, **__: drawn.append(picture))
+    evaluating.write_picture(made, tmp_path / "picture.svg")
+    canvas = backend_agg.FigureCanvasAgg(drawn[0])
+    canvas.draw()
+    for axes in drawn[0].axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            boxes = [label.get_window_extent(canvas.get_renderer()) for label in axis.get_ticklabels()]
+            assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))
+    assert [label.get_text() for label in drawn[0].axes[0].get_xticklabels()][:3] == ["1", "3", "5"]
 
 
 def test_the_newest_checkpoint_is_evaluated_and_a_step_is_chosen(workdir, tmp_path):
