@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import os
 import pathlib
@@ -217,3 +218,21 @@ def test_the_functions_of_the_loss_page_keep_the_contract(tmp_path, monkeypatch)
     contract.check(algorithm)
     with pytest.raises(protocols.ConfigError, match=r"loss_arguments: .*'fail'.* did you mean 'failures'"):
         contract.check(config.AlgorithmConfig(loss="my_loss:asymmetric", loss_arguments={"fail": 1.0}))
+
+
+def test_the_demonstration_begins_as_the_environment_poses_it(tmp_path, monkeypatch):
+    (tmp_path / "copying.py").write_text(pages.example("docs/guides/demonstrations.md", "copying.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    copying = importlib.import_module("copying")
+    task = copying.task_source(0).task(5)
+
+    async def posed():
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+            environment = copying.environment(tools)
+            opening = list(await environment.reset(task))
+            told = environment.demonstration(task)
+            return opening, told, await environment.step(told[-1].content)
+
+    opening, told, result = asyncio.run(posed())
+    assert list(told[:-1]) == opening
+    assert (result.done, result.reward) == (True, 1.0)
