@@ -138,24 +138,21 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | 
 def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
     """Sends the first problem, or an empty text, and whether a run would certainly fail with it."""
 
-    async def rollout(tools: toolkit.Toolkit, output: str) -> float:
-        made = factories.environment_factory(run.task, tools)()
-        if factories.is_harness(made):  # it would ask a model, and there is none yet
-            return 0.0
-        world = _guarded(run, made, task)
-        try:
-            await world.reset()
-            result = await world.step(output)
-            reward = 0.0 if result.reward is None else result.reward
-            if not math.isfinite(reward):
-                raise world.crash("step", f"gave a reward of {reward}, which is not a finite number")
-            return reward if result.done else 0.0
-        finally:
-            await world.close({})
-
     async def body(output: str) -> float:
         async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
-            return await rollout(tools, output)
+            made = factories.environment_factory(run.task, tools)()
+            if factories.is_harness(made):  # it would ask a model, and there is none yet
+                return 0.0
+            world = _guarded(run, made, task)
+            try:
+                await world.reset()
+                result = await world.step(output)
+                reward = 0.0 if result.reward is None else result.reward
+                if not math.isfinite(reward):
+                    raise world.crash("step", f"gave a reward of {reward}, which is not a finite number")
+                return reward if result.done else 0.0
+            finally:
+                await world.close({})
 
     problem, certain = "", True
     for output, given in ((answer, GIVEN), ("", SILENT)):

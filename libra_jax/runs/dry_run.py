@@ -288,19 +288,12 @@ def try_rewards(config: libra_config.RunConfig) -> None:
 
 def unearned(scored: Sequence[trial.Scored]) -> list[str]:
     """Returns sentences for the reward functions that pay for an empty output to the first task, or fail with it."""
-    said = []
-    for one in scored:
-        whose = f"config.reward.functions.{one.name}:"
-        if one.silent is not None and one.silent.problem and not one.outcome.problem:
-            said.append(
-                f"{whose} {one.silent.problem} for the first task with an empty output, which a policy may write"
-            )
-        elif one.silent is not None and one.silent.value > 0:
-            said.append(
-                f"{whose} gave {one.silent.value:g} for the first task with an empty output: a policy can earn that by "
-                "writing nothing"
-            )
-    return said
+    return [
+        f"config.reward.functions.{one.name}: {one.silent.problem or f'gave {one.silent.value:g}'} for the first task "
+        "with an empty output, which a policy may write"
+        for one in scored
+        if one.silent is not None and not one.outcome.problem and (one.silent.problem or one.silent.value > 0)
+    ]
 
 
 def failures(config: libra_config.RunConfig, scored: Sequence[trial.Scored]) -> tuple[list[str], list[str]]:

@@ -6,9 +6,8 @@ A child, because a factory may take memory and devices that the run's actors nee
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection, process
 
@@ -82,7 +81,7 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
         try:
             if answers.poll(TRY_SECONDS):
                 problem = answers.recv()
-                scored += _with_silence([*_received(answers, child, reward.seconds)], answers, reward.seconds)
+                scored += _received(answers, child, reward.seconds)
             child.join(actors.CLOSE_SECONDS)
         except EOFError:
             child.join(actors.CLOSE_SECONDS)
@@ -108,7 +107,11 @@ def _received(answers: connection.Connection, child: process.BaseProcess, allowe
         if answers.poll(TRY_SECONDS):
             names = answers.recv()
         while names and answers.poll(patience):
-            yield answers.recv()
+            one = answers.recv()
+            silent = answers.recv() if answers.poll(patience) else None
+            yield dataclasses.replace(one, silent=silent)
+            if silent is None:
+                return
             del names[0]
         if names:
             problem = f"took more than {patience:g} s" + (" (config.reward.seconds)" if allowed <= TRY_SECONDS else "")
@@ -119,16 +122,6 @@ def _received(answers: connection.Connection, child: process.BaseProcess, allowe
             child.join(actors.CLOSE_SECONDS)
             outcome = actors.Outcome(problem=f"ended its process (exit status {child.exitcode})")
             yield Scored(names[0], outcome, takes_transcript=False)
-
-
-def _with_silence(scored: Sequence[Scored], answers: connection.Connection, allowed: float) -> Iterator[Scored]:
-    """Yields what the functions made of the example, with what they make of an empty output."""
-    received = all(not one.slow and "ended its process" not in one.outcome.problem for one in scored)
-    for one in scored:
-        with contextlib.suppress(EOFError):
-            received = received and answers.poll(min(allowed, TRY_SECONDS))
-            one = dataclasses.replace(one, silent=answers.recv()) if received else one
-        yield one
 
 
 def _tried(reward: config.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
@@ -152,10 +145,11 @@ def _tried(reward: config.RewardConfig, example: Example | None, answer: connect
         own = {name: takes for name, takes in made.items() if name not in ours}
         answer.send(list(own))
         for name, takes_transcript in own.items():
-            given = example.transcript if takes_transcript else example.transcript.text
-            answer.send(Scored(name, await worker.score(name, example.task, given), takes_transcript))
-        for name, takes_transcript in own.items():
-            given = example.silent if takes_transcript else example.silent.text
-            answer.send(await worker.score(name, example.task, given))
+            right, silent = (
+                transcript if takes_transcript else transcript.text
+                for transcript in (example.transcript, example.silent)
+            )
+            answer.send(Scored(name, await worker.score(name, example.task, right), takes_transcript))
+            answer.send(await worker.score(name, example.task, silent))
 
     asyncio.run(body())
