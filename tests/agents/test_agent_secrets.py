@@ -13,8 +13,9 @@ import repairs
 import sandboxes
 
 from libra_jax import protocols
-from libra_jax.agents.environments import repo_repair
-from libra_jax.agents.environments.harness import harbor, scene
+from libra_jax.agents import calculator, deadlines, question
+from libra_jax.agents.environments import acquaintances, integers, math, repo_repair, search_qa, time_zones
+from libra_jax.agents.environments.harness import harbor, jobs, scene
 from libra_jax.agents.repair import planted
 
 HERE = str(Path(__file__).parent)
@@ -157,6 +158,35 @@ def test_no_private_field_reaches_the_policy_of_a_repair():
     assert "CANARY" not in "".join(said)
 
 
+SOURCES = {
+    "calculator": (calculator.task_source(), lambda tools: calculator.environment()),
+    "acquaintances": (acquaintances.task_source(), math.environment),
+    "search": (acquaintances.task_source(), search_qa.environment),
+    "time-zones": (time_zones.task_source(), time_zones.environment),
+    "integers": (integers.task_source(), lambda tools: question.environment()),
+}
+
+
+@repairs.cases(SOURCES)
+def test_no_private_field_is_in_the_messages_or_the_sandbox_of_an_environment(made):
+    source, make = made
+    payload = dict(source.task(0).payload)
+    private = {name: canaries(value, name) for name, value in payload.items() if name not in jobs.PROMPT_FIELDS}
+    given = protocols.Task("t", {**payload, **private, "hint": canary("hint"), "rubric": canary("rubric")})
+
+    async def work(tools):
+        environment = make(tools)
+        said = [message.content for message in await deadlines.call(environment.reset, given)]
+        result = await deadlines.call(environment.step, tools.format.write("python", {"code": SEARCH}))
+        said += [answer.content for answer in result.tool_returns]
+        await deadlines.call(environment.close)
+        return said
+
+    said = repairs.with_tools(work, use=("python",))
+    assert said
+    assert "CANARY" not in "".join(said)
+
+
 # Verdicts -------------------------------------------------------------------------------------------------------------
 
 FORGE = """
@@ -223,11 +253,15 @@ def test_a_command_of_the_model_forges_no_verdict(made):
     assert outcome.reward == 0.0
 
 
-def test_an_agent_has_no_capabilities_and_processes_of_its_own():
+def test_an_agent_has_no_capabilities_and_changes_no_code_of_the_run():
     if not scene._private_view():
         pytest.skip("bubblewrap does not work here")
-    line = "grep -hE 'Cap(Prm|Eff|Amb)' /proc/self/status; ls -d /proc/[0-9]* | wc -l"
+    package = Path(scene.__file__).parent
+    line = (
+        "grep -hE 'Cap(Prm|Eff|Amb)' /proc/self/status; ls -d /proc/[0-9]* | wc -l; "
+        f"(echo pass >> {package}/child.py) 2>/dev/null || echo refused; echo x > /tmp/$$ && rm /tmp/$$ && echo written"
+    )
     harness_doubles.run(command=line, score="harness_doubles:judge")
-    *capabilities, count = harness_doubles.judge.seen.output.splitlines()
+    *capabilities, count, code, temporary = harness_doubles.judge.seen.output.splitlines()
     assert {line.split()[1].strip("0") for line in capabilities} == {""}
-    assert int(count) < 8
+    assert (int(count) < 8, code, temporary) == (True, "refused", "written")

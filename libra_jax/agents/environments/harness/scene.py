@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ def own_processes(root: Path) -> tuple[str, ...]:
     """Returns the words that run a command in a view of this host with its own processes, and no capabilities.
 
     The view hides the processes of the run, which hold answers, and the temporary folders of runs, except `root`. Files
-    of the host stay as they are. Empty, with a warning, where bubblewrap does not work.
+    of the host are read-only outside of temporary folders, because an agent could change the code of later rollouts.
+    Empty, with a warning, where bubblewrap does not work.
     """
     words = list(_private_view())
     if words:
@@ -51,12 +53,14 @@ def own_processes(root: Path) -> tuple[str, ...]:
 @functools.cache
 def _private_view() -> tuple[str, ...]:
     program = shutil.which("bwrap")
-    isolated = ("--proc", "/proc", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL")
-    words = (program or "bwrap", "--dev-bind", "/", "/", *isolated)
+    words = [program or "bwrap", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
+    for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
+        words += ["--bind-try", folder, folder]
+    words += ["--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL"]
     if program is None or subprocess.run([*words, "--", "true"], check=False, capture_output=True).returncode:
         _log.warning("%s", _EXPOSED)
         return ()
-    return words
+    return tuple(words)
 
 
 @dataclass(frozen=True)
