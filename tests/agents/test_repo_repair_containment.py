@@ -8,7 +8,7 @@ import pytest
 import repairs
 import sandboxes
 
-from libra_jax.agents.repair import calls, snapshots, suites
+from libra_jax.agents.repair import calls, outcomes, snapshots, suites
 from libra_jax.agents.sandbox import pool
 
 SPY = "import glob, os, re, sys\n"
@@ -143,6 +143,26 @@ def test_an_exception_that_orders_pytest_does_not_pass(judged_by_pytest, made):
 @repairs.cases(DOCUMENTED)
 def test_a_suite_trusts_what_the_documentation_says(judged, made, command):
     assert judged({"calc.py": made}, command).solved
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "declared"),
+    [
+        ("@pytest.mark.xfail\ndef test_a(): pass", "t.test_a", True),
+        ("@pytest.mark.xfail(reason='later')\nclass TestA:\n    def test_a(self): pass", "t.TestA.test_a", True),
+        ("class TestA:\n    @unittest.expectedFailure\n    def test_a(self): pass", "t.TestA.test_a", True),
+        ("pytestmark = [pytest.mark.xfail]\ndef test_a(): pass", "t.test_a[1-2]", True),
+        ("@parametrize('a', [pytest.param(1, marks=pytest.mark.xfail)])\ndef test_a(a): pass", "t.test_a[1]", True),
+        ("def test_a():\n    if old: pytest.xfail('old')", "t.test_a", True),
+        ("def test_a():\n    'xfail'\n    calc.add(1, 1)", "t.test_a", False),
+        ("@pytest.mark.skip\ndef test_a(): pass", "t.test_a", False),
+        ("@pytest.mark.xfail\ndef test_b(): pass\ndef test_a(): pass", "t.test_a", False),
+        ("def test_a(:", "t.test_a", False),
+    ],
+)
+def test_declared_failures_are_read_from_the_tests_alone(source, name, declared):
+    found = outcomes.declared("t.py", source)
+    assert outcomes.declares(found, name, "xfailed") is declared
 
 
 DECLARED = """

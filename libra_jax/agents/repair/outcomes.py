@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -38,14 +38,13 @@ def dotted(name: str) -> str:
 
 
 def declared(path: str, source: str) -> dict[str, set[Outcome]]:
-    """Returns the outcomes that a test file declares by decorators or `pytestmark`, by the name of its scope.
+    """Returns the outcomes that a test file declares: by decorators, `pytestmark` or `xfail()`. Keys are scopes.
 
-    A scope is the module, a class or a function. A call such as `pytest.xfail()` inside a test declares nothing: the
-    tested code may make the same call.
+    A scope is the module, a class or a function.
     """
     found: dict[str, set[Outcome]] = {}
 
-    def note(scope: str, marks: list[ast.expr]) -> None:
+    def note(scope: str, marks: Sequence[ast.AST]) -> None:
         names = {
             node.attr if isinstance(node, ast.Attribute) else node.id
             for mark in marks
@@ -61,6 +60,8 @@ def declared(path: str, source: str) -> dict[str, set[Outcome]]:
                 note(f"{scope}.{node.name}", node.decorator_list)
                 if isinstance(node, ast.ClassDef):
                     visit(node.body, f"{scope}.{node.name}")
+                else:  # a call in the test's own body
+                    note(f"{scope}.{node.name}", [n for n in ast.walk(node) if getattr(n, "attr", "") == "xfail"])
             elif isinstance(node, ast.Assign) and any(
                 isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
             ):
