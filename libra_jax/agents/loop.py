@@ -92,6 +92,7 @@ async def run_rollout(
 
     Raises:
       EnvironmentCrashed: The environment broke, or gave a reward that is not a finite number.
+      TaskRefused: The chat template refuses a message of the environment, or the prompt leaves no room to answer.
       RewardFailed: The reward function broke, or gave a reward that is not a finite number.
     """
     world = guarded.Environment(
@@ -196,15 +197,22 @@ class _Rollout:
             self.metrics.update(kept.metrics)
             return
         self.messages = [*await self.environment.reset()]
-        prompt = self.tokenizer.render(self.messages, first=True, generation_prompt=True)
+        prompt = self._rendered(self.messages, first=True)
         if len(prompt) >= self.limits.max_context:
-            raise protocols.EnvironmentCrashed(
+            raise protocols.TaskRefused(
                 f"task {self.task.prompt_id}: its prompt of {len(prompt)} tokens leaves no room to answer within "
                 f"rollout.max_context = {self.limits.max_context}; raise that or drop the task"
             )
         self.walk.append(prompt, protocols.TokenSource.PROMPT)
 
     # Tokens -----------------------------------------------------------------------------------------------------
+
+    def _rendered(self, messages: Sequence[protocols.Message], *, first: bool) -> list[int]:
+        """Returns the tokens of an increment. One task's messages that the template refuses must not end the run."""
+        try:
+            return self.tokenizer.render(messages, first=first, generation_prompt=True)
+        except protocols.DataError as error:
+            raise protocols.TaskRefused(f"task {self.task.prompt_id}: {error}") from error
 
     async def _output(self) -> tuple[str | None, bool]:
         """Returns the next output, and whether any of it was sampled now.
@@ -325,7 +333,7 @@ class _Rollout:
 
         def rendered(answers: Sequence[protocols.ToolReturn]) -> tuple[list[protocols.Message], list[int]]:
             said = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
-            return said, self.tokenizer.render(said, first=False, generation_prompt=True)
+            return said, self._rendered(said, first=False)
 
         said, tokens = rendered(answers)
         if self.limits.answer_tokens and len(tokens) > room - self.limits.answer_tokens:

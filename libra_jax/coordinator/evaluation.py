@@ -72,8 +72,14 @@ class WarmStart:
                 with resolving.named(self._names.source, "task.source", f"task({index})"):
                     task = self._tasks.task(index)
                 made = f"the demonstration of {task.prompt_id}"
-                with resolving.named(self._names.environment, "task.environment", made):
-                    batch.append(tokenizers.demonstration_trajectory(task, demonstrator, tokenizer))
+                try:
+                    with resolving.named(self._names.environment, "task.environment", made):
+                        batch.append(tokenizers.demonstration_trajectory(task, demonstrator, tokenizer))
+                except (protocols.DataError, protocols.EnvironmentCrashed) as error:
+                    # One bad task must not end the run. A batch of nothing else does.
+                    if index + 1 == first + self._limits.batch_size and not batch:
+                        raise
+                    status(f"warm start leaves out {made}: {error}")
             metrics = await ending.race(step(batch), through_stop=True)
             self.taken += 1
             loss = metrics.get("loss", math.inf)

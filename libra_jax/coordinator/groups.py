@@ -24,7 +24,7 @@ from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
 from libra_jax.weights import sync
 
-ENVIRONMENT, REWARD, TEACHER = FAILED = "environment", "reward", "teacher"
+ENVIRONMENT, REWARD, TEACHER, TASK = FAILED = "environment", "reward", "teacher", "task"
 """Reasons to replace a group that failed."""
 
 STALE, REDUNDANT = "stale", "redundant"
@@ -184,8 +184,8 @@ class Groups:
             self._replays.add(group)
             self._replays.join(group)
         if crash is not None:
-            reward, teacher = (isinstance(crash, kind) for kind in (protocols.RewardFailed, protocols.TeacherFailed))
-            broken = REWARD if reward else TEACHER if teacher else ENVIRONMENT
+            kinds = {protocols.RewardFailed: REWARD, protocols.TeacherFailed: TEACHER, protocols.TaskRefused: TASK}
+            broken = next((reason for kind, reason in kinds.items() if isinstance(crash, kind)), ENVIRONMENT)
             self._count(group, broken, str(crash))
         elif (why := self._filter(group)) is not None:
             self._count(group, self._filtered, why)

@@ -104,7 +104,7 @@ class Runner(abc.ABC):
 
         Raises:
           EnvironmentCrashed: the environment or its factory crashed `task.environment_retries` + 1 times, or the reward
-            failed as often as the config allows.
+            failed as often as the config allows, or no rollout can pose the task.
         """
 
     @abc.abstractmethod
@@ -182,8 +182,8 @@ class Rollouts(Runner):
                 # By prompt, so that a single prompt that breaks the environment stands out.
                 self._voids[trajectory.prompt_id] += 1
                 voided = voided or isinstance(crash, protocols.AttemptVoided)
-                # A failed reward has had its own retries, and a second rollout would meet the same reward function.
-                if retry == retries or isinstance(crash, protocols.RewardFailed):
+                # A failed reward has had its own retries, and a second rollout would meet the same function or prompt.
+                if retry == retries or isinstance(crash, protocols.RewardFailed | protocols.TaskRefused):
                     raise
                 self._crashes.tell(f"Rollout {trajectory.trajectory_id} begins again: {crash}")
                 # A fresh environment may answer differently, so no token of the crashed one is kept. Emptied in place,

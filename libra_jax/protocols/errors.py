@@ -69,6 +69,10 @@ class RewardFailed(EnvironmentCrashed):
     """A reward function broke repeatedly: an infrastructure failure too, but the rollout is whole and not restarted."""
 
 
+class TaskRefused(EnvironmentCrashed):
+    """A task that no rollout can pose, because the chat template refuses its messages or its prompt is too long."""
+
+
 class TeacherFailed(EnvironmentCrashed):
     """The teacher behind an endpoint failed repeatedly: an infrastructure failure of a rollout that is whole."""
 

@@ -63,6 +63,59 @@ def test_a_group_whose_environment_keeps_breaking_is_replaced_with_the_reason(tm
     assert any("task-3 was replaced (environment)" in note and why in note for note in bench.recorder.notes)
 
 
+class Choosy(doubles.TokenText):
+    """Refuses the messages of task 3, as a chat template may."""
+
+    asked = 0
+
+    def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
+        if messages[0].content == "13":
+            self.asked += 1
+            raise protocols.DataError("the chat template refuses a dialogue with the roles user, user (alternate!)")
+        return super().render(messages, first=first, generation_prompt=generation_prompt)
+
+
+def test_a_task_that_the_chat_template_refuses_is_replaced_by_name(tmp_path):
+    """It is not tried again, and the other tasks train."""
+    tokenizer, config = Choosy(), doubles.make_config()
+    bench = doubles.Bench(config, tmp_path, tokenizer=tokenizer)
+    summary = bench.run()
+    assert summary.replaced == {"task": 1}
+    assert "task-3" not in bench.trained["prompts"]
+    assert "task-12" in bench.trained["prompts"]
+    (note,) = [note for note in bench.recorder.notes if "task-3 was replaced (task)" in note]
+    assert "task task-3: the chat template refuses a dialogue" in note
+    assert tokenizer.asked <= config.coordinator.group_size
+
+
+def test_a_run_whose_every_task_is_refused_ends_with_the_reason(tmp_path):
+    class Refusing(doubles.TokenText):
+        def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
+            raise protocols.DataError("the chat template refuses a dialogue with the roles user, user")
+
+    bench = doubles.Bench(doubles.make_config(), tmp_path, tokenizer=Refusing())
+    with pytest.raises(protocols.LibraError, match=r"^task task-\d: the chat template refuses .* too many such groups"):
+        bench.run()
+
+
+def test_a_demonstration_without_an_answer_is_left_out_by_name(tmp_path):
+    class Demonstrator(doubles.Tasks):
+        broken = "task-1000000001"
+
+        def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
+            messages = super().demonstration(task)
+            return messages[:1] if self.broken in task.prompt_id else messages
+
+    config = doubles.make_config(warm_start={"steps": 2, "batch_size": 2})
+    bench = doubles.Bench(config, tmp_path, demonstrator=Demonstrator())
+    bench.run()
+    assert bench.trained["warm"] == 2
+    assert [text for _, text in bench.recorder.statuses if "leaves out the demonstration of task-1000000001" in text]
+    Demonstrator.broken = "task-"
+    with pytest.raises(protocols.LibraError, match="its demonstration must begin with a prompt"):
+        doubles.Bench(config, tmp_path / "none", demonstrator=Demonstrator()).run()
+
+
 def test_a_reward_that_always_raises_ends_the_run_with_one_sentence(tmp_path):
     async def reward(task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:
         raise KeyError("answer")
