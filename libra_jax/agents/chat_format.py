@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import array
 import hashlib
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from libra_jax import protocols
-from libra_jax.agents import tokenizers
+from libra_jax.agents import control_tokens, hugging_face, tokenizers
+from libra_jax.agents import messages as messages_lib
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoders write for bytes that are no text."""
@@ -192,8 +192,7 @@ class CharacterFormat:
           DataError: A message has an unknown role.
         """
         del tools
-        plain = [protocols.Message(message.role, _character_text(message)) for message in messages]
-        return self._tokenizer.render(plain, first=True, generation_prompt=True)
+        return self._tokenizer.render(messages, first=True, generation_prompt=True)
 
     def extend(
         self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
@@ -214,31 +213,23 @@ class CharacterFormat:
         return self._parsing(tools, context)
 
 
-def _character_text(message: protocols.Message) -> str:
-    thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
-    calls = (
-        json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
-        for call in message.tool_calls
-    )
-    parts = [message.content] if message.content else []
-    return thought + "\n".join([*parts, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
-
-
 # Hugging Face ---------------------------------------------------------------------------------------------------------
 
 
 class HuggingFaceFormat:
     """The chat format of a Hugging Face tokenizer: its chat template.
 
-    Tokens of a whole dialogue equal those that vLLM's chat endpoint gives the model.
+    Tokens of a whole dialogue equal those that vLLM's chat endpoint gives the model, but for control tokens that a
+    message spells (`control_tokens`).
     """
 
-    def __init__(self, tokenizer: tokenizers.HuggingFaceTokenizer, parsing: Parsing | None = None) -> None:
+    def __init__(self, tokenizer: hugging_face.HuggingFaceTokenizer, parsing: Parsing | None = None) -> None:
         """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
         self._tokenizer = tokenizer
         self._parsing = parsing or text_parsing(tokenizer)
         self.stop_token_ids = tokenizer.stop_token_ids
-        self._ends = tuple(tokenizer.decode([token]) for token in self.stop_token_ids)
+        # A listed token that the vocabulary lacks has no text.
+        self._ends = tuple(filter(None, (tokenizer.decode([token]) for token in self.stop_token_ids)))
 
     def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
         """Returns the tokens of a whole dialogue, up to the header after which the assistant writes.
@@ -272,7 +263,7 @@ class HuggingFaceFormat:
         written, after = self._split(whole[len(seen) :])
         if after is None or not self._keeps(output, written):
             return None
-        return self._tokenizer.encode(after)
+        return self._tokenizer.encode_after_turn(after)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of these tokens."""
@@ -292,7 +283,7 @@ class HuggingFaceFormat:
 
     def _keeps(self, output: protocols.Message, written: str) -> bool:
         """Returns whether the template has written all of an output."""
-        squeezed = "".join(written.split())
+        squeezed = "".join(control_tokens.joined(written).split())
         parts = [output.reasoning, output.content, *(call.name for call in output.tool_calls)]
         # An output that spells a stop token's text in other tokens would be cut in the middle.
         if any(end in part for end in self._ends for part in (*parts, *(call.arguments for call in output.tool_calls))):
@@ -301,60 +292,7 @@ class HuggingFaceFormat:
 
     def _text(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> str:
         """Returns the template's text of a dialogue, up to the header after which the assistant writes."""
-        offered = [_template_tool(tool) for tool in tools]
-        made = [_template_message(message) for message in messages]
-        try:
-            return self._tokenizer.dialogue(made, offered)
-        except protocols.DataError:
-            named = _named(made)
-            if named == made:
-                raise
-            return self._tokenizer.dialogue(named, offered)
-
-
-def _template_message(message: protocols.Message) -> Mapping[str, Any]:
-    """Returns a message as vLLM hands it to a chat template."""
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        # Templates take arguments as objects; vLLM parses the text of the API for them.
-        made["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        made["tool_call_id"] = message.tool_call_id
-    if message.reasoning:
-        # Older templates read the second name.
-        made |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
-    return made
-
-
-def _named(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns the messages with the tool's name in each tool message, which clients leave out and Hermes demands.
-
-    Others would write the dialogue differently with it, so it is given to templates alone that refuse without.
-    """
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
-    return [
-        {**message, "name": names[message["tool_call_id"]]} if message.get("tool_call_id") in names else message
-        for message in messages
-    ]
-
-
-def _template_tool(tool: protocols.ToolSpec) -> Mapping[str, Any]:
-    """Returns a tool as vLLM hands it to a chat template: what a request leaves out is None."""
-    function = {
-        "name": tool.name,
-        "description": tool.description or None,
-        "parameters": dict(tool.parameters) or None,
-    }
-    return {"type": "function", "function": function}
-
-
-def _arguments(call: protocols.ToolCall) -> Mapping[str, Any]:
-    """Returns a call's arguments as an object; empty if their text is no JSON object, as in vLLM."""
-    try:
-        value = json.loads(call.arguments or "{}")
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return self._tokenizer.dialogue(
+            [messages_lib.for_template(message) for message in messages],
+            [messages_lib.tool_for_template(tool) for tool in tools],
+        )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import answers, splits, tables
+from libra_jax.agents import answers, messages, splits, tables
 
 
 class FileTasks:
@@ -109,7 +109,7 @@ def task_source(
     Args:
       path: Path of the file or folder. All rows are read, but only the columns that are needed.
       seed: Seed of the order of training tasks.
-      prompt_column: Column with a text, or a list of {"role", "content"} messages.
+      prompt_column: Column with a text, or a list of messages in OpenAI's form.
       answer_column: Column with a text or number for the environment to compare with, or a list of right answers.
         Empty: tasks have no answer.
       holdout: Share of the distinct prompts that are kept for evaluation, at least one. 0 means none.
@@ -216,14 +216,19 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
 def _prompt(value: Any, where: str, column: str) -> Any:
     if isinstance(value, str) and value.strip():
         return value
-    if isinstance(value, list) and value:
-        messages = [item for item in value if isinstance(item, dict)]
-        texts = [item.get(key) for item in messages for key in ("role", "content")]
-        if len(messages) == len(value) and all(isinstance(text, str) for text in texts):
-            return [{"role": item["role"], "content": item["content"]} for item in messages]
-    raise protocols.DataError(
-        f"{where}: column {column!r} must be a text that is not empty, or a list of messages with role and content"
-    )
+    wanted = f"{where}: column {column!r} must be a text that is not empty, or a list of messages with role and content"
+    if not isinstance(value, list) or not value:
+        raise protocols.DataError(wanted)
+    try:
+        for item in value:
+            messages.from_dict(item)
+    except protocols.DataError as error:
+        raise protocols.DataError(f"{wanted}; {error}") from error
+    # Empty fields go: tables of one schema give each message all fields, and a prompt is known by its text.
+    return [
+        {key: part for key, part in item.items() if key in ("role", "content") or part not in messages.EMPTY}
+        for item in value
+    ]
 
 
 def _answer(value: Any, where: str, column: str) -> Any:

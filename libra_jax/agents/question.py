@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import answers, arithmetic, deadlines
+from libra_jax.agents import answers, arithmetic, deadlines, messages
 
 MAX_CHARACTERS = 120
 """Longest expression in characters that the calculator accepts here."""
@@ -17,16 +17,15 @@ CALCULATOR_HINT = (
 )
 
 
-def opening(prompt: str | Sequence[Mapping[str, str]], system: str = "") -> list[protocols.Message]:
+def opening(prompt: str | Sequence[Mapping[str, Any]], system: str = "") -> list[protocols.Message]:
     """Returns the first messages of a dialogue.
 
     Args:
-      prompt: Text of the user's message, or messages with "role" and "content".
+      prompt: Text of the user's message, or messages as `messages.from_dict` reads them.
       system: System message. Empty means none.
     """
-    posed = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    before = [protocols.Message("system", system)] if system else []
-    return [*before, *(protocols.Message(item["role"], item["content"]) for item in posed)]
+    posed = [protocols.Message("user", prompt)] if isinstance(prompt, str) else map(messages.from_dict, prompt)
+    return [*([protocols.Message("system", system)] if system else []), *posed]
 
 
 def grade(match: str, output: str, payload: Mapping[str, Any]) -> bool:

@@ -33,6 +33,9 @@ class TaskConfig:
     target_success: float = 0.5  # success rate, from 0 to 1, of the likeliest tasks of order=success
     exploration: float = 0.2  # share of tasks, from 0 to 1, that order=success takes in the source's order
     tokenizer: str = "character"  # "character", or a Hugging Face directory or id; empty: model.path
+    # Control tokens that prompts, tool returns, demonstrations and clients' messages spell: text (they stay text, so
+    # that no text can end a turn), parse (they become control tokens, as vLLM's chat endpoint has them).
+    control_tokens: str = "text"
     max_turns: int = 4  # most model outputs of a rollout
     max_tokens: int = 0  # most generated tokens of a rollout, over all its outputs; 0: limited by its context
     max_seconds: float = 0.0  # most seconds of a rollout from its first token, tools and waits included; 0: no limit
@@ -61,6 +64,7 @@ class TaskConfig:
         check(self.max_tokens >= 0, "task.max_tokens", f"must not be negative, not {self.max_tokens}; 0 is no limit")
         check_finite(self.max_seconds, "task.max_seconds")
         check(self.max_seconds >= 0, "task.max_seconds", f"must not be negative, not {self.max_seconds}; 0 is no limit")
+        check_choice(self.control_tokens, ("text", "parse"), "task.control_tokens")
         check_choice(self.context_policy, ("stop", "cut"), "task.context_policy")
         check(self.answer_tokens > 0, "task.answer_tokens", f"must be positive, not {self.answer_tokens}")
         check_choice(self.cut_off, ("zero", "mask", "bootstrap"), "task.cut_off")

@@ -14,7 +14,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, tokenizers
+from libra_jax.agents import chat_format, hugging_face
 
 # A call that does not parse is everyday here, and stays in the content. vLLM writes a stack trace for each.
 for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):
@@ -76,7 +76,7 @@ def parsing(
       ConfigError: vLLM has no parser of a name, or the parser cannot read this tokenizer's tokens.
     """
     check_names(tool_parser, reasoning_parser)
-    if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+    if isinstance(tokenizer, hugging_face.HuggingFaceTokenizer):
         vocabulary: Any = tokenizer.hugging_face
     else:
         vocabulary = _Vocabulary(tokenizer)

@@ -164,5 +164,21 @@ class Tokenizer(Protocol):
           messages: the increment only, never the dialogue so far.
           first: True at the start of the context; only there begin-of-text and similar tokens belong.
           generation_prompt: append the header after which the assistant writes.
+
+        Raises:
+          DataError: the template refuses the messages.
+        """
+        ...
+
+    def render_output(self, before: Sequence[Message], output: Message, *, first: bool) -> list[int]:
+        """Returns the tokens of a message as the policy writes it after `render(before)`, its stop token included.
+
+        Args:
+          before: the increment that the output answers.
+          output: message of the assistant.
+          first: True if `before` begins the context.
+
+        Raises:
+          DataError: the template refuses the messages, or drops a part of the output.
         """
         ...

@@ -69,6 +69,7 @@ class Message:
       tool_calls: calls of an assistant message that a tool parser has read; empty if calls stay in the text.
       tool_call_id: call that a tool message answers.
       reasoning: text that the model thought before its answer, if a parser has taken it out of the content.
+      name: name of the tool or participant that wrote the message, for templates that show it; empty if not known.
     """
 
     role: str
@@ -76,3 +77,4 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
+    name: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import chat_format, factories, tokenizers
+from libra_jax.agents import chat_format, factories, hugging_face, tokenizers
 from libra_jax.agents.tools import toolkit
 
 
@@ -20,7 +20,7 @@ def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> 
     """
     made = tokenizers.create(config.task, config.model.path, incremental=False)
     if (
-        isinstance(made, tokenizers.HuggingFaceTokenizer)
+        isinstance(made, hugging_face.HuggingFaceTokenizer)
         and not made.incremental
         # Made to see its kind, and never begun.
         and not factories.is_harness(factories.environment_factory(config.task, tools)())
@@ -44,7 +44,7 @@ def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -
         # The calculator's calls are expressions between Hermes's marks, and stay in the text.
         parsing = _parsing(tokenizer, settings, chat_format.Parsers(), "")
         return chat_format.CharacterFormat(tokenizer, parsing)
-    if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
+    if isinstance(tokenizer, hugging_face.HuggingFaceTokenizer):
         certain = chat_format.parsers_of(tokenizer.template, tokenizer.header)
         return chat_format.HuggingFaceFormat(tokenizer, _parsing(tokenizer, settings, certain, tokenizer.header))
     raise protocols.DataError(

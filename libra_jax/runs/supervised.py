@@ -20,6 +20,7 @@ import numpy as np
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.agents import messages as message_forms
 from libra_jax.agents import tables, tokenizers
 from libra_jax.models import hub
 from libra_jax.runs import cpu_rows, wiring, worker_specs
@@ -62,10 +63,10 @@ def chats(path: str, tokenizer: protocols.Tokenizer) -> list[protocols.Trajector
     for row in tables.rows(path, wanted=(COLUMN,), of="chats"):
         value = tables.value(row, COLUMN)
         try:
-            messages = [protocols.Message(str(item["role"]), str(item["content"])) for item in value]
-        except (TypeError, KeyError) as error:
+            messages = [message_forms.from_dict(item) for item in value]
+        except (TypeError, protocols.DataError) as error:
             raise protocols.DataError(
-                f'{row.where}: {COLUMN} must be a list of {{"role": ..., "content": ...}}, not {value!r:.80}'
+                f'{row.where}: {COLUMN} must be a list of {{"role": ..., "content": ...}}, not {value!r:.80}; {error}'
             ) from error
         try:
             found.append(tokenizers.dialogue_trajectory(f"chat {row.number}", messages, tokenizer))

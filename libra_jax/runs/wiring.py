@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from libra_jax import checksums, protocols
 from libra_jax import config as libra_config
-from libra_jax.agents import factories, harness_loop, samples
+from libra_jax.agents import factories, harness_loop, samples, tokenizers
 from libra_jax.agents import teacher as teachers
 from libra_jax.agents.rewards import composition
 from libra_jax.agents.tools import toolkit
@@ -366,3 +367,9 @@ def add_files(config: libra_config.RunConfig, model: Path) -> None:
                     f"({getattr(error, 'strerror', None) or error}): copy {', '.join(patterns)} yourself to load that "
                     "directory."
                 ) from error
+    generation = model / GENERATION_FILES[0]
+    # The exported config.json lists no stop tokens.
+    if model.is_dir() and not generation.exists() and (ends := tokenizers.listed_ends(config.model.path)):
+        generation.write_text(json.dumps({"eos_token_id": ends}) + "\n")
+        if (model / checksums.SEAL).exists():
+            checksums.seal_folder(model, [generation.name])

@@ -379,6 +379,11 @@ class CountedText:
     def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> Any:
         return Runs([(TEXT, sum(_tokens(message.content) for message in messages))])
 
+    def render_output(
+        self, before: Sequence[protocols.Message], output: protocols.Message, *, first: bool
+    ) -> list[int]:
+        return [*self.encode(output.content), STOP]
+
 
 def _tokens(content: str) -> int:
     return int(content) if content.isdigit() else -(-len(content) // 4)

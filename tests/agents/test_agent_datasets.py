@@ -6,10 +6,13 @@ import pathlib
 import sys
 import types
 
+import chat_templates
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents import datasets, factories, question
+from libra_jax.agents import datasets, factories, question, tokenizers
 
 
 def write(path, rows):
@@ -201,9 +204,94 @@ def test_a_prompt_may_be_a_list_of_messages():
     assert opening == [protocols.Message("system", "s"), protocols.Message("user", "q")]
 
 
-@pytest.mark.parametrize(("given", "reward"), [("NYC", 1.0), ("New York", 1.0), ("York", 0.0)])
-def test_several_answers_may_be_right(given, reward):
-    _, (result,) = ask(["New York", "NYC"], [given])
+CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"q": "é"}}}
+WORDS = st.text("ab \né{", min_size=1, max_size=5)
+ASKED = st.builds(lambda text: [{"role": "user", "content": text, "tool_calls": None, "name": ""}], WORDS)
+SAID = st.builds(
+    lambda text, thought, calls: [
+        {"role": "assistant", "content": text, "reasoning_content": thought, "tool_calls": calls},
+        *({"role": "tool", "content": text, "tool_call_id": call["id"], "name": "look"} for call in calls),
+    ],
+    WORDS | st.just(""),
+    WORDS | st.just(""),
+    st.sampled_from([[], [CALL], [CALL, CALL | {"id": "call00002"}]]),
+)
+
+
+@given(rounds=st.lists(st.tuples(ASKED, SAID), min_size=1, max_size=3), text=st.booleans())
+@pytest.mark.parametrize("name", ["THINKS", "PLAIN", "NAMES"])
+def test_a_prompt_of_messages_is_what_the_template_makes_of_the_row(hugging_face, tmp_path_factory, name, rounds, text):
+    """Calls, their ids, names and reasoning included. Arguments may be an object or its text."""
+    rows = [message for asked, said in rounds for message in (*asked, *said)] + [{"role": "user", "content": "so?"}]
+    tokenizer = hugging_face[name]
+    expected = tokenizer.hugging_face.apply_chat_template(
+        # A field that is None is absent in a table of one schema.
+        [{key: value for key, value in row.items() if value or key == "content"} for row in rows],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    written = json.loads(json.dumps(rows))
+    for call in (call["function"] for row in written for call in row.get("tool_calls") or ()):
+        call["arguments"] = json.dumps(call["arguments"]) if text else call["arguments"]
+    path = write(tmp_path_factory.getbasetemp() / "chats.jsonl", [{"prompt": written, "answer": 1}])
+    task = datasets.task_source(path, holdout=0).task(0)
+    opening = question.opening(json.loads(json.dumps(task.payload["prompt"])))
+    assert tokenizer.render(opening, first=True, generation_prompt=True) == list(expected)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("templates")
+    return {
+        name: tokenizers.load(chat_templates.save(folder / name, getattr(chat_templates, name)))
+        for name in ("THINKS", "PLAIN", "NAMES")
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": "a", "images": ["cat.png"]}, "of the role 'user' has 'images', which no chat template gets"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "has content of the kind 'image_url'"),
+        ({"content": "a", "function_call": {"name": "f"}}, "has 'function_call'"),
+        ({"content": "a", "tool_calls": [CALL]}, "has tool_calls; only the assistant calls tools"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, "has the call {'id': 'c'}"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]},
+            "a call is {",
+        ),
+        ({"content": None}, "has the content None"),
+        ({"content": "a", "name": 3}, "has a tool_call_id, name or reasoning that is no text"),
+    ],
+)
+def test_a_part_of_a_message_that_no_policy_would_see_is_refused(tmp_path, message, problem):
+    path = write(tmp_path / "chats.jsonl", [{"prompt": [{"role": "user", **message}], "answer": 1}])
+    with pytest.raises(protocols.DataError) as caught:
+        datasets.task_source(path, holdout=0)
+    assert "chats.jsonl, line 1: column 'prompt'" in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_parts_of_text_are_joined_and_plain_messages_keep_their_form(tmp_path):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rows = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": parts, "tool_calls": []}]
+    path = write(tmp_path / "chats.jsonl", [{"prompt": rows, "answer": 1}])
+    prompt = datasets.task_source(path, holdout=0).task(0).payload["prompt"]
+    assert prompt[0] == {"role": "system", "content": "s"}
+    assert question.opening(prompt)[1] == protocols.Message("user", "a\nb")
+
+
+def test_the_character_tokenizer_writes_calls_of_a_prompt():
+    message = {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "hm"}
+    tokenizer = tokenizers.CharacterTokenizer()
+    tokens = tokenizer.render(question.opening([message]), first=True, generation_prompt=False)
+    said = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"q": "\ufffd"}}\n</tool_call>'
+    assert tokenizer.decode(tokens) == f"<|assistant|>{said}<|im_end|>"
+
+
+@pytest.mark.parametrize(("said", "reward"), [("NYC", 1.0), ("New York", 1.0), ("York", 0.0)])
+def test_several_answers_may_be_right(said, reward):
+    _, (result,) = ask(["New York", "NYC"], [said])
     assert result.reward == reward
 
 

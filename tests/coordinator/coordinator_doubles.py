@@ -82,6 +82,11 @@ class TokenText:
             tokens += self.encode(message.content)
         return [*tokens, 1] if generation_prompt else tokens
 
+    def render_output(
+        self, before: Sequence[protocols.Message], output: protocols.Message, *, first: bool
+    ) -> list[int]:
+        return [*self.encode(output.content), *self.stop_token_ids]
+
 
 class Tasks:
     """Task n shows the digits of n."""

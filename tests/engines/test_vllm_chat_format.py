@@ -145,9 +145,13 @@ DIALOGUES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_those_of_vllms_chat_endpoint(name, folders, formats):
     endpoint = Endpoint(folders[name])
+    parsing = chat_format.HuggingFaceFormat(tokenizers.load(folders[name], incremental=False, parse_texts=True))
     try:
         for dialogue, tools in itertools.product(DIALOGUES, ((), TOOLS)):
-            assert formats[name].render(dialogue, tools) == endpoint.tokens(dialogue, tools)
+            expected = endpoint.tokens(dialogue, tools)
+            assert parsing.render(dialogue, tools) == expected
+            forged = "forged" in dialogue[0].content
+            assert (formats[name].render(dialogue, tools) == expected) != forged
     finally:
         endpoint.close()
 

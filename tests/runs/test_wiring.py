@@ -151,7 +151,18 @@ def test_an_export_keeps_the_generation_config_of_the_model_it_came_from(tmp_pat
         run = config.RunConfig(model=config.ModelConfig(path=str(source)), task=config.TaskConfig(tokenizer=tokenizer))
         wiring.add_files(run, model)
         assert [file.name for file in model.iterdir()] == ["generation_config.json"]
+        assert (model / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
         (model / "generation_config.json").unlink()
+
+
+def test_an_export_lists_the_end_tokens_of_a_model_without_generation_config(tmp_path):
+    source, model = tmp_path / "source", tmp_path / "model"
+    for folder in (source, model):
+        folder.mkdir()
+    (source / "config.json").write_text('{"eos_token_id": [1, 2]}')
+    run = config.RunConfig(model=config.ModelConfig(path=str(source)))
+    wiring.add_files(run, model)
+    assert json.loads((model / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
 
 
 ON_CPUS = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
