@@ -74,8 +74,8 @@ async def run_harness(
     """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
 
     The counterpart of `loop.run_rollout` for harnesses, with the same results: `trajectory.reward`, `trajectory.finish`
-    and the same metrics, and `other_temperatures` beside them. If the rollout met a limit, the reward is 0 unless
-    `reward` gives another.
+    and the same metrics, and `hints`, `hint/<name>` and `refused_requests` beside them. If the rollout met a limit, the
+    reward is 0 unless `reward` gives another.
 
     A harness is silent while none of its requests is under way. It may be silent for `limits.reset_seconds` before its
     first request and for `limits.tool_seconds` afterwards. One that is silent for longer has crashed.
@@ -269,7 +269,6 @@ class _Rollout:
             reward, metrics = score.reward, {**metrics, **score.metrics}
         trajectory.metrics.update(metrics)
         trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
-        trajectory.metrics["other_temperatures"] = float(opened.other_temperatures)
         trajectory.metrics["hints"] = float(opened.hints.total())
         trajectory.metrics["refused_requests"] = float(opened.refusals)
         trajectory.metrics |= {f"hint/{name}": float(opened.hints[name]) for name in _HINTS if opened.hints[name]}

@@ -53,6 +53,8 @@ class HuggingFaceTokenizer:
           DataError: There is no chat template, or it does not end an assistant turn with a special token.
         """
         self.hugging_face = tokenizer
+        # `decode` first looks for arrays in the list, which costs as much as the decoding of a stream's few tokens.
+        self._decode = getattr(tokenizer, "_decode", tokenizer.decode)
         self._name = name
         if not getattr(tokenizer, "chat_template", None):
             raise protocols.DataError(
@@ -187,9 +189,7 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens, with special tokens spelled out."""
         # Clean-up would move spaces, and the text would no longer be that of these tokens.
-        return str(
-            self.hugging_face.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return str(self._decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @property
     def template(self) -> str:

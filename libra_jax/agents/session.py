@@ -44,7 +44,6 @@ class Session:
       idle_since: event-loop time from which the agent could have asked for something, in seconds: the last request
         ended then, or requests could arrive again.
       answered: number of delivered outputs.
-      other_temperatures: number of requests for another temperature than the run's.
       hints: numbers of requests that asked for what they did not get, by its name.
       refusals: number of refused requests.
       refusal: why the last one was refused.
@@ -74,7 +73,7 @@ class Session:
         self._generated = 0
         self.limit: str | None = None
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self.active = self.answered = self.other_temperatures = 0
+        self.active = self.answered = 0
         self.hints: collections.Counter[str] = collections.Counter()
         self.refusals, self.refusal = 0, ""
         self.idle_since = self._clock()
@@ -160,9 +159,7 @@ class Session:
         if len(request.messages) >= limits.max_context:  # without the cost of a template: each takes a token
             self._check_room(len(request.messages))
         hints = {*request.hints, *(request.options.used() if request.options != limits.options else ())}
-        if request.temperature not in (None, limits.temperature):
-            self.other_temperatures += 1
-            hints.add("temperature")
+        hints |= set() if request.temperature in (None, limits.temperature) else {"temperature"}
         self.hints.update(hints)
         if hints and self._strict:
             name = min(hints)

@@ -62,8 +62,8 @@ def application(conversations: protocols.Conversations, limits: config_lib.Gatew
         routing.Route("/v1/models", _Models(known, limits)),
         routing.Route("/v1/models/{name:path}", _Models(known, limits)),
     ]
-    health = routing.Route("/health", _Health(limits))
-    missing = _NotFound(limits)
+    health = routing.Route("/health", _Health(known, limits))
+    missing = _NotFound(known, limits)
     below = routing.Router(paths, redirect_slashes=False, default=missing)
     routes = [*paths, health, routing.Mount("/s/{secret}", below)]
     return routing.Router(routes, redirect_slashes=False, default=missing)
@@ -83,8 +83,8 @@ class _Endpoint:
 
     methods: tuple[str, ...] = ("GET", "HEAD")
 
-    def __init__(self, limits: config_lib.GatewayConfig) -> None:
-        self._limits = limits
+    def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig) -> None:
+        self._known, self._limits = known, limits
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         """Writes the answer. May raise any error."""
@@ -159,15 +159,7 @@ class _Health(_Endpoint):
         await answer.json(200, {"status": "ok"})
 
 
-class _OfSession(_Endpoint):
-    """An endpoint that looks something up."""
-
-    def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig) -> None:
-        super().__init__(limits)
-        self._known = known
-
-
-class _Responses(_OfSession):
+class _Responses(_Endpoint):
     """Returns a response again."""
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
@@ -178,7 +170,7 @@ class _Responses(_OfSession):
         await answer.json(200, session.responses[name])
 
 
-class _Models(_OfSession):
+class _Models(_Endpoint):
     """Lists the one model, in the form of the client's API."""
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
@@ -195,7 +187,7 @@ class _Models(_OfSession):
         await answer.json(200, one if "name" in scope["path_params"] else everything)
 
 
-class _Outputs(_OfSession):
+class _Outputs(_Endpoint):
     """Answers with outputs of the model."""
 
     methods = ("POST",)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -208,9 +210,7 @@ def validated(model: type[T], value: object, path: str, hints: list[str]) -> T:
 def _removed(value: Any, steps: Sequence[int | str]) -> bool:
     """Removes a field from the JSON; returns whether it was there."""
     try:
-        for step in steps[:-1]:
-            value = value[step]
-        del value[steps[-1]]
+        del functools.reduce(operator.getitem, steps[:-1], value)[steps[-1]]
     except (LookupError, TypeError):  # a validator has read the JSON in another form
         return False
     return True

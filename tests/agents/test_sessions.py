@@ -431,7 +431,7 @@ def test_another_temperature_is_counted_or_refused():
     async def test() -> None:
         one = opened()
         await ask(one, user("x"), temperature=0.3)
-        assert one.other_temperatures == 1
+        assert one.hints == {"temperature": 1}
         strict = session.Session(
             protocols.Trajectory("task/0", "task"),
             form=doubles.Characters(),
