@@ -7,137 +7,21 @@ template writes after them is added. `extend` says when that is right, and `None
 
 from __future__ import annotations
 
-import array
-import hashlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from libra_jax import protocols
-from libra_jax.agents import control_tokens, hugging_face, tokenizers
+from libra_jax.agents import control_tokens, hugging_face, output_parsers, thoughts, tokenizers
 from libra_jax.agents import messages as messages_lib
-
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no text."""
-
-
-class Parsing(Protocol):
-    """Makes a parser for each output."""
-
-    def __call__(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        """Returns a parser for one output, as `ChatFormat.parser` does."""
-        ...
-
-
-# Parsing --------------------------------------------------------------------------------------------------------------
-
-_OFTEN = 16
-"""Number of waiting tokens up to which each further one is tried. Beyond, at powers of two: a run of bytes that are no
-text would cost the square of its length."""
-
-
-class Decoder(Protocol):
-    """Decodes tokens; a tokenizer and a chat format do."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of these tokens."""
-        ...
-
-
-class TextStream:
-    """Decodes one output while its tokens arrive, as the `DecodeStream` of Hugging Face's tokenizers does.
-
-    Tokens are decoded together with the ones before them, because the first token of a text may decode differently
-    from a later one. Tokens whose text ends with U+FFFD wait: later ones may complete its character. The text does not
-    depend on how the output is cut into pieces.
-    """
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._before: list[int] = []
-        self._before_text = ""
-        self._ahead: list[int] = []
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that further tokens complete."""
-        if token_ids and not self._ahead:
-            text = self._text(token_ids)
-            if _BROKEN not in text:
-                return self._take(list(token_ids), text)
-        return "".join(map(self._next, token_ids))
-
-    def _next(self, token: int) -> str:
-        self._ahead.append(token)
-        count = len(self._ahead)
-        if count > _OFTEN and count & (count - 1) and self._decoder.decode([token]).endswith(_BROKEN):
-            return ""
-        text = self._text(self._ahead)
-        return "" if text.endswith(_BROKEN) else self._take(self._ahead, text)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens that follow those before."""
-        text = self._decoder.decode([*self._before, *tokens])
-        # A decoder may read a character and broken bytes after it as broken bytes alone.
-        if not text.startswith(self._before_text):
-            return self._decoder.decode(tokens)
-        return text[len(self._before_text) :]
-
-    def _take(self, tokens: list[int], text: str) -> str:
-        self._before, self._before_text, self._ahead = tokens, self._decoder.decode(tokens), []
-        return text
-
-    def finish(self) -> str:
-        """Returns the text of tokens that still wait for the rest of a character."""
-        return self._take(self._ahead, self._text(self._ahead)) if self._ahead else ""
-
-
-class TextParser:
-    """Passes the text of an output through: calls and reasoning stay in the content."""
-
-    def __init__(self, tokenizer: protocols.Tokenizer) -> None:
-        self._stream = TextStream(tokenizer)
-        self._text: list[str] = []
-
-    def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
-        """Returns the text that further tokens complete."""
-        return self._told(self._stream.feed(token_ids))
-
-    def finish(self) -> tuple[Sequence[protocols.MessageDelta], protocols.Message]:
-        """Returns the text held back, and the whole message."""
-        rest = self._told(self._stream.finish())
-        return rest, protocols.Message("assistant", "".join(self._text))
-
-    def _told(self, text: str) -> Sequence[protocols.MessageDelta]:
-        self._text += [text] if text else []
-        return [protocols.ContentDelta(text)] if text else []
-
-
-def text_parsing(tokenizer: protocols.Tokenizer) -> Parsing:
-    """Returns a maker of parsers that pass text through."""
-
-    def parser(tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        del tools, context
-        return TextParser(tokenizer)
-
-    return parser
-
-
-def call_id(context: Sequence[int], output: Sequence[int], index: int) -> str:
-    """Returns the id of a call: 9 letters and digits, which is the form that Mistral's templates demand.
-
-    It follows from the tokens before the call's output, the output, and the number of the call in it. So a replay
-    gives the same id, and no other call of the session has it.
-    """
-    digest = hashlib.sha256(array.array("q", (index, len(context), *context, *output)).tobytes())
-    return digest.hexdigest()[:9]
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's parsers of an output; empty for none.
+    """Names of the parsers of an output; empty for none.
 
     Attributes:
-      tool: parser of tool calls.
-      reasoning: parser of reasoning.
+      tool: vLLM's parser of tool calls.
+      reasoning: vLLM's parser of reasoning, or `output_parsers.BY_MARKS`.
     """
 
     tool: str = ""
@@ -161,10 +45,10 @@ def parsers_of(template: str, header: str) -> Parsers:
         tool = "hermes"
     elif "<|start_header_id|>" in template and re.search(r'\\*"parameters\\*": ', template):
         tool = "llama3_json"
-    # Without a switch or an open mark, the model does not think, and the parser would take its answers for reasoning.
-    thinks = "enable_thinking" in template or header.rstrip().endswith("<think>")
-    if thinks and all(mark in template for mark in ("<|im_start|>", "</think>", "reasoning_content")):
-        reasoning = "qwen3"
+    # Other templates do not write reasoning: thoughts that were taken out of the content would leave the context.
+    writes = "reasoning_content" in template and any(close in template for close in thoughts.MARKS.values())
+    if writes or thoughts.opening(header):
+        reasoning = output_parsers.BY_MARKS
     return Parsers(tool, reasoning)
 
 
@@ -179,10 +63,10 @@ class CharacterFormat:
     in front of the content, between `<think>` and `</think>`.
     """
 
-    def __init__(self, tokenizer: tokenizers.CharacterTokenizer, parsing: Parsing | None = None) -> None:
+    def __init__(self, tokenizer: tokenizers.CharacterTokenizer, parsing: output_parsers.Parsing | None = None) -> None:
         """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
         self._tokenizer = tokenizer
-        self._parsing = parsing or text_parsing(tokenizer)
+        self._parsing = parsing or output_parsers.text_parsing(tokenizer)
         self.stop_token_ids = tokenizer.stop_token_ids
 
     def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
@@ -223,10 +107,12 @@ class HuggingFaceFormat:
     message spells (`control_tokens`).
     """
 
-    def __init__(self, tokenizer: hugging_face.HuggingFaceTokenizer, parsing: Parsing | None = None) -> None:
+    def __init__(
+        self, tokenizer: hugging_face.HuggingFaceTokenizer, parsing: output_parsers.Parsing | None = None
+    ) -> None:
         """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
         self._tokenizer = tokenizer
-        self._parsing = parsing or text_parsing(tokenizer)
+        self._parsing = parsing or output_parsers.text_parsing(tokenizer)
         self.stop_token_ids = tokenizer.stop_token_ids
         # A listed token that the vocabulary lacks has no text.
         self._ends = tuple(filter(None, (tokenizer.decode([token]) for token in self.stop_token_ids)))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format
+from libra_jax.agents import output_parsers
 
 
 class Reader:
@@ -18,8 +18,7 @@ class Reader:
     Args:
       form: the model's chat format.
       parser: its parser of this output.
-      stop: texts that end the output. The text itself is left out of the message, and its tokens are kept. A client
-        that streams may see it in the reasoning, which is not held back.
+      stop: texts that end the output. The text itself is left out of the message, and its tokens are kept.
 
     Attributes:
       tokens: number of tokens of the output so far.
@@ -33,10 +32,10 @@ class Reader:
         self._stop_token_ids = frozenset(form.stop_token_ids)
         self._stop = tuple(text for text in stop if text)
         self._reach = max(map(len, self._stop), default=1) - 1
-        self._stream = chat_format.TextStream(form)
+        self._stream = output_parsers.TextStream(form)
         self._tail = ""
-        self._content = ""
-        self._sent = 0
+        self._texts = {"reasoning": "", "content": ""}
+        self._sent = dict.fromkeys(self._texts, 0)
         self.tokens = 0
         self.stopped = self.ended = False
         self.stop_text = ""
@@ -60,20 +59,17 @@ class Reader:
     def finish(self) -> tuple[list[protocols.MessageDelta], protocols.Message]:
         """Ends the output; returns the parts that were held back, and the whole message."""
         deltas, message = self._parser.finish()
-        rest = self._shown(deltas)
-        if self._cut:
-            # Calls begin after the content, and so after the stop text.
-            content = self._content.partition(self.stop_text)[0]
-            message = dataclasses.replace(message, content=content, tool_calls=())
-            self._content = content
-        elif self.stop_text:
-            message = dataclasses.replace(message, reasoning=message.reasoning.partition(self.stop_text)[0])
-        return rest + self._held(len(self._content)), message
-
-    @property
-    def _cut(self) -> bool:
-        """Whether a stop text has ended the content. One inside a call or the reasoning ends the output alone."""
-        return bool(self.stop_text) and self.stop_text in self._content
+        if not self._stop:
+            return list(deltas), message
+        calls = [delta for delta in deltas if isinstance(delta, protocols.ToolCallDelta)]
+        shown = self._shown([delta for delta in deltas if not isinstance(delta, protocols.ToolCallDelta)])
+        for part, text in self._texts.items() if self.stop_text else ():
+            place = text.find(self.stop_text, self._sent[part])
+            if place >= 0:
+                # Calls begin after the content, and so after the stop text. One inside a call ends the output alone.
+                self._texts[part], calls = text[:place], []
+                message = dataclasses.replace(message, **self._texts, tool_calls=())
+        return [*shown, *self._rest(), *calls], message
 
     def _look(self, text: str) -> None:
         """Ends the output if further text completes a stop text."""
@@ -84,20 +80,28 @@ class Reader:
         self._tail = self._tail[-self._reach :] if self._reach else ""
 
     def _shown(self, deltas: Sequence[protocols.MessageDelta]) -> list[protocols.MessageDelta]:
-        """Returns what a client may see now. Content that may be the beginning of a stop text is held back."""
+        """Returns what a client may see now. Text that may be the beginning of a stop text is held back."""
         if not self._stop:
             return list(deltas)
         found: list[protocols.MessageDelta] = []
         for delta in deltas:
-            if isinstance(delta, protocols.ContentDelta):
-                self._content += delta.text
-                found += [] if self.stop_text else self._held(len(self._content) - self._reach)
-            elif not self._cut:
-                found += [] if self.stop_text else self._held(len(self._content))
-                found.append(delta)
+            if isinstance(delta, protocols.ToolCallDelta):
+                found += [*self._rest(), delta]
+                continue
+            part = "reasoning" if isinstance(delta, protocols.ReasoningDelta) else "content"
+            self._texts[part] += delta.text
+            found += [] if self.stop_text else self._rest(part, self._reach)
         return found
 
-    def _held(self, upto: int) -> list[protocols.MessageDelta]:
-        """Returns the content up to a character that was not shown yet."""
-        sent, self._sent = self._sent, max(self._sent, upto)
-        return [protocols.ContentDelta(self._content[sent:upto])] if sent < upto else []
+    def _rest(self, last: str = "content", keep: int = 0) -> list[protocols.MessageDelta]:
+        """Returns what was not shown yet up to the part `last`, without the `keep` last characters of that part."""
+        found: list[protocols.MessageDelta] = []
+        for part, text in self._texts.items():
+            sent, end = self._sent[part], len(text) - (keep if part == last else 0)
+            if sent < end:
+                kind = protocols.ReasoningDelta if part == "reasoning" else protocols.ContentDelta
+                found.append(kind(text[sent:end]))
+                self._sent[part] = end
+            if part == last:
+                break
+        return found

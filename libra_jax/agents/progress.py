@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, thoughts
+from libra_jax.agents import output_parsers, thoughts
 from libra_jax.agents.sandbox import limits
 
 
@@ -127,7 +127,7 @@ class Hearing:
         opening: str = "",
     ) -> None:
         self._hear, self._trajectory, self._end = hear, trajectory, start
-        self._stream, self._stop_token_ids = chat_format.TextStream(tokenizer), frozenset(tokenizer.stop_token_ids)
+        self._stream, self._stop_token_ids = output_parsers.TextStream(tokenizer), frozenset(tokenizer.stop_token_ids)
         self._opening = opening
         self.error: Exception | None = None
 
@@ -174,16 +174,12 @@ def cut_to_fit(
     return cut(fits) if fits >= 0 else None
 
 
-_MARK_TOKENS = 64
-"""Tokens at the end of a context that hold an opening mark of `thoughts.MARKS` and white space after it."""
-
-
 def opening(tokenizer: protocols.Tokenizer, token_ids: Sequence[int], start: int) -> str:
     """Returns the beginning of a thought, if the template has written it before the output at `start`.
 
     Environments and rewards read this text before the output. Without it, a thought would pass for an answer.
     """
-    return thoughts.opening(tokenizer.decode(token_ids[max(0, start - _MARK_TOKENS) : start]))
+    return thoughts.opening(tokenizer.decode(token_ids[max(0, start - thoughts.TOKENS) : start]))
 
 
 def written(tokenizer: protocols.Tokenizer, trajectory: protocols.Trajectory) -> str:

@@ -8,6 +8,7 @@ in front of the output, so an output's text alone says what is thought.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MARKS = {
@@ -24,6 +25,10 @@ MARKS = {
 """Closing marks of thoughts by their opening marks, as the models' templates and vLLM's reasoning parsers have them."""
 
 _MARK = re.compile("|".join(map(re.escape, (*MARKS, *MARKS.values()))))
+
+
+TOKENS = 64
+"""Tokens at the end of a context that hold an opening mark and white space after it."""
 
 
 class Parts(NamedTuple):
@@ -45,19 +50,35 @@ def split(output: str) -> Parts:
     thought is part of it. If a mark closes no thought, all text before that mark is thought: a template or a model left
     out the opening mark.
     """
-    pieces: list[tuple[bool, str]] = []
-    close, place, answers = "", 0, 0
+    pieces = list(_pieces(output))
+    answers = max((number for number, piece in enumerate(pieces, 1) if piece.stray), default=0)
+    thought = "".join(piece.text for number, piece in enumerate(pieces) if piece.thought or number < answers)
+    return Parts(thought, "".join(piece.text for piece in pieces[answers:] if not piece.thought))
+
+
+def outside(text: str) -> str:
+    """Returns the text outside of thoughts. Unlike an answer, it keeps text before a mark that closes no thought."""
+    return "".join(piece.text + piece.stray for piece in _pieces(text) if not piece.thought)
+
+
+class _Piece(NamedTuple):
+    """Text up to a mark. `stray` is that mark if it closes no thought."""
+
+    text: str
+    thought: bool
+    stray: str = ""
+
+
+def _pieces(output: str) -> Iterator[_Piece]:
+    close, place = "", 0
     for mark in _MARK.finditer(output):
         text = mark.group()
         if close and text != close:
             continue
-        pieces.append((bool(close), output[place : mark.start()]))
-        if not close and text not in MARKS:
-            answers = len(pieces)
+        stray = "" if close or text in MARKS else text
+        yield _Piece(output[place : mark.start()], bool(close), stray)
         close, place = "" if close else MARKS.get(text, ""), mark.end()
-    pieces.append((bool(close), output[place:]))
-    thought = "".join(text for number, (inside, text) in enumerate(pieces) if inside or number < answers)
-    return Parts(thought, "".join(text for inside, text in pieces[answers:] if not inside))
+    yield _Piece(output[place:], bool(close))
 
 
 def opening(context: str) -> str:

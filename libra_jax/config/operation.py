@@ -68,7 +68,9 @@ class GatewayConfig:
     # vLLM's parser of tool calls in outputs, such as hermes, qwen3_xml or llama3_json; auto: the one that the model's
     # chat template is certain to need, else none; none: calls stay in the text.
     tool_parser: str = "auto"
-    reasoning_parser: str = "auto"  # vLLM's parser of reasoning in outputs, such as qwen3 or deepseek_r1; auto, none
+    # How reasoning is read. marks: the thought that begins an output, by its marks; auto: marks, if the model's chat
+    # template writes thoughts, else none; none: reasoning stays in the text; or vLLM's parser, such as deepseek_r1.
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         _address(self.host, "gateway.host")

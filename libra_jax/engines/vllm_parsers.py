@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.entrypoints.generate.base.protocol import FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
+from vllm.parser.abstract_parser import Parser
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, hugging_face
+from libra_jax.agents import hugging_face, output_parsers, thoughts
 
 # A call that does not parse is everyday here, and stays in the content. vLLM writes a stack trace for each.
 for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):
@@ -23,21 +25,11 @@ for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):
 _OWN_ID = "functions."
 """Beginning of call ids that a model writes itself (Kimi K2). All others are drawn at random by vLLM."""
 
-_LIVE_TOOLS = ("", "hermes", "qwen3_json", "qwen3_xml", "qwen3_coder", "glm45", "kimi_k2", "minimax_m2")
-_LIVE_REASONING = ("", "qwen3", "glm45", "kimi_k2", "minimax_m2")
-"""Parsers whose streaming functions read plain text as their functions for whole outputs do: a test compares them on
-random outputs. With `llama3_json`, for example, text before a call streams, and is no part of the whole message."""
+_LIVE_TOOLS = ("hermes", "qwen3_json", "qwen3_xml", "qwen3_coder", "glm45", "kimi_k2", "minimax_m2")
+"""Parsers that take text before the first mark for content, white space at its ends aside: a test compares them on
+random outputs. With `llama3_json`, for example, text before a call is no part of the message."""
 
 _OWN_FORMAT = ("openai", "openai_gptoss")
-
-_MARK = re.compile(r"<[^\s\d=]")
-"""A mark of a call or the like. vLLM's streaming functions may read what follows one in another way than its functions
-for whole outputs."""
-
-_TOGETHER = 8
-"""Tokens that vLLM's streaming functions get at once."""
-
-_BEGINS_MARK = re.compile(r"</?t?h?i?n?k?$")
 
 
 def check_names(tool_parser: str, reasoning_parser: str) -> None:
@@ -61,31 +53,36 @@ def check_names(tool_parser: str, reasoning_parser: str) -> None:
             )
 
 
-def parsing(
-    tokenizer: protocols.Tokenizer, tool_parser: str, reasoning_parser: str, header: Sequence[int]
-) -> chat_format.Parsing:
-    """Returns a maker of parsers that read outputs as vLLM does.
+def parsing(tokenizer: protocols.Tokenizer, tool_parser: str, reasoning_parser: str) -> output_parsers.Parsing:
+    """Returns a maker of parsers that read calls and reasoning of whole outputs as vLLM does.
+
+    vLLM's streaming functions are not used: some read an output otherwise than its functions for whole outputs do.
 
     Args:
       tokenizer: The model's tokenizer.
       tool_parser: Name of vLLM's tool parser; empty: calls stay in the content.
-      reasoning_parser: Name of vLLM's reasoning parser; empty: reasoning stays in the content.
-      header: Tokens with which the template begins an output. A parser has to know whether they open the reasoning.
+      reasoning_parser: Name of vLLM's reasoning parser, `output_parsers.BY_MARKS`, or empty: reasoning stays in the
+        content. Calls in a thought are none, unless vLLM's parser has found its end.
 
     Raises:
       ConfigError: vLLM has no parser of a name, or the parser cannot read this tokenizer's tokens.
     """
+    thinks = reasoning_parser == output_parsers.BY_MARKS
+    reasoning_parser = "" if thinks else reasoning_parser
     check_names(tool_parser, reasoning_parser)
     if isinstance(tokenizer, hugging_face.HuggingFaceTokenizer):
         vocabulary: Any = tokenizer.hugging_face
     else:
         vocabulary = _Vocabulary(tokenizer)
     try:
-        made = ParserManager.get_parser(
-            tool_parser_name=tool_parser or None,
-            reasoning_parser_name=reasoning_parser or None,
-            enable_auto_tools=True,
-            tokenizer=vocabulary,
+        made, tools_only = (
+            ParserManager.get_parser(
+                tool_parser_name=tool_parser or None,
+                reasoning_parser_name=reasoning or None,
+                enable_auto_tools=True,
+                tokenizer=vocabulary,
+            )
+            for reasoning in (reasoning_parser, "")
         )
     except Exception as error:  # parsers raise errors of many types if they miss a token
         raise protocols.ConfigError(
@@ -93,142 +90,38 @@ def parsing(
             f"tokens of this tokenizer ({error})"
         ) from error
 
-    live = tool_parser in _LIVE_TOOLS and reasoning_parser in _LIVE_REASONING
-
     def parser(tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        if made is None:
-            return chat_format.TextParser(tokenizer)
-        return _VllmParser(made, vocabulary, tokenizer, tools, context, list(header), live=live)
+        # A template without thinking closes the thought itself. vLLM's parsers would take the whole answer for one.
+        closed = tokenizer.decode(context[-thoughts.TOKENS :]).rstrip().endswith(tuple(thoughts.MARKS.values()))
+        reasons = bool(reasoning_parser) and not closed
+        make = made if reasons else tools_only
+        read = functools.partial(_read, make, vocabulary, _request(tools), reasons) if make is not None else None
+        marks = None if reasons else thinks or bool(reasoning_parser)
+        streams = tool_parser in _LIVE_TOOLS and not reasons
+        return output_parsers.MessageParser(tokenizer, context, thinks=marks, read=read, streams=streams)
 
     return parser
 
 
-class _VllmParser:
-    """Reads one output with a parser of vLLM.
+def _read(
+    make: type[Parser], vocabulary: Any, request: ChatCompletionRequest, reasons: bool, text: str, tokens: Sequence[int]
+) -> tuple[str, str, Sequence[protocols.ToolCall]]:
+    """Reads a whole output, or without `reasons` the text after its thought (`output_parsers.ReadWhole`)."""
+    seen = text if reasons else thoughts.outside(text)
+    try:
+        reasoning, content, calls = make(vocabulary, request.tools).parse(
+            seen, request, enable_auto_tools=True, model_output_token_ids=tokens if reasons else ()
+        )
+    except Exception:  # what a parser cannot read stays content
+        return "", text, ()
+    # Without calls, all that was written is the message.
+    content = content if calls or seen == text else text
+    return reasoning or "", content or "", [_call(call) for call in calls or ()]
 
-    The message is what vLLM's function for whole outputs reads. Before the end, plain text streams, as vLLM's streaming
-    functions read it. Calls come at the end: a call is of no use before, and the text of a call that does not parse is
-    content after all, which streamed parts of a call would contradict.
-    """
 
-    def __init__(
-        self,
-        made: Any,
-        vocabulary: Any,
-        tokenizer: protocols.Tokenizer,
-        tools: Sequence[protocols.ToolSpec],
-        context: Sequence[int],
-        header: list[int],
-        *,
-        live: bool,
-    ) -> None:
-        self._request = _request(tools)
-        self._make = lambda: made(vocabulary, self._request.tools)
-        self._parser = self._make()
-        self._stream = chat_format.TextStream(tokenizer)
-        self._context, self._header = tuple(context), header
-        self._tokens: list[int] = []
-        self._text = ""
-        self._ahead: list[int] = []
-        self._ahead_text = ""
-        self._said = {"reasoning": "", "content": ""}
-        self._held = dict(self._said)
-        self._quiet, self._plain = not live, 0
-
-    def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
-        """Returns the parts of reasoning and content that further tokens complete."""
-        deltas: list[protocols.MessageDelta] = []
-        for token in token_ids:
-            text = self._stream.feed([token])
-            self._tokens.append(token)
-            self._text += text
-            if not self._quiet:
-                deltas += self._next(token, text)
-        return deltas
-
-    def finish(self) -> tuple[Sequence[protocols.MessageDelta], protocols.Message]:
-        """Returns the rest of reasoning and content, and the calls; and the whole message."""
-        text = self._stream.finish()
-        self._text += text
-        reasoning, content, calls = self._whole()
-        deltas = [*self._rest("reasoning", reasoning), *self._rest("content", content)]
-        read: list[protocols.ToolCall] = []
-        for index, call in enumerate(calls):
-            own = call.id if call.id and call.id.startswith(_OWN_ID) else ""
-            name = own or chat_format.call_id(self._context, self._tokens, index)
-            read.append(protocols.ToolCall(name, call.name, call.arguments))
-            deltas.append(protocols.ToolCallDelta(index, name, call.name, call.arguments))
-        said = self._said
-        return deltas, protocols.Message("assistant", said["content"], tuple(read), reasoning=said["reasoning"])
-
-    def _next(self, token: int, text: str) -> list[protocols.MessageDelta]:
-        """Returns what one more token lets stream.
-
-        Tokens go to vLLM by eight, which costs a tenth, but a mark alone. They never go as they came: what some of
-        vLLM's streaming functions read depends on how an output is cut.
-        """
-        deltas = self._streamed() if "<" in text else []
-        self._ahead.append(token)
-        self._ahead_text += text
-        if "<" in text or len(self._ahead) == _TOGETHER:
-            deltas += self._streamed()
-        return deltas
-
-    def _streamed(self) -> list[protocols.MessageDelta]:
-        """Returns what vLLM's streaming functions read in the tokens that wait for them."""
-        tokens, text = self._ahead, self._ahead_text
-        if not tokens:
-            return []
-        self._ahead, self._ahead_text = [], ""
-        try:
-            delta = self._parser.parse_delta(text, tokens, self._request, self._header, finished=False)
-        except Exception:  # the whole output is read again at its end
-            self._quiet = True
-            return []
-        waits = self._waits()
-        deltas: list[protocols.MessageDelta] = []
-        for part in self._held:
-            self._held[part] += (getattr(delta, part) or "") if delta is not None else ""
-            # vLLM drops some white space at the end of a whole output.
-            told = "" if waits else self._held[part].rstrip()
-            self._held[part] = self._held[part][len(told) :]
-            deltas += self._say(part, told)
-        return deltas
-
-    def _waits(self) -> bool:
-        """Returns whether nothing may stream now: there is a mark in the output, or the beginning of one at its end."""
-        # Some parsers drop white space at the beginning if a call follows.
-        self._quiet = self._text[:1].isspace()
-        if "<" not in self._text[self._plain :]:
-            return self._quiet
-        # The marks around the reasoning are the expected ones.
-        rest = self._text.removeprefix("<think>").replace("</think>", "", 1)
-        self._quiet |= _MARK.search(rest) is not None
-        waits = self._quiet or _BEGINS_MARK.search(rest) is not None
-        if not waits:
-            self._plain = len(self._text)
-        return waits
-
-    def _say(self, part: str, text: str) -> list[protocols.MessageDelta]:
-        self._said[part] += text
-        if not text:
-            return []
-        return [protocols.ReasoningDelta(text) if part == "reasoning" else protocols.ContentDelta(text)]
-
-    def _whole(self) -> tuple[str, str, Sequence[Any]]:
-        """Returns the reasoning, the content and the calls that vLLM reads in the whole output."""
-        try:
-            reasoning, content, calls = self._make().parse(
-                self._text, self._request, enable_auto_tools=True, model_output_token_ids=self._tokens
-            )
-        except Exception:  # what a parser cannot read stays content
-            return "", self._text, ()
-        return reasoning or "", content or "", calls or ()
-
-    def _rest(self, part: str, whole: str) -> list[protocols.MessageDelta]:
-        """Returns the text that was not streamed yet. What has been streamed stays, even if vLLM reads it otherwise."""
-        said = self._said[part]
-        return self._say(part, whole[len(said) :]) if whole.startswith(said) else []
+def _call(call: FunctionCall) -> protocols.ToolCall:
+    own = call.id if call.id and call.id.startswith(_OWN_ID) else ""
+    return protocols.ToolCall(own, call.name, call.arguments)
 
 
 def _request(tools: Sequence[protocols.ToolSpec]) -> ChatCompletionRequest:

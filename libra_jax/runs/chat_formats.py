@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import chat_format, factories, hugging_face, tokenizers
+from libra_jax.agents import chat_format, factories, hugging_face, output_parsers, tokenizers
 from libra_jax.agents.tools import toolkit
 
 
@@ -42,24 +42,24 @@ def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -
     """
     if isinstance(tokenizer, tokenizers.CharacterTokenizer):
         # The calculator's calls are expressions between Hermes's marks, and stay in the text.
-        parsing = _parsing(tokenizer, settings, chat_format.Parsers(), "")
+        parsing = _parsing(tokenizer, settings, chat_format.Parsers())
         return chat_format.CharacterFormat(tokenizer, parsing)
     if isinstance(tokenizer, hugging_face.HuggingFaceTokenizer):
         certain = chat_format.parsers_of(tokenizer.template, tokenizer.header)
-        return chat_format.HuggingFaceFormat(tokenizer, _parsing(tokenizer, settings, certain, tokenizer.header))
+        return chat_format.HuggingFaceFormat(tokenizer, _parsing(tokenizer, settings, certain))
     raise protocols.DataError(
         f"a {type(tokenizer).__name__} has no chat format: use the character tokenizer or a Hugging Face directory"
     )
 
 
 def _parsing(
-    tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig, certain: chat_format.Parsers, header: str
-) -> chat_format.Parsing:
+    tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig, certain: chat_format.Parsers
+) -> output_parsers.Parsing:
     names = chat_format.Parsers(
         _name(settings.tool_parser, certain.tool), _name(settings.reasoning_parser, certain.reasoning)
     )
-    if not any(names):
-        return chat_format.text_parsing(tokenizer)
+    if not names.tool and names.reasoning in ("", output_parsers.BY_MARKS):
+        return output_parsers.text_parsing(tokenizer, thinks=bool(names.reasoning))
     try:
         from libra_jax.engines import vllm_parsers  # takes seconds and 0.2 GB, which runs without parsers save
     except ImportError as error:
@@ -67,7 +67,7 @@ def _parsing(
             f"config.gateway.tool_parser: outputs are read by vLLM's parsers, and vLLM cannot be imported ({error}); "
             'install it, or set tool_parser and reasoning_parser to "none"'
         ) from error
-    return vllm_parsers.parsing(tokenizer, names.tool, names.reasoning, tokenizer.encode(header))
+    return vllm_parsers.parsing(tokenizer, names.tool, names.reasoning)
 
 
 def _name(setting: str, certain: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, tokenizers
+from libra_jax.agents import chat_format, output_parsers, tokenizers
 
 CHARACTER = tokenizers.CharacterTokenizer()
 TOOLS = (protocols.ToolSpec("search", "Finds.", {"type": "object", "properties": {"q": {"type": "string"}}}),)
@@ -210,10 +210,10 @@ def test_tokens_that_end_inside_a_character_wait_for_the_rest(made):
 
 def test_call_ids_differ_by_context_output_and_number_and_repeat():
     ids = [
-        chat_format.call_id(context, output, index)
+        output_parsers.call_id(context, output, index)
         for context, output in (((), (1, 2)), ((1,), (2,)), ((1, 2), ()), ((1,), (2, 3)))
         for index in (0, 1)
     ]
     assert len(set(ids)) == len(ids)
     assert all(len(name) == 9 and name.isalnum() for name in ids)
-    assert chat_format.call_id([1], [2], 0) == chat_format.call_id((1,), (2,), 0)
+    assert output_parsers.call_id([1], [2], 0) == output_parsers.call_id((1,), (2,), 0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, loop, session, wire
+from libra_jax.agents import loop, output_parsers, session, wire
 
 LIMITS = loop.Limits(max_turns=20, max_tokens=400, max_context=4000, tool_seconds=5.0, temperature=1.0)
 
@@ -28,7 +28,7 @@ class CallParser(doubles.TextParser):
         _, message = super().finish()
         content, _, calls = message.content.partition("CALL")
         made = tuple(
-            protocols.ToolCall(chat_format.call_id(self._context, [], number), name, json.dumps(arguments))
+            protocols.ToolCall(output_parsers.call_id(self._context, [], number), name, json.dumps(arguments))
             for number, (name, arguments) in enumerate(json.loads(calls or "[]"))
         )
         return [], protocols.Message("assistant", content, made)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax.agents import chat_format
+from libra_jax.agents import output_parsers
 
 hf = pytest.importorskip("tokenizers")
 
@@ -37,7 +37,7 @@ def byte_fallback():
 
 
 class Decoder:
-    """A tokenizer of the library as `chat_format.Decoder`; counts the tokens that it decodes."""
+    """A tokenizer of the library as `output_parsers.Decoder`; counts the tokens that it decodes."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.count = tokenizer, 0
@@ -59,7 +59,7 @@ def tokens_of(tokenizer):
 
 def streamed(tokenizer, tokens, cuts=()):
     """The pieces of text, the tokens coming in groups, and one of the end."""
-    stream = chat_format.TextStream(Decoder(tokenizer))
+    stream = output_parsers.TextStream(Decoder(tokenizer))
     edges = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
     return [*(stream.feed(tokens[at:end]) for at, end in itertools.pairwise(edges)), stream.finish()]
 
@@ -101,7 +101,7 @@ def test_the_character_after_a_broken_byte_is_kept():
 def test_a_long_run_of_broken_bytes_costs_its_length():
     for tokens in ([0x9F] * 20_000, [*[0x9F] * 10_000, *b"text" * 2500]):
         decoder = Decoder(TOKENIZERS["byte level"])
-        stream = chat_format.TextStream(decoder)
+        stream = output_parsers.TextStream(decoder)
         text = "".join(stream.feed([token]) for token in tokens) + stream.finish()
         assert text == bytes(tokens).decode(errors="replace")
         assert decoder.count < 12 * len(tokens)

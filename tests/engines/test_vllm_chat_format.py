@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import pathlib
+import re
 
 import chat_templates
 import pytest
@@ -160,16 +161,20 @@ def test_tokens_equal_those_of_vllms_chat_endpoint(name, folders, formats):
 
 PARSERS = (
     ("hermes", ""),
+    ("hermes", "marks"),
     ("hermes", "qwen3"),
-    ("qwen3_xml", "qwen3"),
+    ("qwen3_xml", "marks"),
+    ("qwen3_json", "marks"),
     ("qwen3_coder", ""),
     ("", "qwen3"),
-    ("glm45", "glm45"),
+    ("glm45", "marks"),
     ("kimi_k2", "kimi_k2"),
-    ("minimax_m2", "minimax_m2"),
-    ("llama3_json", ""),
+    ("minimax_m2", "marks"),
+    ("llama3_json", "marks"),
     ("hermes", "deepseek_r1"),
 )
+EXAMPLES = 30 if settings.default.derandomize else 1000
+"""Outputs for each parser; more with --hypothesis-profile explore."""
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"q":"a é😀","n": 1}}\n</tool_call>'
 XML_CALL = (
     "<tool_call>\n<function=search>\n<parameter=q>\na é\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
@@ -186,7 +191,7 @@ def thinks(formats):
 
 
 def parsing(tokenizer, tool_parser, reasoning_parser):
-    return vllm_parsers.parsing(tokenizer, tool_parser, reasoning_parser, tokenizer.encode("<|im_start|>assistant\n"))
+    return vllm_parsers.parsing(tokenizer, tool_parser, reasoning_parser)
 
 
 def whole(tokenizer, names, text, tokens, tools):
@@ -198,9 +203,24 @@ def whole(tokenizer, names, text, tokens, tools):
         tools=[wire_tool(tool) for tool in tools] or None,
         tool_choice="auto" if tools else "none",
     )
+    if made is None:
+        return "", text, []
     parser = made(tokenizer.hugging_face, request.tools)
     reasoning, content, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
     return reasoning or "", content or "", [(call.name, call.arguments) for call in calls or ()]
+
+
+def expected(tokenizer, names, text, tokens, tools, opened=False):
+    """What a message has to hold: reasoning, content and calls. `opened`: the context opens the thought."""
+    if names[1] not in ("", "marks"):
+        return whole(tokenizer, names, text, tokens, tools)
+    reasoning, rest = "", text if names[1] or not opened else f"<think>\n{text}"
+    begins = text.lstrip().startswith("<think>")  # the output repeats a mark of the context, or is the first to open
+    if names[1] and (opened or begins):
+        reasoning, rest, _ = whole(tokenizer, ("", "deepseek_r1"), "<think>" * (not begins) + text, tokens, tools)
+    outside = re.sub("<think>.*?(</think>|\\Z)", "", rest, flags=re.DOTALL)
+    _, content, calls = whole(tokenizer, (names[0], ""), outside, (), tools)
+    return reasoning, content if calls or outside == rest else rest, calls
 
 
 def cut(tokens, cuts):
@@ -208,14 +228,16 @@ def cut(tokens, cuts):
     return [tokens[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def read(make, tokens, cuts=(), context=(7,), tools=TOOLS):
-    """The message of an output that came in pieces; the deltas have to add up to it."""
-    parser = make(tools, context)
-    deltas = [delta for piece in cut(tokens, cuts) for delta in parser.feed(piece)]
-    rest, message = parser.finish()
+KINDS = (protocols.ReasoningDelta, protocols.ContentDelta, protocols.ToolCallDelta)
+
+
+def joined(deltas):
+    """The message that a client makes of the parts of a stream. No part may be of an earlier kind than one before."""
+    kinds = [KINDS.index(type(delta)) for delta in deltas]
+    assert kinds == sorted(kinds)
     content = reasoning = ""
     calls = {}
-    for delta in (*deltas, *rest):
+    for delta in deltas:
         if isinstance(delta, protocols.ContentDelta):
             content += delta.text
         elif isinstance(delta, protocols.ReasoningDelta):
@@ -225,23 +247,37 @@ def read(make, tokens, cuts=(), context=(7,), tools=TOOLS):
             calls[delta.index] = [
                 a + b for a, b in zip(known, (delta.call_id, delta.name, delta.arguments), strict=True)
             ]
-    told = protocols.Message(
+    return protocols.Message(
         "assistant", content, tuple(protocols.ToolCall(*calls[index]) for index in sorted(calls)), reasoning=reasoning
     )
-    assert told == message
+
+
+def read(make, tokens, cuts=(), context=(7,), tools=TOOLS):
+    """The message of an output that came in pieces; the deltas have to add up to it."""
+    parser = make(tools, context)
+    deltas = [delta for piece in cut(tokens, cuts) for delta in parser.feed(piece)]
+    rest, message = parser.finish()
+    assert joined([*deltas, *rest]) == message
     return message
 
 
 @pytest.mark.parametrize("names", PARSERS)
-@given(output=OUTPUTS, cuts=st.lists(st.integers(0, 999), max_size=6), offered=st.booleans())
-@settings(max_examples=40)
-def test_a_message_is_what_vllm_reads_in_the_whole_output(names, output, cuts, offered, thinks):
+@given(output=OUTPUTS, cuts=st.lists(st.integers(0, 999), max_size=6), offered=st.booleans(), opened=st.booleans())
+@settings(max_examples=EXAMPLES)
+def test_a_streams_parts_are_the_message_that_vllm_reads(names, output, cuts, offered, opened, thinks):
     tools = TOOLS if offered else ()
+    context = thinks.encode("<|im_start|>assistant\n" + "<think>\n" * opened)
     make, tokens = parsing(thinks, *names), thinks.encode(output)
-    message = read(make, tokens, cuts, tools=tools)
-    assert message == read(make, tokens, range(len(tokens) + 1), tools=tools)
+    message = read(make, tokens, cuts, tools=tools, context=context)
+    assert message == read(make, tokens, range(len(tokens) + 1), tools=tools, context=context)
     calls = [(call.name, call.arguments) for call in message.tool_calls]
-    assert (message.reasoning, message.content, calls) == whole(thinks, names, output, tokens, tools)
+    reasoning, content, found = expected(thinks, names, output, tokens, tools, opened)
+    assert (message.reasoning, calls) == (reasoning, found)
+    # Some parsers drop white space in front of calls, which has streamed.
+    assert message.content in (
+        content,
+        message.content[: len(message.content) - len(message.content.lstrip())] + content,
+    )
 
 
 def test_every_parser_of_vllm_reads_the_same_whole_and_in_pieces(thinks):
@@ -258,7 +294,7 @@ def test_every_parser_of_vllm_reads_the_same_whole_and_in_pieces(thinks):
             tokens = thinks.encode(output)
             message = read(make, tokens, range(len(tokens) + 1))
             calls = [(call.name, call.arguments) for call in message.tool_calls]
-            assert (message.reasoning, message.content, calls) == whole(thinks, pair, output, tokens, TOOLS), pair
+            assert (message.reasoning, message.content, calls) == expected(thinks, pair, output, tokens, TOOLS), pair
     assert usable > 60
 
 
@@ -275,20 +311,27 @@ def test_an_output_up_to_a_stop_text_is_read_as_vllm_reads_it(names, output, for
     assert (reader.tokens, reader.ended, reader.stopped, reader.stop_text) == (end, True, False, "END")
     content = "".join(delta.text for delta in (*deltas, *rest) if isinstance(delta, protocols.ContentDelta))
     assert content == message.content
-    reasoning, content, calls = whole(thinks, names, output, thinks.encode(output), TOOLS)
+    reasoning, content, calls = expected(thinks, names, output, thinks.encode(output), TOOLS)
     assert [(call.name, call.arguments) for call in message.tool_calls] == calls
     # Some parsers strip the end of what they read, and theirs is another.
     assert (message.reasoning.rstrip(), message.content.rstrip()) == (reasoning.rstrip(), content.rstrip())
 
 
 def test_plain_reasoning_and_content_stream_before_the_end(thinks):
-    parser = parsing(thinks, "hermes", "qwen3")(TOOLS, ())
+    parser = parsing(thinks, "hermes", "marks")(TOOLS, ())
     tokens = thinks.encode("<think>\nhm so\n</think>\n\nan answer, 1 < 2, in many more tokens ")
     told = [delta for token in tokens for delta in parser.feed([token])]
     reasoning = "".join(delta.text for delta in told if isinstance(delta, protocols.ReasoningDelta))
     content = "".join(delta.text for delta in told if isinstance(delta, protocols.ContentDelta))
     assert reasoning.strip() == "hm so"
     assert content.strip().startswith("an answer, 1 < 2")
+
+
+@pytest.mark.parametrize("names", [("", "qwen3"), ("hermes", "deepseek_r1"), ("hermes", "marks"), ("", "")])
+def test_an_answer_after_a_thought_that_the_template_closed_is_content(names, thinks):
+    context = thinks.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    message = read(parsing(thinks, *names), thinks.encode("so it is 51"), context=context)
+    assert message == protocols.Message("assistant", "so it is 51")
 
 
 def test_a_call_that_does_not_parse_stays_content(thinks):
@@ -307,7 +350,7 @@ def test_call_ids_differ_in_a_session_and_repeat_in_a_replay(thinks):
 
 def test_a_parser_reads_the_character_tokenizers_outputs():
     tokenizer = tokenizers.CharacterTokenizer()
-    make = vllm_parsers.parsing(tokenizer, "hermes", "", [])
+    make = parsing(tokenizer, "hermes", "")
     tokens = tokenizer.encode('so\n<tool_call>{"name": "search", "arguments": {"q": "x"}}</tool_call>')
     message = read(make, tokens, (3, 9))
     assert message.content == "so\n"

@@ -16,8 +16,8 @@ TOOLS = (protocols.ToolSpec("search"),)
 ASKED = (protocols.Message("user", "q"),)
 
 
-def message(form, tokenizer, text):
-    parser = form.parser(TOOLS, ())
+def message(form, tokenizer, text, context=""):
+    parser = form.parser(TOOLS, tokenizer.encode(context))
     parser.feed(tokenizer.encode(text))
     return parser.finish()[1]
 
@@ -34,14 +34,49 @@ def test_the_templates_parsers_are_the_default(thinks):
     assert form.render(ASKED, ())[-1] == thinks.encode("\n")[0]
 
 
+def test_the_parts_of_a_stream_come_in_the_order_of_the_message(thinks):
+    parser = chat_formats.make(thinks, config.GatewayConfig()).parser(TOOLS, ())
+    tokens = thinks.encode("<think>\nhm \n</think>\n\nThe answer is 51. TERMINATE")
+    deltas = [delta for token in tokens for delta in parser.feed([token])]
+    rest, read = parser.finish()
+    parts = [(type(delta), delta.text) for delta in (*deltas, *rest)]
+    kinds = [kind for kind, _ in parts]
+    assert kinds == sorted(kinds, key=(protocols.ReasoningDelta, protocols.ContentDelta).index)
+    assert "".join(text for kind, text in parts if kind is protocols.ContentDelta) == read.content
+    assert (read.reasoning, read.content) == ("\nhm \n", "\n\nThe answer is 51. TERMINATE")
+
+
+HEADER = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("context", "output", "reasoning", "content", "calls"),
+    [
+        (HEADER, f"<think>maybe {CALL}", f"maybe {CALL}", "", 0),
+        (HEADER, f"<think>hm</think>so<think>maybe {CALL}", "hm", f"so<think>maybe {CALL}", 0),
+        (f"{HEADER}<think>\n", f"maybe {CALL}</think>{CALL}", f"maybe {CALL}", "", 1),
+        (f"{HEADER}<think>\n", "<think>hm</think>so", "hm", "so", 0),
+        (f"{HEADER}<think>\n", "maybe 42", "maybe 42", "", 0),
+        (f"{HEADER}<think>\n\n</think>\n\n", "so", "", "so", 0),
+        (HEADER, "so", "", "so", 0),
+    ],
+)
+def test_thoughts_are_read_by_their_marks_and_the_context(thinks, context, output, reasoning, content, calls):
+    read = message(chat_formats.make(thinks, config.GatewayConfig()), thinks, output, context)
+    assert (read.reasoning, read.content, len(read.tool_calls)) == (reasoning, content, calls)
+
+
 def test_no_parser_leaves_all_in_the_text(thinks):
     form = chat_formats.make(thinks, config.GatewayConfig(tool_parser="none", reasoning_parser="none"))
     assert message(form, thinks, "<think>hm</think>so" + CALL).content == "<think>hm</think>so" + CALL
 
 
 def test_each_parser_can_be_chosen_alone(thinks):
-    read = message(chat_formats.make(thinks, config.GatewayConfig(reasoning_parser="none")), thinks, "hm" + CALL)
+    form = chat_formats.make(thinks, config.GatewayConfig(reasoning_parser="none"))
+    read = message(form, thinks, "hm" + CALL)
     assert (read.content, len(read.tool_calls)) == ("hm", 1)
+    read = message(form, thinks, "hm" + CALL, f"{HEADER}<think>\n")
+    assert (read.content, len(read.tool_calls)) == (f"<think>\nhm{CALL}", 0)
 
 
 def test_the_character_tokenizers_calls_stay_in_the_text_by_default():
@@ -112,11 +147,11 @@ def test_a_harness_takes_a_template_that_the_native_loop_refuses(tmp_path, monke
 @pytest.mark.parametrize(
     ("name", "header", "parsers"),
     [
-        ("THINKS", "<|im_start|>assistant\n", ("hermes", "qwen3")),
+        ("THINKS", "<|im_start|>assistant\n", ("hermes", "marks")),
         ("PLAIN", "<|im_start|>assistant\n", ("hermes", "")),
         ("NAMES", "<|im_start|>assistant\n", ("hermes", "")),
         ("PARTS", "", ("", "")),
-        ("OPENS", "<|im_start|>assistant\n<think>\n", ("", "")),
+        ("OPENS", "<|im_start|>assistant\n<think>\n", ("", "marks")),
     ],
 )
 def test_a_template_tells_the_parsers_that_are_certain(name, header, parsers):
