@@ -14,7 +14,7 @@ from typing import Any
 
 from libra_jax import protocols
 
-_CUT = "\udfff"
+CUT = "\udfff"
 """Mark in a cut control token. Half a surrogate pair, which no readable text holds."""
 
 _ESCAPE = "\ufdd0"
@@ -30,12 +30,7 @@ def readable(text: str) -> str:
 
 def joined(text: str) -> str:
     """Returns the text without the marks in its cut control tokens."""
-    return text.replace(_CUT, "")
-
-
-def is_cut(text: str) -> bool:
-    """Returns whether a template's text holds a cut control token."""
-    return _CUT in text
+    return text.replace(CUT, "")
 
 
 class ControlTokens:
@@ -65,7 +60,7 @@ class ControlTokens:
         if isinstance(value, str):
             pattern = self._by_role.get(role, self._default)
             return pattern.sub(
-                lambda token: f"{token[0][0]}{_CUT}{token[0][1:]}", readable(value).replace(_ESCAPE, "\ufffd")
+                lambda token: f"{token[0][0]}{CUT}{token[0][1:]}", readable(value).replace(_ESCAPE, "\ufffd")
             )
         if isinstance(value, Mapping):
             return {self.cut(key, role): self.cut(item, role) for key, item in value.items()}
@@ -85,7 +80,7 @@ class ControlTokens:
                 f"({type(error).__name__}); remove it from the message, or set task.control_tokens=parse"
             ) from error
         # A mark belongs to the token before it, so a token in front of a mark is cut.
-        escaped = re.sub(f"(?:{self._all.pattern})(?!{_CUT})", lambda token: self._names[token[0]], text)
+        escaped = re.sub(f"(?:{self._all.pattern})(?!{CUT})", lambda token: self._names[token[0]], text)
         tokens = backend.encode(readable(joined(escaped)), add_special_tokens=False).ids
         return [ids.get(token, token) for token in tokens]
 
@@ -114,6 +109,14 @@ class ControlTokens:
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Returns a pattern of these texts."""
-    # The longest first, because one token may begin with another. Without any, a pattern that matches nothing.
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+    """Returns a pattern of these texts, the longest first."""
+
+    def ends_of(ends: Collection[str]) -> str:
+        # By common beginnings, because a vocabulary may have thousands of control tokens.
+        by_letter: dict[str, list[str]] = {}
+        for end in filter(None, ends):
+            by_letter.setdefault(end[0], []).append(end[1:])
+        branches = "|".join(re.escape(letter) + ends_of(rest) for letter, rest in by_letter.items())
+        return f"(?:{branches})" + "?" * ("" in ends) if branches else ""
+
+    return re.compile(ends_of(texts) or r"(?!)")

@@ -71,12 +71,10 @@ class HuggingFaceTokenizer:
             )
         self._turn_end = str(tokenizer.convert_ids_to_tokens(tokens[0]))
         self._refusal = self._not_incremental()
-        end_id = tokenizer.convert_tokens_to_ids(self._turn_end)
-        eos_id = tokenizer.eos_token_id
         # Some models end their last turn with the token that ends a text, or a call with another one.
-        listed = (end_id, *([] if eos_id is None else [eos_id]), *ends)
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(listed))
-        self.pad_token_id: int = end_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([tokens[0], *own, *ends]))
+        self.pad_token_id: int = tokens[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.vocab_size: int = len(tokenizer)
         self._added = control_tokens.any_of(tokenizer.get_added_vocab())
         self._controls = None if parse_texts else self._control_tokens()
@@ -139,29 +137,19 @@ class HuggingFaceTokenizer:
         if self._refusal:
             raise protocols.DataError(self._refusal)
 
-    def dialogue(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        generation_prompt: bool = True,
-    ) -> str:
-        """Returns the text of a whole dialogue.
+    def dialogue(self, messages: _Dialogue, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Returns the text of a whole dialogue, up to the header after which the assistant writes.
 
-        Args:
-          messages: Messages in the form that chat templates take.
-          tools: Tools in the form that chat templates take.
-          generation_prompt: Whether the header after which the assistant writes ends the text.
+        Messages and tools have the form that chat templates take.
 
         Raises:
           DataError: The template refuses the dialogue.
         """
-        offered = tools if self._controls is None else self._controls.cut(tools)
-        return self._apply(self._cut(messages), generation_prompt, offered)
+        return self._apply(self._cut(messages), True, tools if self._controls is None else self._controls.cut(tools))
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text that a template has written, with nothing added."""
-        if self._controls is not None and control_tokens.is_cut(text):
+        if self._controls is not None and control_tokens.CUT in text:
             return self._controls.encode(text)
         return list(self.hugging_face.encode(control_tokens.readable(text), add_special_tokens=False))
 
@@ -205,13 +193,7 @@ class HuggingFaceTokenizer:
         return self._apply(_PREFIX[:1], True).removeprefix(self._apply(_PREFIX[:1], False))
 
     def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
-        """Returns the tokens that `messages` add to the context.
-
-        If not `first`, they follow a model output and its stop token.
-
-        Raises:
-          DataError: The template refuses these messages, or is not incremental and the messages are not the first.
-        """
+        """Returns the tokens that `messages` add to the context. If not `first`, they follow an output's stop token."""
         increment = self._cut(map(message_forms.for_template, messages))
         # Only here the template may write what belongs to the start of a text.
         if first:
@@ -226,9 +208,6 @@ class HuggingFaceTokenizer:
 
         White space around the content is the template's own. Other text that the template puts there, such as an empty
         thought, is left out: a demonstration shows what its author wrote.
-
-        Raises:
-          DataError: The template refuses the messages, or drops calls or reasoning of the output.
         """
         asked, said = (self._cut(map(message_forms.for_template, part)) for part in (before, [output]))
 

@@ -36,9 +36,7 @@ def from_dict(item: Any) -> protocols.Message:
         raise protocols.DataError(f"{whose} has tool_calls; only the assistant calls tools")
     texts = [item.get(name) or "" for name in ("tool_call_id", "name", *_REASONING)]
     if not all(isinstance(text, str) for text in texts) or not isinstance(calls, Sequence):
-        raise protocols.DataError(
-            "has a tool_call_id, name or reasoning that is no text, or tool_calls of another form than a list"
-        )
+        raise protocols.DataError(f"{whose} has a tool_call_id, name or reasoning that is no text, or no list of calls")
     call_id, name, *reasoning = texts
     return protocols.Message(
         item["role"],

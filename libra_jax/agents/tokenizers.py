@@ -109,21 +109,17 @@ def listed_ends(model_path: str) -> list[int]:
       DataError: A file is not JSON, or lists something else than tokens.
     """
     for file in (pathlib.Path(model_path) / name for name in ("generation_config.json", "config.json")):
-        if not model_path or not file.is_file():
-            continue
         try:
-            values = json.loads(file.read_text())
-            found = values.get("eos_token_id")
+            values = json.loads(file.read_text()) if model_path and file.is_file() else {}
             # Models of several kinds of input keep it with the part that writes text.
-            found = (values.get("text_config") or {}).get("eos_token_id") if found is None else found
+            places = (values, values.get("text_config") or {})
+            listed = [place["eos_token_id"] for place in places if place.get("eos_token_id") is not None]
         except (OSError, ValueError, AttributeError) as error:
             raise protocols.DataError(f"{file}: cannot be read ({error})") from error
-        ends = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
-            raise protocols.DataError(
-                f"{file}: eos_token_id is {found!r:.80}; it must be a token's id, or a list of them"
-            )
-        if ends:
+        if listed:
+            ends = listed[0] if isinstance(listed[0], list) else listed[:1]
+            if not all(type(end) is int for end in ends):  # True is no token
+                raise protocols.DataError(f"{file}: eos_token_id is {listed[0]!r:.80}; it must be tokens' ids")
             return ends
     return []
 

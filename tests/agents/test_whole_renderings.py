@@ -225,7 +225,7 @@ def test_end_tokens_of_the_models_files_stop_as_in_transformers(tmp_path, genera
 def test_end_tokens_that_are_no_tokens_are_refused(tmp_path):
     folder = tokenizer_families.save(tmp_path, "byte_level", tokenizer_families.CHATML)
     for text, problem in (
-        ('{"eos_token_id": "</s>"}', "is '</s>'; it must be"),
+        ('{"eos_token_id": "</s>"}', "is '</s>'; it must be tokens' ids"),
         ("[", "cannot be"),
     ):
         (tmp_path / "generation_config.json").write_text(text)
