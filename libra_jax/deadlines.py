@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +18,9 @@ Limit = Literal[
     "checkpoint", "engine_start", "first_token", "weight_sync", "shutdown", "train_step", "trainer_start", "transition"
 ]
 """Name of a field of `config.deadlines`."""
+
+SILENT_SECONDS = 30.0
+"""Seconds without an answer to a health check after which a sentence names the worker."""
 
 SLICES = 8
 """Number of slices into which a deadline is split. A stall of the event loop then uses up at most one slice."""
@@ -93,6 +97,21 @@ async def within(
     raise protocols.DeadlineMissed(
         f"{worker_and_what} did not finish within {seconds:g} s: {look}, or raise config.deadlines.{field}."
     )
+
+
+@contextlib.contextmanager
+def noticing(silent: Callable[[], None]) -> Iterator[None]:
+    """Calls `silent` if the block lasts for `SILENT_SECONDS`, a stall of the event loop aside."""
+    loop = asyncio.get_running_loop()
+    half = SILENT_SECONDS / 2
+    # Two timers, because a stall lets only the first one fire before the block goes on.
+    timers: list[asyncio.TimerHandle] = []
+    timers.append(loop.call_later(half, lambda: timers.append(loop.call_later(half, silent))))
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 async def limited(limits: config.DeadlineConfig, limit: Limit, awaitable: Awaitable[T], worker_and_what: str) -> T:

@@ -407,8 +407,17 @@ class Instances:
             # Lost since the check was due.
             if client is None:
                 return
+
+            def silent() -> None:
+                self._recorder.status(engine.name, "does not answer")
+                self._recorder.note(
+                    f"Engine {engine.name} has not answered for {deadlines.SILENT_SECONDS:g} s. It is given up after "
+                    f"{self._config.deadlines.first_token:g} s (config.deadlines.first_token)."
+                )
+
             try:
-                health = await client.health()
+                with deadlines.noticing(silent):
+                    health = await client.health()
             except protocols.LibraError as error:
                 self.lost(engine, life, error)
                 return

@@ -262,7 +262,7 @@ class LoopWorkers(rollouts.Runner):
 
     async def _serve(self, worker: _Worker, client: worker_client.LoopWorkerClient) -> None:
         """Sends commands and takes events until the worker is lost. Raises WorkerLost or DeadlineMissed then."""
-        work = (self._take(worker, client), self._send(worker, client), self._watch(client))
+        work = (self._take(worker, client), self._send(worker, client), self._watch(worker, client))
         tasks = [asyncio.ensure_future(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -285,10 +285,20 @@ class LoopWorkers(rollouts.Runner):
             for event in events:
                 self._happened(worker, event)
 
-    async def _watch(self, client: worker_client.LoopWorkerClient) -> None:
+    async def _watch(self, worker: _Worker, client: worker_client.LoopWorkerClient) -> None:
+        def silent() -> None:
+            self._recorder.status(worker.name, "does not answer")
+            self._recorder.note(
+                f"Loop worker {worker.name} has not answered for {deadlines.SILENT_SECONDS:g} s, and its "
+                f"{len(worker.live)} rollouts wait for it. It is given up after "
+                f"{self._config.deadlines.first_token:g} s (config.deadlines.first_token)."
+            )
+
         while True:
             await asyncio.sleep(self._config.rollout.health_seconds)
-            await client.health()
+            with deadlines.noticing(silent):
+                await client.health()
+            self._recorder.status(worker.name, "running rollouts")
 
     def _happened(self, worker: _Worker, event: protocols.WorkerEvent) -> None:
         match event:

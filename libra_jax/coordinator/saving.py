@@ -15,6 +15,9 @@ from pathlib import Path
 from libra_jax import deadlines, protocols
 from libra_jax.coordinator import checkpoint_store, checkpoints
 
+TELL_EVERY = 10
+"""Number of failed checkpoints in a row of which one is told."""
+
 
 class Saver:
     """Saves and commits the run's checkpoints.
@@ -53,6 +56,7 @@ class Saver:
         self._durable: list[int] = []
         self.newest = -1
         self._seconds = 0.0
+        self._failed = 0
 
     def take_seconds(self) -> float:
         """Returns the seconds spent on checkpoints since the last call."""
@@ -205,7 +209,7 @@ class Saver:
             self._recorder.status(trainer, "idle")
         # The manifest comes last: only now does the checkpoint count.
         self._files.commit(step)
-        self._pending, self._durable, self.newest = None, self._held, step
+        self._pending, self._durable, self.newest, self._failed = None, self._held, step, 0
         await self._events.deliver(protocols.CheckpointCommitted(step))
         self._count(begin, "commit", step)
 
@@ -225,13 +229,18 @@ class Saver:
             yield
         except protocols.CheckpointFailed as error:
             self._abort(step)
+            self._failed += 1
+            # The first of a row, and then every few: a disk that refuses one refuses the next.
+            if self._failed % TELL_EVERY != 1:
+                return
+            row = f" It is number {self._failed} in a row." if self._failed > 1 else ""
             newest = self._files.newest()
             before = (
                 f"from the one at step {newest}" if newest >= 0 else "from the beginning, as there is none before it"
             )
             self._recorder.note(
                 f"The checkpoint at step {step} failed, and the run goes on without it; killed before the next one, it "
-                f"would begin {before}. {error}"
+                f"would begin {before}.{row} {error}"
             )
 
     def _abort(self, step: int) -> None:

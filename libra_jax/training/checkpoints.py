@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -45,6 +46,7 @@ class Checkpointer:
     """
 
     def __init__(self, *, compress: bool = True) -> None:
+        logging.getLogger("absl").addFilter(_is_news)
         self._orbax = ocp.StandardCheckpointer()
         self._saves = self._orbax
         if not compress:
@@ -183,6 +185,11 @@ class Checkpointer:
             self._orbax.close()
             if self._saves is not self._orbax:
                 self._saves.close()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns False for an error of Orbax's threads, which log their traces. `Checkpointer.wait` raises the error."""
+    return record.exc_info is None or f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _tree(state: state_lib.TrainState) -> dict[str, Any]:

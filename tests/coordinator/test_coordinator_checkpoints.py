@@ -429,6 +429,16 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_
     assert sorted(bench.trained["prompts"]) == sorted(f"task-{index}" for index in range(18))
 
 
+def test_a_disk_that_goes_on_refusing_is_told_once_and_then_now_and_then(tmp_path, monkeypatch):
+    config = doubles.make_config(steps=26, checkpoint={"every": 1})
+    refusing(monkeypatch, checkpoint_store.COORDINATOR, set(range(2, 14)) | set(range(15, 26)))
+    bench = doubles.Bench(config, tmp_path)
+    assert bench.run().steps == 26
+    failed = [note.split()[4] for note in bench.recorder.notes if "failed" in note]
+    assert failed == ["2", "12", "15", "25"], "the first of each row, and one of ten after it"
+    assert any("number 11 in a row" in note for note in bench.recorder.notes)
+
+
 @pytest.mark.parametrize("part", [checkpoint_store.COORDINATOR, "manifest.json"])
 def test_a_last_checkpoint_that_the_disk_refuses_ends_the_run_with_a_sentence_and_the_good_one_stays(
     tmp_path, monkeypatch, part

@@ -7,6 +7,7 @@ import collections
 import os
 import pathlib
 import tempfile
+import time
 import types
 import typing
 
@@ -16,7 +17,7 @@ import loop_worker_doubles as workers
 import pytest
 from hypothesis import strategies
 
-from libra_jax import protocols
+from libra_jax import deadlines, protocols
 from libra_jax.coordinator import loop_workers
 from libra_jax.engines import fake_engine
 
@@ -244,6 +245,44 @@ def test_a_crash_of_an_environment_is_retried_on_its_worker_and_then_replaces_th
     assert summary.replaced == {"environment": 1}
     assert "task-1" not in bench.trained["prompts"]
     assert sum(scalars["voids/rollouts"] for _, scalars in bench.recorder.steps) > 0
+
+
+def test_a_frozen_worker_is_said_while_its_rollouts_wait_and_the_status_agrees(tmp_path, monkeypatch):
+    thawed = asyncio.Event()
+
+    async def health(worker):
+        if not thawed.is_set():
+            await asyncio.sleep(0.5)
+        thawed.set()
+
+    async def tell(worker, commands, real=workers.Mortal.tell):
+        await thawed.wait()
+        await real(worker, commands)
+
+    monkeypatch.setattr(workers.Mortal, "health", health)
+    monkeypatch.setattr(workers.Mortal, "tell", tell)
+    monkeypatch.setattr(deadlines, "SILENT_SECONDS", 0.2)
+    bench = workers.Bench(doubles.make_config(rollout={"health_seconds": 0.05}), tmp_path, count=1)
+    bench.run()
+    assert any("loops-0 has not answered for 0.2 s" in note for note in bench.recorder.notes), bench.recorder.notes
+    assert ("loops-0", "does not answer") in bench.recorder.statuses
+    assert [text for name, text in bench.recorder.statuses if name == "loops-0"][-1] != "does not answer"
+
+
+def test_a_stall_of_the_event_loop_is_no_silence(monkeypatch):
+    monkeypatch.setattr(deadlines, "SILENT_SECONDS", 0.2)
+    silences = []
+
+    async def body(stall, wait):
+        with deadlines.noticing(lambda: silences.append((stall, wait))):
+            answer = asyncio.get_running_loop().run_in_executor(None, time.sleep, wait)
+            time.sleep(stall)  # noqa: ASYNC251  # user code that blocks the event loop
+            await answer
+
+    asyncio.run(body(0.6, 0.3))
+    assert silences == []
+    asyncio.run(body(0.0, 3.0))
+    assert silences == [(0.0, 3.0)]
 
 
 def test_when_no_worker_can_be_started_again_the_run_ends_with_a_sentence(tmp_path):

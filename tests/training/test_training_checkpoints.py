@@ -1,6 +1,7 @@
 """Saved states come back bit for bit, on other meshes too, and what is not whole is refused with a sentence."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -226,6 +227,24 @@ def test_a_place_that_cannot_be_written_is_one_sentence(learners, checkpointer, 
         save_and_wait()
     assert "\n" not in str(raised.value)
     assert set(threading.enumerate()) <= before, "no thread is left that the interpreter would wait for at its end"
+
+
+def test_a_disk_that_refuses_during_a_save_brings_one_sentence_and_no_trace(
+    learners, checkpointer, tmp_path, monkeypatch, caplog
+):
+    real = os.makedirs
+
+    def refuse(path, *rest, **more):
+        if "orbax-checkpoint-tmp" in str(path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "makedirs", refuse)
+    checkpointer.save(str(tmp_path / "a"), learners["one"].state)
+    with pytest.raises(protocols.CheckpointFailed, match="Read-only file system") as raised:
+        checkpointer.wait()
+    assert "\n" not in str(raised.value)
+    assert "Traceback" not in caplog.text
 
 
 CHILD = """
