@@ -271,6 +271,7 @@ class _Rollout:
         trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
         trajectory.metrics["hints"] = float(opened.hints.total())
         trajectory.metrics["refused_requests"] = float(opened.refusals)
+        trajectory.metrics.setdefault("agent_failed", 0.0)
         trajectory.metrics |= {f"hint/{name}": float(opened.hints[name]) for name in _HINTS if opened.hints[name]}
         self.host.remarks.update({f"requests with {name}": count for name, count in opened.hints.items()})
         if opened.refusal:

@@ -81,6 +81,7 @@ def test_a_finished_harness_gives_the_rollout_its_reward():
     made = run(answers)
     assert (made.reward, made.finish, made.environment_reward) == (0.5, "answered", 0.5)
     assert made.metrics["tries"] == 2
+    assert (made.metrics["agent_failed"], made.metrics["hints"]) == (0.0, 0.0), "counted in all, or a mean were 1"
     assert (made.metrics["turns"], made.metrics["tool_calls"], made.metrics["tool_success"]) == (2, 1, 1)
 
 
