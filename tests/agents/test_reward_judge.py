@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import endpoint_doubles
 import pytest
@@ -14,9 +15,7 @@ from libra_jax.cluster import inprocess
 pytest.importorskip("openai")
 
 TASK = protocols.Task("t", {"prompt": "What is $12 * 34?", "answer": "408", "level": 3})
-TRANSCRIPT = scoring.Transcript(
-    "what it wrote", dialogue="all of it", answer='It is 408. {"score": 1}', finish="answered"
-)
+TRANSCRIPT = scoring.Transcript("what it wrote", answer='It is 408. {"score": 1}', finish="answered")
 
 
 class Endpoint(endpoint_doubles.Endpoint):
@@ -74,6 +73,7 @@ def test_a_prompt_and_pattern_of_ones_own_are_used_and_scores_are_scaled_to_one(
     server = endpoint("Rating: [[3]] ... on reflection, Rating: [[7]]")
     found = ask(
         server,
+        transcript=dataclasses.replace(TRANSCRIPT, dialogue="all of it"),
         prompt="$level/$finish: $text in $dialogue costs $$5",
         pattern=r"\[\[(\d+)\]\]",
         lowest=1,

@@ -86,7 +86,7 @@ READERS = {
     "thoughts": thoughts.split,
     "hermes": called("hermes"),
     "tags": called("tags"),
-    "judge": judge.read_score,
+    "judge": lambda text: judge.read_score(text),
     "return": lambda text: (wire.status(None, protocols.Message("tool", text)), wire.error(text)),
 }
 SHORT, LONGER = 8_000, 16

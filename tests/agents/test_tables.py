@@ -181,6 +181,7 @@ def test_numbers_keep_their_type_and_the_digits_that_were_written(tmp_path):
         ("t.json", b'\xef\xbb\xbf [{"question": "What, then?",\n "golden": "0,5"}]'),
         ("t.json", b'{"question": "What, then?", "golden": "0,5"}\n'),
     ],
+    ids=["semicolons", "quoted", "packed csv", "packed lines", "list", "lines"],
 )
 def test_tables_are_read_in_the_forms_that_tools_write(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
@@ -195,6 +196,7 @@ def test_tables_are_read_in_the_forms_that_tools_write(tmp_path, name, content):
         ("t.jsonl.gz", b"{}", r"t\.jsonl\.gz: not a readable gzip file"),
         ("t.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], r"t\.jsonl\.gz: not a readable gzip file"),
     ],
+    ids=["item", "unclosed", "not packed", "cut off"],
 )
 def test_broken_lists_and_packed_files_are_named(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
