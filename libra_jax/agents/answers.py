@@ -6,6 +6,7 @@ An output of any length takes time that grows with its length alone: no pattern 
 from __future__ import annotations
 
 import collections
+import contextlib
 import decimal
 import fractions
 import math
@@ -153,13 +154,22 @@ def accepted(payload: Mapping[str, Any]) -> list[str]:
     return texts
 
 
+def equal_number(value: fractions.Fraction | None, payload: Mapping[str, Any]) -> bool:
+    """Returns whether a number is an accepted answer that is a number, not a text. A float has all its decimals."""
+    answer = payload["answer"]
+    for item in answer if isinstance(answer, list | tuple) else [answer]:
+        if value is not None and isinstance(item, int | float) and not isinstance(item, bool):
+            with contextlib.suppress(OverflowError):  # beyond all floats
+                if value == item or (isinstance(item, float) and float(value) == item):
+                    return True
+    return False
+
+
 def equal(given: str, payload: Mapping[str, Any]) -> bool:
     """Returns whether a text is an accepted answer. Answers that are numbers are compared as numbers.
 
     An empty text is never right.
     """
-    if given and given in (text.strip() for text in accepted(payload)):
-        return True
-    answer = payload["answer"]
-    typed = [item for item in (answer if isinstance(answer, list | tuple) else [answer]) if not isinstance(item, str)]
-    return bool(typed) and (value := number(given)) is not None and value in map(number, map(repr, typed))
+    return bool(given) and (
+        given in (text.strip() for text in accepted(payload)) or equal_number(number(given), payload)
+    )

@@ -204,6 +204,9 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
         if not isinstance(row, Mapping):
             raise protocols.DataError(f"{where}: is {row!r:.80}; it has to be a mapping with a 'prompt'")
         payload = {**row, "prompt": _prompt(row.get("prompt"), where, "prompt")}
+        answer = row.get("answer", "")
+        if answers.is_missing(answer) and answer not in ("", []):
+            raise protocols.DataError(f"{where}: 'answer' is {answer!r}; write it, or leave it or the row out")
         _check_plain(payload, where)
         found.append((number, payload))
     if not found:

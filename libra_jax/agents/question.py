@@ -34,7 +34,8 @@ def grade(match: str, output: str, payload: Mapping[str, Any]) -> bool:
     if match == "exact":
         return answers.equal(given, payload)
     number = answers.last_number(given)
-    return number is not None and number in map(answers.last_number, answers.accepted(payload))
+    texts = map(answers.last_number, answers.accepted(payload))
+    return number is not None and (number in texts or answers.equal_number(number, payload))
 
 
 class QuestionEnvironment:

@@ -222,7 +222,7 @@ OF_REWARDS = ("mean", "std", "environment", "overlong")
 class RewardFunctionConfig:
     """One function of a reward. A plain one runs on a thread, an async one on an event loop apart from the run's."""
 
-    factory: str = ""  # "package.module:factory"; factory(**arguments) -> fn(task, text) -> float
+    factory: str = ""  # "package.module:factory"; factory(**arguments) -> fn(task, what the policy wrote)
     weight: float = 1.0  # factor of its value; 0: only a metric
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the factory
 

@@ -135,6 +135,15 @@ def test_missing_answers_are_counted_and_skipped_only_if_asked(tmp_path, caplog)
         datasets.task_source(str(path), missing_answers="skipp")
 
 
+@pytest.mark.parametrize("answer", [None, float("nan")])
+def test_a_row_of_a_program_without_an_answer_is_refused(answer):
+    with pytest.raises(
+        protocols.DataError, match=r"tasks\[1\]: 'answer' is (None|nan); write it, or leave it or the row"
+    ):
+        datasets.of_rows([{"prompt": "p", "answer": 1}, {"prompt": "q", "answer": answer}])
+    datasets.of_rows([{"prompt": "p", "answer": 1}, {"prompt": "q"}, {"prompt": "r", "answer": ""}])
+
+
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(GOOD.encode() + b'{"prompt": "\xff\xfe"}\n')

@@ -138,6 +138,11 @@ def test_an_answer_that_is_a_number_is_compared_by_value(value):
     [
         ("numeric", "5", 1e-05, 0.0),
         ("numeric", "5", "1e-05", 0.0),
+        ("numeric", "0.12345678901234567891", 0.12345678901234568, 1.0),
+        ("numeric", "1/3", 1 / 3, 1.0),
+        ("exact", "\\frac{1}{3}", [7, 1 / 3], 1.0),
+        ("exact", "0.3333", 1 / 3, 0.0),
+        ("numeric", "9e300", 10.0, 0.0),
         ("numeric", "from 3 to 5-3", "3", 1.0),
         ("numeric", "1,2,3", "3", 1.0),
         ("numeric", "1,2,3", "123", 0.0),

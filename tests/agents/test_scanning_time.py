@@ -1,15 +1,16 @@
 """Degenerate outputs: whatever reads an output takes time that grows with its length, and not with its square."""
 
 import asyncio
+import threading
 import time
 
 import pytest
 
-from libra_jax import protocols
-from libra_jax.agents import arithmetic, question, thoughts, wire
+from libra_jax import config, protocols
+from libra_jax.agents import arithmetic, guarded, question, thoughts, wire
 from libra_jax.agents.environments import episodes, math, search_qa
 from libra_jax.agents.rewards import judge
-from libra_jax.agents.tools import formats
+from libra_jax.agents.tools import formats, toolkit
 
 SCHEMAS = [{"function": {"name": "search", "parameters": {"properties": {"q": {"type": "string"}}, "required": ["q"]}}}]
 UNITS = (
@@ -89,8 +90,10 @@ READERS = {
     "judge": lambda text: judge.read_score(text),
     "return": lambda text: (wire.status(None, protocols.Message("tool", text)), wire.error(text)),
 }
-SHORT, LONGER = 8_000, 16
-FLOOR_SECONDS, MOST_GROWTH = 0.05, 6 * LONGER
+SHORT, LONGER = {"hermes": 46_000}, 16
+"""Characters of the shorter output, else 8,000: what copies the rest at each mark is quick until the rest is long."""
+
+FLOOR_SECONDS, MOST_GROWTH = 0.05, 4 * LONGER
 """Linear readers grow by `LONGER`, quadratic ones by its square. What takes no time at all is not compared."""
 
 
@@ -107,9 +110,36 @@ def seconds(read, text, times):
 def test_time_grows_with_the_length_of_an_output(name):
     read, slow = READERS[name], []
     for unit in UNITS:
-        short = unit * (SHORT // len(unit))
+        short = unit * (SHORT.get(name, 8_000) // len(unit))
         took = seconds(read, short * LONGER, 1)
         if took > FLOOR_SECONDS:
             growth = min(took, seconds(read, short * LONGER, 1)) / max(seconds(read, short, 3), 1e-4)
             slow += [(unit, growth)] if growth > MOST_GROWTH else []
     assert slow == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        (question, "grade", lambda tools: question.environment()),
+        (search_qa, "scores", search_qa.environment),
+    ],
+)
+def test_a_grader_that_hangs_leaves_the_event_loop_and_keeps_the_deadline(module, name, make, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(module, name, lambda *_: release.wait(60), raising=False)
+
+    async def body():
+        async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
+            task = protocols.Task("t", {"prompt": "?", "answer": "42"})
+            seconds = {"reset_seconds": 60.0, "step_seconds": 0.2, "wait_seconds": 60.0}
+            environment = guarded.Environment(make(tools), task, **seconds)
+            await environment.reset()
+            try:
+                with pytest.raises(protocols.EnvironmentCrashed, match=r"step took more than 0\.2 s"):
+                    await environment.step("42")
+            finally:
+                release.set()
+                await environment.close({})
+
+    asyncio.run(body())

@@ -39,6 +39,12 @@ def test_exact_match_and_f1_are_those_of_squad(given_answer, accepted):
     assert scores["f1"] == pytest.approx(best)
 
 
+@pytest.mark.parametrize("answer", ["A", "the", "?", ""])
+def test_an_empty_answer_earns_nothing(answer):
+    assert search_qa.scores("", [answer]) == {"em": 0.0, "f1": 0.0}
+    assert search_qa.scores(answer, [answer])["em"] == float(answer != "")
+
+
 def attempt(payload, outputs, tools=None, **arguments):
     """The opening messages and the results of the steps."""
 
