@@ -240,6 +240,10 @@ def test_sessions_see_nothing_of_each_other(sandbox, host, loop):
         "import os\nos.setxattr('/workspace', 'user.left', b'TOKEN')",
         "import sys, builtins\nbuiltins.left = sys.left = 'TOKEN'",
         "print('TOKEN' * 10)",
+        "import os\nfor place in ('/workspace', '/tmp', '/dev/shm'): os.utime(place, (12345678, 12345678))",
+        "import socket as s\na = s.create_server(('127.0.0.1', 0))\nb = s.create_connection(a.getsockname())\n"
+        "a.accept()[0].close()\nb.close()",
+        "import socket as s\na = s.socket(s.AF_INET, s.SOCK_DGRAM)\na.sendto(bytes(1234), ('127.0.0.1', 9))",
     ],
     ids=[
         "files",
@@ -252,6 +256,9 @@ def test_sessions_see_nothing_of_each_other(sandbox, host, loop):
         "attributes",
         "variables",
         "memory",
+        "times",
+        "a-port-that-lingers",
+        "counted-traffic",
     ],
 )
 def test_a_stateless_call_finds_nothing_of_the_one_before(loop, code):
@@ -259,7 +266,10 @@ def test_a_stateless_call_finds_nothing_of_the_one_before(loop, code):
     search = (
         "import builtins, os, re, sys\nfound = [getattr(one, 'left', None) for one in (builtins, sys)]\n"
         "for place in ('/workspace', '/tmp', '/dev/shm'):\n"
+        "  found += [each for each in (os.stat(place).st_mtime, os.stat(place).st_atime) if each == 12345678]\n"
         "  found += os.listdir(place) + os.listxattr(place)\n  open(place + '/f', 'w').close()\n"
+        "found += open('/proc/net/tcp').read().splitlines()[1:]\n"
+        "found += [line for line in open('/proc/net/dev') if 'lo:' in line and int(line.split()[1])]\n"
         "found += [pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())]\n"
         "heap = [line.split()[0] for line in open('/proc/self/maps') if 'rw-p' in line and line.split()[4] == '0']\n"
         "for start, end in (map(lambda x: int(x, 16), one.split('-')) for one in heap):\n"

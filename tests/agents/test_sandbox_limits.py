@@ -1,9 +1,12 @@
 """Limits where no control group keeps them, what one call leaves to the next, and whose fault a lost sandbox is."""
 
 import asyncio
+import ctypes
 import dataclasses
 import errno
+import fcntl
 import io
+import mmap
 import os
 import shutil
 import signal
@@ -65,14 +68,14 @@ def run(*codes, limits=PATIENT, **arguments):
 
 @pytest.mark.parametrize("code", MEMORY.values(), ids=MEMORY.keys())
 def test_memory_that_no_process_shows_is_counted(code, monkeypatch):
-    monkeypatch.setattr(backends, "_makes_devices", lambda: False)  # else no memory can be had from the device
+    monkeypatch.setattr(backends, "_mounts", lambda make: False)  # else no memory can be had from the device
     (outcome,) = run(f"{FORK}{code}time.sleep(60)")
     assert outcome.status == "failure"
     assert "stopped: more than 256 MiB of memory" in outcome.text or "more mappings of memory" in outcome.text
 
 
 def test_no_memory_is_shared_through_a_device():
-    if os.geteuid() != 0 or not backends._makes_devices():
+    if os.geteuid() != 0 or not backends._mounts(backends._MAKE_ZERO):
         pytest.skip("takes root, and its right to make devices")
     code = (
         "import mmap, os\nwith open('/dev/zero', 'rb') as zero:\n  assert zero.read(3) == bytes(3)\n"
@@ -81,6 +84,77 @@ def test_no_memory_is_shared_through_a_device():
     )
     outcome = run(code)[0]
     assert "PermissionError: [Errno 13] Permission denied: '/dev/zero'" in outcome.text
+
+
+SHARED_BY_ALL = {
+    "terminals": ("import os\nheld = []\nwhile True: held.append(os.openpty())", "No space left on device"),
+    "timers": (
+        "import ctypes\nlibc, timer, count = ctypes.CDLL(None), ctypes.c_void_p(), 0\n"
+        "while count < 2000 and libc.syscall(222, 1, None, ctypes.byref(timer)) == 0: count += 1\n"
+        "print('timers', count)",
+        "timers 256\n",
+    ),
+    "large-pipes": (
+        "import fcntl, os\nfcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 2**20)",
+        "Operation not permitted",
+    ),
+    "many-pipes": (
+        "import os, time\nfor _ in range(9):\n  if os.fork() == 0: break\n"
+        "held = []\nfor _ in range(120):\n  held.append(os.pipe())\n"
+        "  os.set_blocking(held[-1][1], False)\n  os.write(held[-1][1], bytes(2**16))\ntime.sleep(60)",
+        "stopped: more than 64 MiB of memory",
+    ),
+    "a-cache-that-is-asked": (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(451, 0, 0, 0, 0) == -1\n"
+        "print('errno', ctypes.get_errno())",
+        "errno 38\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED_BY_ALL)
+def test_what_the_whole_machine_shares_is_limited(kind):
+    code, said = SHARED_BY_ALL[kind]
+    if kind == "terminals" and os.geteuid() != 0:
+        said = "stopped: more than 16 terminals"
+    small = dataclasses.replace(sandboxes.SMALL, memory_mib=64 if kind == "many-pipes" else 256)
+
+    (outcome,) = run(code, limits=small)
+    assert said in outcome.text
+
+
+def resident(path) -> int:
+    """How many pages of a file the machine's cache holds."""
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        pages = (ctypes.c_ubyte * (-(-len(mapped) // mmap.PAGESIZE)))()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), pages) == 0
+        return sum(page & 1 for page in pages)
+
+
+def test_files_of_the_host_are_neither_locked_nor_dropped_from_its_cache(tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "shared.py").write_bytes(b"#" * 2**20)
+    with open(tmp_path / "shared.py", "rb") as file:
+        os.fsync(file.fileno())  # a page that is not on the disk yet is dropped by nobody
+    code = (
+        "import fcntl, os\nfile = os.open('/packages/0/shared.py', os.O_RDONLY)\nos.read(file, 2**20)\n"
+        "os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)\nfcntl.flock(file, fcntl.LOCK_EX)\nprint('done')"
+    )
+
+    def lock():
+        with open(tmp_path / "shared.py", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    async def work(sandbox, session):
+        assert (await session.python(code)).text == "done\n"
+        assert resident(tmp_path / "shared.py") == 2**20 // mmap.PAGESIZE
+        if os.geteuid() == 0 and backends._overlays():
+            lock()
+            shown = (await session.run("print(open('/proc/self/mountinfo').read())")).text
+            assert str(tmp_path) not in shown
+
+    sandboxes.with_session(work, packages=(str(tmp_path),))
 
 
 def test_no_socket_buffers_more_than_the_kernels_default():
@@ -266,7 +340,7 @@ def test_a_sandbox_killed_from_outside_is_not_the_codes_doing():
 
 def test_what_is_limited_only_roughly_is_told_at_the_start(caplog, unfiltered, monkeypatch):
     monkeypatch.setattr(backends, "_maps_users", lambda _: False)
-    monkeypatch.setattr(backends, "_makes_devices", lambda: False)
+    monkeypatch.setattr(backends, "_mounts", lambda make: False)
     monkeypatch.setattr(limits, "delegated", lambda: None)
     pool._warn_once.cache_clear()
     run("1")

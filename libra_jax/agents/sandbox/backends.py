@@ -20,7 +20,7 @@ from pathlib import Path
 
 from libra_jax import config, protocols, scratch
 from libra_jax.agents.sandbox import limits as limits_module
-from libra_jax.agents.sandbox import seccomp
+from libra_jax.agents.sandbox import seccomp, supervisor
 
 NAMES = ("bubblewrap", "container", "none")
 WORKSPACE = "/workspace"
@@ -41,6 +41,17 @@ _EMPTY = "mount -t tmpfs -o mode=755 none /mnt"
 _ZERO = "/mnt/zero"
 _MAKE_ZERO = f"mknod -m 444 {_ZERO} c 1 5"
 """Makes a read-only /dev/zero. A process that can write to it can share memory through it that no limit counts."""
+
+_LOWER = "/mnt/nothing"
+_NOTHING = f"mkdir {_LOWER}"
+"""Makes an empty folder, because a read-only overlay needs a second one."""
+
+_TERMINALS = "/mnt/terminals"
+_MAKE_TERMINALS = (
+    f"mkdir {_TERMINALS}; "
+    f"mount -t devpts -o newinstance,ptmxmode=666,mode=600,max={supervisor.TERMINALS} none {_TERMINALS}"
+)
+"""Makes terminals that are counted apart from the host's, of which there are a few thousand for everybody."""
 
 _HELP_SECONDS = 10.0
 _SAMPLED = (
@@ -232,7 +243,8 @@ class Bubblewrap(Backend):
             # The sandbox's user is not root, so the permissions for others have to let it read and enter the folder.
             readable = not self._root or os.stat(path).st_mode & 0o005 == 0o005
             config.check(readable, "sandbox.packages", f"{path} is for root alone; let others read it (chmod o+rx)")
-        self._zero = _ZERO if self._root and _makes_devices() else ""
+        self._zero = _ZERO if self._root and _mounts(_MAKE_ZERO) else ""
+        self._terminals = _TERMINALS if self._root and _mounts(_MAKE_TERMINALS) else ""
         # The words before the command, and the host's path of each directory that is shown. They make the sandbox the
         # kernel's first choice to kill if memory runs out. Paths that only root reaches are mounted below /mnt first,
         # in a private mount namespace, while the process is still root.
@@ -240,11 +252,24 @@ class Bubblewrap(Backend):
         shown = {home: home, **self.packages, **({os.path.realpath(door): DOOR} if door else {})}
         self._shown = {path: (path, place) for path, place in shown.items()}
         script, words = "echo 1000 2>/dev/null >/proc/self/oom_score_adj; set -e; ", ["sh", "-c"]
-        mounts = [_MAKE_ZERO] if self._zero else []
-        for number, path in enumerate(self._shown if self._root else ()):
-            if not all(folder.stat().st_mode & 0o001 for folder in (Path(path), *Path(path).parents)):
-                mounts.append(f"mkdir /mnt/{number}; mount --bind {shlex.quote(path)} /mnt/{number}")
-                self._shown[path] = (f"/mnt/{number}", self._shown[path][1])
+        mounts = [_MAKE_ZERO] * bool(self._zero) + [_MAKE_TERMINALS] * bool(self._terminals)
+        # An overlay has files of its own: a lock on one is none on the host's. Named by `.`, it does not tell its path.
+        overlays = self._root and _overlays()
+        mounts += [_NOTHING] * overlays
+        self._system = {path: path for path in _READ_ONLY if os.path.isdir(path) and not os.path.islink(path)}
+        for number, path in enumerate([*self._shown, *self._system] if self._root else ()):
+            place = f"/mnt/{number}"
+            # A socket is reached through its own file only, so the door stays as it is.
+            if overlays and self._shown.get(path, ("", ""))[1] != DOOR and not _holds_mounts(path):
+                mounts.append(f"mkdir {place}; {_overlay(path, place)}")
+            elif not all(folder.stat().st_mode & 0o001 for folder in (Path(path), *Path(path).parents)):
+                mounts.append(f"mkdir {place}; mount --bind {shlex.quote(path)} {place}")
+            else:
+                continue
+            if path in self._shown:
+                self._shown[path] = (place, self._shown[path][1])
+            else:
+                self._system[path] = place
         if mounts:
             words = [*_PRIVATELY, *words]
             script += "".join(f"{mount}; " for mount in (_EMPTY, *mounts))
@@ -304,13 +329,15 @@ class Bubblewrap(Backend):
             # On many systems /bin and /lib are links into /usr. The sandbox gets the same links.
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
-            elif os.path.isdir(path):
-                words += ["--ro-bind", path, path]
+            elif path in self._system:
+                words += ["--ro-bind", self._system[path], path]
         for name in _ETC:
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         words += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
         if self._zero:
             words += ["--dev-bind", self._zero, "/dev/zero"]
+        if self._terminals:
+            words += ["--dev-bind", self._terminals, "/dev/pts"]
         for path in (WORKSPACE, "/tmp", "/dev/shm"):
             if "--size" in self._options:  # otherwise the first process checks the size while a call runs
                 words += ["--size", str(self.limits.workspace_mib * 2**20)]
@@ -320,11 +347,32 @@ class Bubblewrap(Backend):
         return [*words, "--remount-ro", "/dev"]
 
 
+def _overlays() -> bool:
+    """Returns whether folders of the host can be shown as overlays."""
+    return _mounts(f"{_NOTHING}; mount -t overlay -o lowerdir=/usr:{_LOWER} none {_LOWER}")
+
+
+def _overlay(path: str, place: str) -> str:
+    """Returns a command that shows a folder read-only at a place, with files of its own if its file system can."""
+    mount = f"mount -t overlay -o lowerdir=.:{_LOWER} none {place} 2>/dev/null || mount --bind . {place}"
+    return f"(cd {shlex.quote(path)}; {mount})"
+
+
+def _holds_mounts(path: str) -> bool:
+    """Returns whether something is mounted below a folder. An overlay of the folder would not show it."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(point.startswith(f"{path.rstrip('/')}/") for point in points)
+
+
 @functools.cache
-def _makes_devices() -> bool:
-    """Returns whether a device can be made in a private mount namespace. Some containers refuse this even to root."""
-    script = f"set -e; {_EMPTY}; {_MAKE_ZERO}; head -c1 {_ZERO}"
+def _mounts(make: str) -> bool:
+    """Returns whether this can be made below /mnt in a private mount namespace. Some containers refuse it even to root.
+
+    Args:
+      make: Commands of the shell.
+    """
     try:
+        script = f"set -e; {_EMPTY}; {make}" + (f"; head -c1 {_ZERO}" if make == _MAKE_ZERO else "")
         done = subprocess.run([*_PRIVATELY, "sh", "-c", script], capture_output=True, timeout=_HELP_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -26,7 +26,9 @@ _NAMESPACES = 0x7E020000
 _SOCKETS = (1, 2, 10, 16)  # unix, inet, inet6, netlink: the families that respect network namespaces
 _PERSONALITIES = (0, 0x40000, 0xFFFFFFFF)  # Linux, Linux without random addresses, and the query of the current one
 _CORE_SCHEDULING = 62  # the option of prctl that keeps other processes off a core
-_MMAP, _SETSOCKOPT, _CLONE, _PRCTL, _CLONE3 = 9, 54, 56, 157, 435
+_MMAP, _SETSOCKOPT, _CLONE, _FCNTL, _PRCTL, _FADVISE, _CLONE3 = 9, 54, 56, 72, 157, 221, 435
+_PIPE_SIZE = 1031  # the command of fcntl that makes a pipe hold more than `usage.PIPE_BYTES`
+_NOT_NEEDED = 4  # the advice that drops pages of a file from the cache of the whole machine
 
 ALLOWED = {
     "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8,
@@ -36,7 +38,7 @@ ALLOWED = {
     "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "connect": 42, "accept": 43,
     "sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "bind": 49, "listen": 50,
     "getsockname": 51, "getpeername": 52, "getsockopt": 55, "fork": 57, "vfork": 58, "execve": 59,
-    "exit": 60, "wait4": 61, "kill": 62, "uname": 63, "fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75,
+    "exit": 60, "wait4": 61, "kill": 62, "uname": 63, "flock": 73, "fsync": 74, "fdatasync": 75,
     "truncate": 76, "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83,
     "rmdir": 84, "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "chmod": 90, "fchmod": 91,
     "chown": 92, "fchown": 93, "lchown": 94, "umask": 95, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98,
@@ -51,7 +53,7 @@ ALLOWED = {
     "readahead": 187, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "getxattr": 191, "lgetxattr": 192,
     "fgetxattr": 193, "listxattr": 194, "llistxattr": 195, "flistxattr": 196, "removexattr": 197, "lremovexattr": 198,
     "fremovexattr": 199, "tkill": 200, "time": 201, "futex": 202, "sched_getaffinity": 204, "epoll_create": 213,
-    "getdents64": 217, "set_tid_address": 218, "restart_syscall": 219, "fadvise64": 221, "timer_create": 222,
+    "getdents64": 217, "set_tid_address": 218, "restart_syscall": 219, "timer_create": 222,
     "timer_settime": 223, "timer_gettime": 224, "timer_getoverrun": 225, "timer_delete": 226, "clock_gettime": 228,
     "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "epoll_wait": 232, "epoll_ctl": 233, "tgkill": 234,
     "utimes": 235, "waitid": 247, "ioprio_get": 252, "openat": 257, "mkdirat": 258, "mknodat": 259, "fchownat": 260,
@@ -66,7 +68,7 @@ ALLOWED = {
     "pkey_mprotect": 329, "pkey_alloc": 330, "pkey_free": 331, "statx": 332, "rseq": 334, "pidfd_send_signal": 424,
     "pidfd_open": 434, "close_range": 436, "openat2": 437, "faccessat2": 439, "epoll_pwait2": 441,
     "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446, "futex_waitv": 449,
-    "cachestat": 451, "fchmodat2": 452, "map_shadow_stack": 453, "futex_wake": 454, "futex_wait": 455,
+    "fchmodat2": 452, "map_shadow_stack": 453, "futex_wake": 454, "futex_wait": 455,
     "futex_requeue": 456, "mseal": 462, "setxattrat": 463, "getxattrat": 464, "listxattrat": 465, "removexattrat": 466,
 }  # fmt: skip
 """Numbers of the calls that are allowed with any arguments."""
@@ -160,6 +162,9 @@ def _special() -> dict[int, list[bytes]]:
         _no(done),
         _YES,
     ]
+    rules[_FCNTL] = [_argument(1), _statement(_EQUAL, _PIPE_SIZE, 0, 1), _no(errno.EPERM), _YES]
+    # Pretends to succeed, because programs give the advice after a copy. Files of the host share that cache.
+    rules[_FADVISE] = [_argument(3), _statement(_EQUAL, _NOT_NEEDED, 0, 1), _no(done), _YES]
     # A filter cannot read its flags, which lie in memory; libraries fall back to clone.
     rules[_CLONE3] = [_no(errno.ENOSYS)]
     return rules

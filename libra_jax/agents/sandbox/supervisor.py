@@ -36,6 +36,9 @@ WATCH_SECONDS = 0.02  # between two checks of what a call uses
 SETTLE_SECONDS = 2.0  # for all processes that a call left to die
 OPEN_FILES = 256
 EMPTIED_FILES = 1000  # in one place; removing more takes longer than starting another sandbox
+TERMINALS = 16  # pseudo-terminals at a time; the machine has a few thousand for everybody
+SIGNALS = 256  # signals that wait, and timers, of all processes
+RLIMIT_SIGPENDING = 11  # `resource` has no name for it
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
@@ -118,6 +121,7 @@ class Supervisor:
             resource.RLIMIT_NOFILE: OPEN_FILES,
             resource.RLIMIT_CORE: 1,  # with 0, the kernel would still write a core to a `core_pattern` that is a pipe
             resource.RLIMIT_MEMLOCK: 0,
+            RLIMIT_SIGPENDING: SIGNALS,
         }
         if not self.settings["group"]:  # a control group counts used memory; this limit counts reserved memory
             limits[resource.RLIMIT_AS] = self.limits["memory_mib"] * mib
@@ -127,6 +131,7 @@ class Supervisor:
         for which, value in limits.items():
             resource.setrlimit(which, (value, value))
         self.pristine = _own_limits()
+        self.traffic = _traffic()
 
     def serve(self) -> NoReturn:
         """Serves one call after the other."""
@@ -138,6 +143,8 @@ class Supervisor:
             if call["most"]:  # an archive is longer than any output for a policy
                 self.output = Output(call["most"])
             kind = call["kind"]
+            if call["clean"]:
+                self._forget_times()
             try:
                 if kind in children.INTERPRETERS:
                     verdict = self._ask(kind, children.read_exactly(0, body_bytes), deadline)
@@ -146,7 +153,9 @@ class Supervisor:
             except (OSError, MemoryError) as error:  # no child can be started, because of what the code left running
                 note = f"stopped: what runs in the sandbox left no room for the call ({error})"
                 verdict = Verdict("failure", note, "all")
-            if call["clean"] and not (self._empty() and _own_limits() == self.pristine):
+            # The counters of the network, and connections that linger, would tell the next call something.
+            unchanged = _own_limits() == self.pristine and _traffic() == self.traffic
+            if call["clean"] and not (self._empty() and unchanged):
                 verdict = verdict._replace(lost="all")  # the sandbox ends: the next call may be another trajectory's
             if verdict.status == "timeout":
                 verdict = verdict._replace(note=f"no end after {call['seconds']:g} s")
@@ -337,6 +346,8 @@ class Supervisor:
             return "more mappings of memory than can be counted", ""
         if memory > limits["memory_mib"] * 2**20:
             return f"more than {limits['memory_mib']} MiB of memory", ""
+        if self.settings["private"] and len(os.listdir("/dev/pts")) - 1 > TERMINALS:
+            return f"more than {TERMINALS} terminals", ""
         for path in self.settings["private"]:
             held = os.statvfs(path)
             if held.f_files - held.f_ffree > limits["files"]:
@@ -395,11 +406,25 @@ class Supervisor:
             return False
         return True
 
+    def _forget_times(self) -> None:
+        """Sets the times of the folders, which an earlier call could have set to anything."""
+        for path in self.settings["private"]:
+            os.utime(path, (0, 0))
+
     def leave(self) -> NoReturn:
         """Ends everything, because the host is gone."""
         self.interpreters.clear()
         self._settle()
         os._exit(0)
+
+
+def _traffic() -> bytes:
+    """Returns the counters of the network devices of this process's network namespace; empty if it is the host's."""
+    if os.getpid() != 1:
+        return b""
+    with contextlib.suppress(OSError), open("/proc/self/net/dev", "rb") as file:
+        return file.read()
+    return b""
 
 
 def _own_limits() -> tuple[object, ...]:
