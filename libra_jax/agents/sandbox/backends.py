@@ -43,14 +43,10 @@ _MAKE_ZERO = f"mknod -m 444 {_ZERO} c 1 5"
 """Makes a read-only /dev/zero. A process that can write to it can share memory through it that no limit counts."""
 
 _LOWER = "/mnt/nothing"
-_NOTHING = f"mkdir {_LOWER}"
-"""Makes an empty folder, because a read-only overlay needs a second one."""
+"""An empty folder, because a read-only overlay needs a second one."""
 
 _TERMINALS = "/mnt/terminals"
-_MAKE_TERMINALS = (
-    f"mkdir {_TERMINALS}; "
-    f"mount -t devpts -o newinstance,ptmxmode=666,mode=600,max={supervisor.TERMINALS} none {_TERMINALS}"
-)
+_MAKE_TERMINALS = f"mount -t devpts -o newinstance,ptmxmode=666,mode=600,max={supervisor.TERMINALS} none {_TERMINALS}"
 """Makes terminals that are counted apart from the host's, of which there are a few thousand for everybody."""
 
 _HELP_SECONDS = 10.0
@@ -255,24 +251,25 @@ class Bubblewrap(Backend):
         mounts = [_MAKE_ZERO] * bool(self._zero) + [_MAKE_TERMINALS] * bool(self._terminals)
         # An overlay has files of its own: a lock on one is none on the host's. Named by `.`, it does not tell its path.
         overlays = self._root and _overlays()
-        mounts += [_NOTHING] * overlays
+        folders = [_LOWER, _TERMINALS]
         self._system = {path: path for path in _READ_ONLY if os.path.isdir(path) and not os.path.islink(path)}
         for number, path in enumerate([*self._shown, *self._system] if self._root else ()):
             place = f"/mnt/{number}"
             # A socket is reached through its own file only, so the door stays as it is.
             if overlays and self._shown.get(path, ("", ""))[1] != DOOR and not _holds_mounts(path):
-                mounts.append(f"mkdir {place}; {_overlay(path, place)}")
+                mounts.append(_overlay(path, place))
             elif not all(folder.stat().st_mode & 0o001 for folder in (Path(path), *Path(path).parents)):
-                mounts.append(f"mkdir {place}; mount --bind {shlex.quote(path)} {place}")
+                mounts.append(f"mount --bind {shlex.quote(path)} {place}")
             else:
                 continue
+            folders.append(place)
             if path in self._shown:
                 self._shown[path] = (place, self._shown[path][1])
             else:
                 self._system[path] = place
         if mounts:
             words = [*_PRIVATELY, *words]
-            script += "".join(f"{mount}; " for mount in (_EMPTY, *mounts))
+            script += "".join(f"{mount}; " for mount in (_EMPTY, f"mkdir {' '.join(folders)}", *mounts))
         self._prefix = [*words, script + 'exec "$@"', "sh"]
         found = re.match(r"(\d+)\.(\d+)", platform.release())
         release = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -349,7 +346,7 @@ class Bubblewrap(Backend):
 
 def _overlays() -> bool:
     """Returns whether folders of the host can be shown as overlays."""
-    return _mounts(f"{_NOTHING}; mount -t overlay -o lowerdir=/usr:{_LOWER} none {_LOWER}")
+    return _mounts(f"mount -t overlay -o lowerdir=/usr:{_LOWER} none {_LOWER}")
 
 
 def _overlay(path: str, place: str) -> str:
@@ -372,7 +369,9 @@ def _mounts(make: str) -> bool:
       make: Commands of the shell.
     """
     try:
-        script = f"set -e; {_EMPTY}; {make}" + (f"; head -c1 {_ZERO}" if make == _MAKE_ZERO else "")
+        script = f"set -e; {_EMPTY}; mkdir {_LOWER} {_TERMINALS}; {make}" + (
+            f"; head -c1 {_ZERO}" if make == _MAKE_ZERO else ""
+        )
         done = subprocess.run([*_PRIVATELY, "sh", "-c", script], capture_output=True, timeout=_HELP_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return False
