@@ -245,6 +245,7 @@ FORGERIES = {
 @needs_bubblewrap
 @repairs.cases(FORGERIES)
 def test_a_command_of_the_model_forges_no_verdict(made):
+    sandboxes.skip_without_bubblewrap()
     arguments = {"callable": f"{__name__}:forged", "python": "python", "search": [HERE], "seconds": 30.0}
     try:
         outcome = harness_doubles.run(harness_doubles.task(prompt="p"), arguments={"command": made}, **arguments)
