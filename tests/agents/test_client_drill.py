@@ -226,9 +226,7 @@ def play(client: Client, tmp_path) -> tuple[protocols.Trajectory, Policy]:
     tokenizer = tokenizers.load(chat_templates.save(tmp_path / "tokenizer", chat_templates.PLAIN), incremental=False)
     from libra_jax.engines import vllm_parsers
 
-    form = chat_format.HuggingFaceFormat(
-        tokenizer, vllm_parsers.parsing(tokenizer, "hermes", "", tokenizer.encode(tokenizer.header))
-    )
+    form = chat_format.HuggingFaceFormat(tokenizer, vllm_parsers.parsing(tokenizer, "hermes", ""))
     policy = Policy(tokenizer, client.script)
     made = harness.environment(
         command=command,

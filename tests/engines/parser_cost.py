@@ -42,7 +42,7 @@ def main() -> None:
         tokenizer = tokenizers.load(path, incremental=False)
         output = tokenizer.encode(TEXT)
         for names in (("", ""), ("hermes", ""), ("hermes", "qwen3"), ("qwen3_xml", "qwen3")):
-            parsing = vllm_parsers.parsing(tokenizer, *names, tokenizer.encode(tokenizer.header))
+            parsing = vllm_parsers.parsing(tokenizer, *names)
             form = chat_format.HuggingFaceFormat(tokenizer, parsing)
             print(f"{names}: {min(milliseconds(form, output) for _ in range(3)):.2f} ms a request")
 
