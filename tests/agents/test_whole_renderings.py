@@ -3,6 +3,7 @@
 import functools
 import json
 
+import chat_templates
 import pytest
 import tokenizer_families
 from hypothesis import example, given, settings
@@ -231,3 +232,21 @@ def test_end_tokens_that_are_no_tokens_are_refused(tmp_path):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(protocols.DataError, match=problem):
             tokenizers.load(folder)
+
+
+@pytest.mark.parametrize("name", ["PLAIN", "THINKS"])
+def test_a_demonstration_with_calls_is_what_the_template_writes(tmp_path, name):
+    tokenizer = tokenizers.load(chat_templates.save(tmp_path, getattr(chat_templates, name)))
+    call = protocols.ToolCall("c", "look", '{"q": "x"}')
+    asked, returned = protocols.Message("user", "q"), protocols.Message("tool", "r", tool_call_id="c")
+    said = protocols.Message("assistant", "so", (call,), reasoning="hm" if name == "THINKS" else "")
+    shown = tokenizers.dialogue_trajectory("d", [asked, said, returned, protocols.Message("assistant", "4")], tokenizer)
+    trained = [token for token, mask in zip(shown.token_ids, shown.loss_mask, strict=True) if mask]
+    thought = "<think>\nhm\n</think>\n\n" if name == "THINKS" else ""
+    assert tokenizer.decode(trained) == (
+        f'{thought}so\n<tool_call>\n{{"name": "look", "arguments": {{"q": "x"}}}}\n</tool_call><|im_end|>4<|im_end|>'
+    )
+    dropped = protocols.Message("assistant", "a", reasoning="thought")
+    if name == "PLAIN":
+        with pytest.raises(protocols.DataError, match="drops the calls, the reasoning or the content"):
+            tokenizers.dialogue_trajectory("d", [asked, dropped], tokenizer)
