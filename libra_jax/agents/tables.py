@@ -296,9 +296,11 @@ def _shortest(batch: Any) -> Any:
             return pyarrow.struct([(field.name, changed(field.type, number)) for field in kind])
         return kind
 
-    # By way of texts: a cast of 32 bits to 64 keeps the digits that nobody wrote.
+    # By way of texts: a cast of 32 bits to 64 keeps the digits that nobody wrote. Other columns may have no casts.
     columns = [
-        column.cast(changed(column.type, pyarrow.string())).cast(changed(column.type, pyarrow.float64()))
+        column
+        if (texts := changed(column.type, pyarrow.string())) == column.type
+        else column.cast(texts).cast(changed(column.type, pyarrow.float64()))
         for column in batch.columns
     ]
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
