@@ -86,12 +86,9 @@ def for_character(message: protocols.Message) -> str:
     """Returns the text of a message for the character tokenizer: calls as Hermes writes them, reasoning in front."""
     message = _complete(message)
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
-    calls = (
-        json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
-        for call in message.tool_calls
-    )
-    parts = [message.content] if message.content else []
-    return thought + "\n".join([*parts, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)])
+    calls = [{"name": call.name, "arguments": _arguments(call)} for call in message.tool_calls]
+    written = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return thought + "\n".join([*([message.content] if message.content else []), *written])
 
 
 def for_template(message: protocols.Message) -> Mapping[str, Any]:
@@ -104,14 +101,10 @@ def for_template(message: protocols.Message) -> Mapping[str, Any]:
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
             for call in message.tool_calls
         ]
-    if message.tool_call_id:
-        made["tool_call_id"] = message.tool_call_id
-    if message.name:
-        made["name"] = message.name
-    if message.reasoning:
-        # Older templates read the second name.
-        made |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
-    return made
+    # Older templates read the second name of the reasoning.
+    further = {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    further |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    return made | {name: text for name, text in further.items() if text}
 
 
 def named(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -128,12 +121,8 @@ def named(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
 
 def tool_for_template(tool: protocols.ToolSpec) -> Mapping[str, Any]:
     """Returns a tool as vLLM hands it to a chat template: what a request leaves out is None."""
-    function = {
-        "name": tool.name,
-        "description": tool.description or None,
-        "parameters": dict(tool.parameters) or None,
-    }
-    return {"type": "function", "function": function}
+    described = {"description": tool.description or None, "parameters": dict(tool.parameters) or None}
+    return {"type": "function", "function": {"name": tool.name, **described}}
 
 
 def _arguments(call: protocols.ToolCall) -> Mapping[str, Any]:
