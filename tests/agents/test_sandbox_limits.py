@@ -99,10 +99,10 @@ SHARED_BY_ALL = {
         "Operation not permitted",
     ),
     "many-pipes": (
-        "import os, time\nfor _ in range(9):\n  if os.fork() == 0: break\n"
+        "import os, time\nfor _ in range(12):\n  if os.fork() == 0: break\n"
         "held = []\nfor _ in range(120):\n  held.append(os.pipe())\n"
         "  os.set_blocking(held[-1][1], False)\n  os.write(held[-1][1], bytes(2**16))\ntime.sleep(60)",
-        "stopped: more than 64 MiB of memory",
+        "stopped: more than 128 MiB of memory",
     ),
     "a-cache-that-is-asked": (
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(451, 0, 0, 0, 0) == -1\n"
@@ -117,7 +117,7 @@ def test_what_the_whole_machine_shares_is_limited(kind):
     code, said = SHARED_BY_ALL[kind]
     if kind == "terminals" and os.geteuid() != 0:
         said = "stopped: more than 16 terminals"
-    small = dataclasses.replace(sandboxes.SMALL, memory_mib=64 if kind == "many-pipes" else 256)
+    small = dataclasses.replace(sandboxes.SMALL, memory_mib=128 if kind == "many-pipes" else 256)
 
     (outcome,) = run(code, limits=small)
     assert said in outcome.text

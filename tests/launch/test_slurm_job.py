@@ -2,12 +2,13 @@
 
 import dataclasses
 import difflib
+import importlib
 import os
 import pathlib
 import shutil
 import subprocess
 
-from support import host_sizes, slurm_job
+from support import slurm_job
 
 import pytest
 
@@ -178,29 +179,32 @@ def test_a_secret_comes_by_its_name_and_a_value_reaches_the_run_as_it_is():
     assert shown.stdout == value
 
 
-SIZE = host_sizes.HostSize(13, 40)
-NODES = slurm_job.parse_partitions("gpu*|4|gpu:8|64|500000+\nsmall|4|gpu:2|8+|30000\nbare|2|(null)|4|1\n")
+NODES = "gpu*|4|gpu:8|64|500000+\nsmall|4|gpu:2|8+|30000\nbare|2|(null)|4|1\n"
 
 
 @pytest.mark.parametrize(
     ("settings", "there", "options"),
     [
-        ({}, (), ["--cpus-per-task=13", "--mem=40960M"]),
-        ({}, NODES, ["--cpus-per-task=13", "--mem=40960M"]),
-        ({"partition": "small"}, NODES, ["--cpus-per-task=8", "--mem=30000M"]),
-        ({"partition": "bare"}, NODES, ["--cpus-per-task=4", "--mem=40960M"]),  # nobody has configured its memory
-        ({"cpus_per_host": 20, "memory": "9G"}, NODES, ["--cpus-per-task=20", "--mem=9G"]),
-        ({"exclusive": True}, NODES, ["--mem=0"]),
-        ({"options": ("--mem-per-cpu=2G", "-c 3")}, NODES, []),
+        ({}, False, ["--cpus-per-task=13", "--mem=40960M"]),
+        ({}, True, ["--cpus-per-task=13", "--mem=40960M"]),
+        ({"partition": "small"}, True, ["--cpus-per-task=8", "--mem=30000M"]),
+        ({"partition": "bare"}, True, ["--cpus-per-task=4", "--mem=40960M"]),  # nobody has configured its memory
+        ({"cpus_per_host": 20, "memory": "9G"}, True, ["--cpus-per-task=20", "--mem=9G"]),
+        ({"exclusive": True}, True, ["--mem=0"]),
+        ({"options": ("--mem-per-cpu=2G", "-c 3")}, True, []),
     ],
 )
 def test_a_host_is_asked_for_what_the_run_needs_and_the_partition_has(settings, there, options):
-    (part,) = slurm_job.parts(parse(qwen3_1p7b_8gpu, per_host=8), slurm_job.Settings(**settings), SIZE, there)
+    size, config = importlib.import_module("support.host_sizes").HostSize(13, 40), parse(qwen3_1p7b_8gpu, per_host=8)
+    (part,) = slurm_job.parts(
+        config, slurm_job.Settings(**settings), size, slurm_job.parse_partitions(NODES if there else "")
+    )
     asked = [option for option in part.options if option.startswith(("--cpus-per-task", "--mem=", "--mem "))]
     assert asked == options
 
 
 def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
+    host_sizes = importlib.import_module("support.host_sizes")
     run = over_hosts(model__path="", model__preset="Qwen3-8B")
     shape = model_config.load_preset("Qwen3-8B")
     larger, smaller = (host_sizes.estimate(one, shape) for one in (over_hosts(per_host=4, trainer__processes=1), run))
