@@ -347,7 +347,8 @@ def known_records(workdir: Path) -> protocols.Records | None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         text = (workdir / "status.json").read_bytes()
         found: protocols.Records | None = None if damage(text) else json.loads(text).get("records")
-        return found
+        # The file may be another program's.
+        return found if isinstance(found, dict) and found.keys() == {"run", "counts"} else None
     return None
 
 

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
+import tempfile
 import threading
 import types
 
 import psutil
 import pytest
+from vllm.utils import network_utils
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, scratch
 from libra_jax.engines import vllm_engine, vllm_launch, vllm_plugin
 from libra_jax.models import config as model_config
 
@@ -130,3 +133,13 @@ def test_an_engine_on_another_device_than_a_cpu_is_left_its_threads(monkeypatch)
     assert launch("cpu")._variables()["OMP_NUM_THREADS"]
     monkeypatch.setattr(vllm_launch, "current_platform", types.SimpleNamespace(is_cpu=lambda: False))
     assert not [name for name in launch("gpu", 8)._variables() if "OMP_" in name]
+
+
+def test_workers_of_an_engine_meet_in_its_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(network_utils, "tempfile", tempfile)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: types.SimpleNamespace(pid=os.getppid()))
+    for name in (vllm_plugin.LOG_VARIABLE, vllm_plugin.PARENT_DEATH_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    vllm_plugin.register()
+    assert network_utils.get_file_store_init_method().startswith(f"file://{tmp_path}/{scratch.MEETING}")
