@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.agents import control_tokens
+from libra_jax.agents import control_tokens, thoughts
 from libra_jax.agents import messages as message_forms
 
 _Dialogue = Sequence[Mapping[str, Any]]
@@ -207,7 +207,8 @@ class HuggingFaceTokenizer:
         """Returns the tokens of a message as the policy writes it after `before`, its stop token included.
 
         White space around the content is the template's own. Other text that the template puts there, such as an empty
-        thought, is left out: a demonstration shows what its author wrote.
+        thought, is left out: a demonstration shows what its author wrote. If the template opens a thought, the content
+        closes it, because an answer in a thought is none.
         """
         asked, said = (self._cut(map(message_forms.for_template, part)) for part in (before, [output]))
 
@@ -228,6 +229,9 @@ class HuggingFaceTokenizer:
                 )
         elif not follows or written.strip() != content.strip():
             written = content
+            opening = thoughts.opening(header)
+            if opening and not thoughts.split(opening + control_tokens.joined(content)).answer.strip():
+                written = f"\n{thoughts.MARKS[opening.rstrip()]}\n\n{content}"
         return self._encode_after(header, written + self._turn_end)
 
     def _cut(self, messages: Iterable[Mapping[str, Any]]) -> _Dialogue:

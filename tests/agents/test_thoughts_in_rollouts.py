@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chat_templates
 import dialogue_doubles
 import loop_doubles as doubles
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import arithmetic
+from libra_jax.agents import arithmetic, question, tokenizers
 from libra_jax.agents.tools import formats
 
 LONG = dataclasses.replace(doubles.LIMITS, max_tokens=200, max_context=900)
@@ -89,3 +90,27 @@ TEXTS = st.lists(st.sampled_from([CALL, "<think>", "</think>", "x"]), max_size=5
 def test_a_template_that_opens_the_thought_is_as_a_policy_that_does(output, eager):
     calls, _ = looked(output, eager=eager, tokenizer=doubles.OpensThoughts())
     assert calls == looked(f"<think>\n{output}", eager=eager, tokenizer=doubles.TOKENIZER)[0]
+
+
+@pytest.mark.parametrize(("output", "reward"), [("maybe 42", 0.0), ("maybe 7</think>so 42", 1.0), ("42</think>", 0.0)])
+def test_a_thought_that_the_template_opens_is_not_graded(output, reward):
+    task = protocols.Task("t", {"prompt": "q", "answer": "42"})
+    environment = question.QuestionEnvironment(match="numeric")
+    trajectory, _ = doubles.attempt([output], task=task, environment=environment, tokenizer=doubles.OpensThoughts())
+    assert trajectory.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "trained"),
+    [
+        ("OPENS", "42", "\n</think>\n\n42<|im_end|>"),
+        ("OPENS", "hm</think>42", "hm</think>42<|im_end|>"),
+        ("THINKS", "42", "42<|im_end|>"),
+    ],
+)
+def test_a_demonstrations_answer_stands_outside_of_the_thought(template, content, trained, tmp_path):
+    tokenizer = tokenizers.load(chat_templates.save(tmp_path, getattr(chat_templates, template)))
+    dialogue = [protocols.Message("user", "q"), protocols.Message("assistant", content)]
+    shown = tokenizers.dialogue_trajectory("demonstration", dialogue, tokenizer)
+    pairs = zip(shown.token_ids, shown.loss_mask, strict=True)
+    assert tokenizer.decode([token for token, counts in pairs if counts]) == trained
