@@ -26,6 +26,7 @@ import torch
 from gpu import reference, rows
 from libra_jax import config, protocols
 from libra_jax.models import config as model_config
+from libra_jax.models import transformer
 from libra_jax.weights import create
 
 MODEL = "Qwen3-0.6B"
@@ -88,7 +89,7 @@ class Served:
     ) -> None:
         self.engine, self.shape, self.variant = engine, shape, variant
         self.version = 0
-        self.params: dict[str, Any] = {}
+        self.params: transformer.Params = {}
         self._transport = transport
         self._snapshot = create.create(
             shape, variant.dtype, 256 * 2**20, transport, checksum=False, sync_seconds=60.0, host="127.0.0.1"

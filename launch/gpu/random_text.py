@@ -61,7 +61,7 @@ def get_config(arguments: str = DRY) -> libra_config.RunConfig:
     config.rollout.transport = "ipc"
     config.rollout.enforce_eager = False
     config.rollout.gpu_memory_fraction = 0.35
-    config.trainer.platform = "cuda"
+    config.trainer.platform = "auto"  # the engine shares the first GPU; "cuda" would give each a GPU of its own
     config.trainer.row_tokens, config.trainer.rows_per_micro_batch = 8192, 1
     config.algorithm.correction = "truncated"
     config.optimizer.learning_rate = 1e-6
@@ -82,9 +82,9 @@ def _draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:
 
 
 async def _coin(task: protocols.Task, answer: str, box: toolbox.Toolbox) -> float:
-    """Returns 0 or 1 by a hash, so that a group's rewards differ, and a run repeats."""
+    """Returns 0 or 1 by a hash, so that a group's rewards differ, and a run repeats. An empty output gets 0."""
     del task, box
-    return float(hashlib.sha256(answer.encode()).digest()[0] & 1)
+    return float(bool(answer) and hashlib.sha256(answer.encode()).digest()[0] & 1)
 
 
 def environment(tools: toolkit.Toolkit) -> dialogue.Dialogue:

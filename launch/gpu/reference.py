@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import torch
@@ -52,11 +51,11 @@ class Errors:
         return "" if self.mean <= bound else f"log-probs are off by {self.mean:.2g} nats, and {bound:.2g} is allowed"
 
 
-def random_params(shape: model_config.TransformerConfig, seed: int) -> dict[str, Any]:
+def random_params(shape: model_config.TransformerConfig, seed: int) -> transformer.Params:
     """Returns random parameters whose tokens differ in probability; other seeds give other distributions."""
-    params = dict(transformer.init_params(shape, jax.random.key(seed)))
-    params["norm"] = {"weight": params["norm"]["weight"] * SHARPNESS}
-    return jax.block_until_ready(params)
+    params = transformer.init_params(shape, jax.random.key(seed))
+    sharper = {"weight": params["norm"]["weight"] * SHARPNESS}
+    return jax.block_until_ready({**params, "norm": sharper})
 
 
 def prompts(shape: model_config.TransformerConfig, count: int, tokens: int) -> list[tuple[int, ...]]:
@@ -67,7 +66,7 @@ def prompts(shape: model_config.TransformerConfig, count: int, tokens: int) -> l
 
 def errors(
     shape: model_config.TransformerConfig,
-    params: Mapping[str, Any],
+    params: transformer.Params,
     dtype: str,
     asked: Sequence[tuple[int, ...]],
     outputs: Sequence[Sequence[protocols.TokenDelta]],
@@ -94,7 +93,7 @@ def errors(
     )
 
 
-def _model(shape: model_config.TransformerConfig, params: Mapping[str, Any], dtype: str) -> torch.nn.Module:
+def _model(shape: model_config.TransformerConfig, params: transformer.Params, dtype: str) -> torch.nn.Module:
     """Returns transformers' model with the weights as they are sent."""
     import transformers
 

@@ -6,7 +6,6 @@ build, or the double of an engine where no vLLM is installed.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 from gpu import random_text, rows
 from libra_jax import parent_death, protocols
 from libra_jax.models import config as model_config
+from libra_jax.telemetry import metrics
 
 DEADLINE_SECONDS = 540.0
 END_SECONDS = 30.0
@@ -105,7 +105,7 @@ def _one_gpu(engine_fraction: float) -> list[str]:
     return ["--config.trainer.platform=auto", f"--config.rollout.gpu_memory_fraction={engine_fraction}"]
 
 
-def _train(bench: rows.Bench, name: str, flags: Sequence[str]) -> list[Mapping[str, float]]:
+def _train(bench: rows.Bench, name: str, flags: Sequence[str]) -> Sequence[Mapping[str, float]]:
     """Runs `launch/train.py` to its end and returns the metrics of its steps.
 
     Raises:
@@ -130,8 +130,9 @@ def _train(bench: rows.Bench, name: str, flags: Sequence[str]) -> list[Mapping[s
         code, output = _run(command, environment)
     finally:
         _archive(bench, name, workdir)
-    metrics = workdir / "metrics.jsonl"
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    path = workdir / metrics.METRICS_FILE
+    # Step 0 is the warm start.
+    steps = [numbers for step, numbers in metrics.read(path).items() if step] if path.exists() else []
     if code:
         words = " ".join(output.split())[-300:]
         raise protocols.LibraError(f"the run ended after {len(steps)} steps with status {code}: {words}")
