@@ -187,7 +187,7 @@ class _Session:
         message = protocols.Message("assistant", "x" * 8 * PIECES)
         yield protocols.Reply(message, "stop", 500, PIECES)
 
-    def refused(self, sentence: str) -> None:
+    def note_refusal(self, sentence: str) -> None:
         raise AssertionError(sentence)
 
 

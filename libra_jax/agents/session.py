@@ -107,7 +107,7 @@ class Session:
             line = self._place(request)
         except protocols.Refused as refused:
             if refused.kind == "invalid":
-                self.refused(str(refused))
+                self.note_refusal(str(refused))
             raise
         except protocols.EnvironmentCrashed as error:
             # The harness's own `status` broke. A client that goes on all the same must not hide that.
@@ -133,7 +133,7 @@ class Session:
             self.active -= 1
             self.idle_since = self._clock()
 
-    def refused(self, sentence: str) -> None:
+    def note_refusal(self, sentence: str) -> None:
         """Counts a refused request (`protocols.Conversation.refused`)."""
         self.refusals, self.refusal = self.refusals + 1, sentence
 

@@ -71,7 +71,7 @@ class Public:
         finally:
             self._streams.finish(name)
 
-    def refused(self, sentence: str) -> None:
+    def note_refusal(self, sentence: str) -> None:
         """Ignores refused requests: their clients know (`protocols.Conversation.refused`)."""
 
     def _check(self, request: protocols.ChatRequest) -> None:

@@ -213,7 +213,7 @@ class _Outputs(_Endpoint):
                 exchange = await asyncio.to_thread(self._read, body, session)
         except errors.Problem as problem:
             if problem.code != errors.NO_THREADS:  # the client asks again without
-                conversation.refused(problem.message)
+                conversation.note_refusal(problem.message)
             raise
         del body
         # The libraries of OpenAI and Anthropic mark a further try, for which they drop the answer to the first one.

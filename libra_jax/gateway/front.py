@@ -217,7 +217,7 @@ class _Relayed:
         """Streams one model output (`protocols.Conversation.reply`)."""
         return self._front.ask(self, request)
 
-    def refused(self, sentence: str) -> None:
+    def note_refusal(self, sentence: str) -> None:
         """Tells the session of a refused request (`protocols.Conversation.refused`)."""
         self._front.tell(Rejected(self.digest, sentence))
 

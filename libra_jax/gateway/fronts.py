@@ -239,7 +239,7 @@ class Fronts:
             return
         if isinstance(event, front_lib.Rejected):
             if event.session in front.sessions:
-                front.sessions[event.session].conversation.refused(event.sentence)
+                front.sessions[event.session].conversation.note_refusal(event.sentence)
             return
         _, served = front.served.get(event.number, (b"", None))
         if served is not None and not served.settled.done():

@@ -218,7 +218,7 @@ class Conversation(Protocol):
         """
         ...
 
-    def refused(self, sentence: str) -> None:
+    def note_refusal(self, sentence: str) -> None:
         """Tells the session of a request that the API refused before `reply`, in the API's words."""
 
 

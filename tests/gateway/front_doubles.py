@@ -102,7 +102,7 @@ class Scripted:
         self.error: Exception | None = None
         self.told: list[str] = []
 
-    def refused(self, sentence: str) -> None:
+    def note_refusal(self, sentence: str) -> None:
         self.told.append(sentence)
 
     async def reply(

@@ -62,7 +62,11 @@ class Scripted(protocols.Conversation):
         self.scripts = list(scripts) or [said("Hello there.")]
         self.requests: list[protocols.ChatRequest] = []
         self.delivered: list[protocols.Reply] = []
+        self.refusals: list[str] = []
         self.running = self.ended = 0
+
+    def note_refusal(self, sentence: str) -> None:
+        self.refusals.append(sentence)
 
     async def reply(
         self, request: protocols.ChatRequest

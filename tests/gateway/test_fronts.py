@@ -206,7 +206,7 @@ def test_what_a_front_refuses_is_told_to_its_session():
         endpoint = await gateway.open(session)
         serving = front.HttpFront(config.GatewayConfig(), "policy")
         await serving.admit([front.digest(endpoint.secret)])
-        serving.find(endpoint.secret).refused("functions: deprecated")
+        serving.find(endpoint.secret).note_refusal("functions: deprecated")
         front_doubles.made[0].tell(await anext(serving.events()))
         await until(lambda: session.told == ["functions: deprecated"])
 
