@@ -229,9 +229,9 @@ class HuggingFaceTokenizer:
                 )
         elif not follows or written.strip() != content.strip():
             written = content
-            opening = thoughts.opening(header)
-            if opening and not thoughts.split(opening + control_tokens.joined(content)).answer.strip():
-                written = f"\n{thoughts.MARKS[opening.rstrip()]}\n\n{content}"
+        opening = thoughts.opening(header)
+        if opening and not thoughts.split(opening + control_tokens.joined(written)).answer.strip():
+            written = f"\n{thoughts.MARKS[opening.rstrip()]}\n\n{written}"
         return self._encode_after(header, written + self._turn_end)
 
     def _cut(self, messages: Iterable[Mapping[str, Any]]) -> _Dialogue:

@@ -106,10 +106,15 @@ def test_a_thought_that_the_template_opens_is_not_graded(output, reward):
         ("OPENS", "42", "\n</think>\n\n42<|im_end|>"),
         ("OPENS", "hm</think>42", "hm</think>42<|im_end|>"),
         ("THINKS", "42", "42<|im_end|>"),
+        ("KEEPS", "42", "\n</think>\n\n42<|im_end|>"),
     ],
 )
 def test_a_demonstrations_answer_stands_outside_of_the_thought(template, content, trained, tmp_path):
-    tokenizer = tokenizers.load(chat_templates.save(tmp_path, getattr(chat_templates, template)))
+    # One that writes its opening mark in front of earlier outputs, too.
+    begun = "('<think>\\n' if m.role == 'assistant' else '') + m.content"
+    keeps = chat_templates.OPENS.replace("m.content", begun)
+    source = getattr(chat_templates, template, keeps)
+    tokenizer = tokenizers.load(chat_templates.save(tmp_path, source))
     dialogue = [protocols.Message("user", "q"), protocols.Message("assistant", content)]
     shown = tokenizers.dialogue_trajectory("demonstration", dialogue, tokenizer)
     pairs = zip(shown.token_ids, shown.loss_mask, strict=True)
