@@ -84,7 +84,7 @@ def test_the_reward_functions_score(tmp_path, monkeypatch):
     import shaping
 
     task = protocols.Task("t", {})
-    assert shaping.brevity(characters=2)(task, "four") == 0.5
+    assert [shaping.brevity(characters=2)(task, text) for text in ("four", "on", "")] == [0.0, 1.0, 0.0]
     used = scoring.Transcript("text", tools=(protocols.CausalState("python", 0, "success"),))
     assert shaping.tool_use()(task, used) == (1.0, {"calls": 1})
     assert shaping.tool_use()(task, scoring.Transcript("text")) == (0.0, {"calls": 0})
