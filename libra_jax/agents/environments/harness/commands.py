@@ -17,7 +17,7 @@ from libra_jax.agents.environments.harness import jobs, processes, scene, worksp
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 """Variables of this process that an agent gets. Others may hold keys of the run's user."""
 
-TASK_FILE = "task.json"
+TASK_NAME = "task.json"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Command:
         await deadlines.off_loop(_tell, told, task_text(job.public))
         command = job.filled(self.command)
         shown = "/libra" if self.container else str(told)
-        places = {"LIBRA_TASK_FILE": f"{shown}/{TASK_FILE}"}
+        places = {"LIBRA_TASK_FILE": f"{shown}/{TASK_NAME}"}
         own = {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
         if self.container is not None:
             inside = {**places, **job.endpoint.environment(), **settings.variables}
@@ -138,7 +138,7 @@ class Command:
 
 def _tell(folder: Path, task: str) -> None:
     folder.mkdir()
-    (folder / TASK_FILE).write_text(task)
+    (folder / TASK_NAME).write_text(task)
 
 
 def finished(job: jobs.Job, settings: Settings, ended: processes.Ended, verdict: object = None) -> jobs.Finished:

@@ -27,7 +27,7 @@ from libra_jax.agents.tools import toolkit
 
 _INSIDE = Path(__file__).with_name("inside.py").read_text()
 _MAIN = "if __name__"
-_TASK_PLACE = f"/tmp/libra/{commands.TASK_FILE}"
+_TASK_PLACE = f"/tmp/libra/{commands.TASK_NAME}"
 _PORT = 8080
 """Port of the gateway inside a sandbox. Each has a network of its own, and the gateway may be on another host."""
 

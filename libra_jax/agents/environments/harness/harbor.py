@@ -96,7 +96,7 @@ class InScene:
                 {
                     **recipe.variables,
                     **payload["variables"],
-                    "LIBRA_TASK_FILE": f"{scene.LIBRA}/{commands.TASK_FILE}",
+                    "LIBRA_TASK_FILE": f"{scene.LIBRA}/{commands.TASK_NAME}",
                     **near.endpoint.environment(),
                     **self.settings.variables,
                 },
@@ -195,7 +195,7 @@ class InContainer:
             await self._must(job, [*start, image, *_WAIT], self.build_seconds, name)
             variables = {
                 **payload["variables"],
-                "LIBRA_TASK_FILE": f"{scene.LIBRA}/{commands.TASK_FILE}",
+                "LIBRA_TASK_FILE": f"{scene.LIBRA}/{commands.TASK_NAME}",
                 **job.endpoint.environment(),
                 **self.settings.variables,
             }
@@ -256,7 +256,7 @@ def _seconds(settings: commands.Settings, payload: Mapping[str, Any]) -> float:
 def _tell(folder: Path, task: protocols.Task) -> None:
     folder.mkdir()
     folder.chmod(0o755)
-    (folder / commands.TASK_FILE).write_text(commands.task_text(task))
+    (folder / commands.TASK_NAME).write_text(commands.task_text(task))
 
 
 def _copy(source: Path, target: Path) -> None:
