@@ -104,6 +104,7 @@ def test_a_stored_config_is_read_under_present_names():
     for former, present in ((False, "none"), (True, "zero_variance")):
         found = config.renamed({"coordinator": {"filter_zero_variance": former}, "algorithm": {}})
         assert found == {"coordinator": {}, "algorithm": {"filter": present}}
+    assert config.renamed({"tools": {"servers": {}}}) == {"tools": {}}
     with pytest.raises(
         ConfigError, match=r"config\.task\.reward: no such field; task\.reward is now reward\.functions, e"
     ):

@@ -19,6 +19,7 @@ RENAMED = {
     "deadlines.publish": "deadlines.weight_sync",
     "elastic.late": "elastic.late_factor",
     "elastic.late_seconds": "elastic.late_min_seconds",
+    "gateway.temperature": "gateway.strict",
     "rollout.bucket_mib": "rollout.chunk_mib",
     "task.reward": "reward.functions",
     "tools.servers": "tools.mcp",
@@ -27,12 +28,16 @@ RENAMED = {
 
 _FORMS = {
     "algorithm.filter": '"zero_variance"',
+    "gateway.strict": "True",
     "reward.functions": '{"mine": {"factory": "package.module:factory"}}',
     "tools.mcp": '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}',
 }
 """Example of each renamed setting whose value has another form than under its former name."""
 
-_CONVERTED = {"coordinator.filter_zero_variance": {False: "none", True: "zero_variance"}}
+_CONVERTED: Mapping[str, Mapping[Any, Any]] = {
+    "coordinator.filter_zero_variance": {False: "none", True: "zero_variance"},
+    "gateway.temperature": {"run": False, "refuse": True},
+}
 """Present values of each renamed setting whose former values all have one, by former value."""
 
 _FROZEN = "_frozen"
@@ -112,7 +117,7 @@ def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
         value = group_of.pop(old_name)
         if new not in _FORMS:
             found[new_group].setdefault(new_name, value)
-        elif value in (present := _CONVERTED.get(old, {})):
+        elif value in list(present := _CONVERTED.get(old, {})):  # a stored list has no hash
             found[new_group].setdefault(new_name, present[value])
         else:  # an empty value says the same in every form
             check(not value, old, f"no such field; {now(old)}")

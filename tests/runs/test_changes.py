@@ -10,7 +10,7 @@ import scripts
 
 from libra_jax import config, protocols
 from libra_jax.coordinator import checkpoints
-from libra_jax.runs import changes, workdirs
+from libra_jax.runs import changes, evaluating, workdirs
 from libra_jax.telemetry import sections
 
 FASTER = config.OptimizerConfig(learning_rate=0.5)
@@ -182,6 +182,22 @@ def test_a_run_goes_on_whose_config_was_stored_under_former_names(begun):
         protocols.ConfigError, match=r"an earlier version wrote .*task\.reward is now reward\.functions"
     ):
         workdirs.open_workdir(settings(), str(begun))
+
+
+def test_a_workdir_of_an_earlier_version_is_read_and_goes_on(begun):
+    earlier = (pathlib.Path(__file__).parent / "data" / "config_2026-11-27.json").read_text()
+    for former, strict in (("run", False), ("refuse", True)):
+        written = earlier.replace('"temperature": "run"', f'"temperature": "{former}"')
+        (begun / "config.json").write_text(written)
+        read = evaluating.read_config(begun)
+        assert read.gateway.strict is strict
+        try:  # settings that have come since may need the flag
+            workdirs.open_workdir(read, str(begun))
+        except protocols.ConfigError as error:
+            names = changes.allowed_names(str(error).rpartition("--allow_changes=")[2])
+            assert names, error
+            workdirs.open_workdir(read, str(begun), allow_changes=names)
+        assert stored(begun)["gateway"]["strict"] is strict
 
 
 def test_the_report_shows_what_changed_and_from_which_step():
