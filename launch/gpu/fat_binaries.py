@@ -49,10 +49,15 @@ def slim(library: bytes, architecture: int) -> bytes:
     """
     data = bytearray(library)
     for entries in fat_binaries(library):
-        has_machine_code = any(entry.kind == _MACHINE_CODE and entry.architecture == architecture for entry in entries)
+        # Machine code runs on later minor versions of its major version, and the driver takes the latest that fits.
+        fitting = [
+            entry.architecture
+            for entry in entries
+            if entry.kind == _MACHINE_CODE and architecture // 10 * 10 <= entry.architecture <= architecture
+        ]
         for entry in entries:
-            native = entry.kind == _MACHINE_CODE and entry.architecture == architecture
-            fallback = entry.kind == _PTX and entry.architecture <= architecture and not has_machine_code
+            native = entry.kind == _MACHINE_CODE and entry.architecture == max(fitting, default=0)
+            fallback = entry.kind == _PTX and entry.architecture <= architecture and not fitting
             if not native and not fallback:
                 data[entry.start : entry.start + entry.size] = bytes(entry.size)
     return bytes(data)

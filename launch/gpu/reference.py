@@ -84,7 +84,7 @@ def errors(
     engine = torch.tensor([[value for delta in deltas for value in delta.log_probs] for deltas in outputs])
     tokens = torch.tensor([[*prompt, *output] for prompt, output in zip(asked, sampled, strict=True)])
     place = timing.torch_device(jax.devices()[0])
-    model, tokens = _model(shape, params, dtype).to(place), tokens.to(place)
+    model, tokens = _model(shape, params, dtype, place), tokens.to(place)
     exact = _log_probs(model, tokens, engine.shape[1])
     rounded = exact if dtype == "float32" else _log_probs(model.to(getattr(torch, dtype)), tokens, engine.shape[1])
     difference = (engine - exact).abs()
@@ -93,19 +93,23 @@ def errors(
     )
 
 
-def _model(shape: model_config.TransformerConfig, params: transformer.Params, dtype: str) -> torch.nn.Module:
-    """Returns transformers' model with the weights as they are sent."""
+def _model(
+    shape: model_config.TransformerConfig, params: transformer.Params, dtype: str, place: torch.device
+) -> torch.nn.Module:
+    """Returns transformers' model with the weights as they are sent, on the device `place`."""
     import transformers
 
     untied = dataclasses.replace(shape, tie_word_embeddings=False)
     description = transformers.AutoConfig.for_model(**model_config.to_hf(untied))
-    model = transformers.AutoModelForCausalLM.from_config(description, attn_implementation="eager").eval()
+    # On the device, because drawing the first weights on the host takes longer than all that follows.
+    with place:
+        model = transformers.AutoModelForCausalLM.from_config(description, attn_implementation="eager").eval()
     state = {}
     for source in snapshot.wire_entries(shape):
         leaf = snapshot.leaf(params, source)
         tensor = snapshot.to_torch(leaf if source.layer is None else leaf[source.layer])
         wire = getattr(torch, snapshot.wire_dtype(source, dtype))
-        state[source.hf_name] = tensor.to(wire).float().clone()
+        state[source.hf_name] = tensor.to(wire).float()
     model.load_state_dict(state)
     return model
 

@@ -4,6 +4,7 @@ import io
 import json
 import pathlib
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -48,10 +49,28 @@ def test_a_library_keeps_the_machine_code_of_one_gpu_alone(compiled):
     assert fat_binaries.slim(slimmed, 90) == slimmed
 
 
+def test_machine_code_of_an_earlier_minor_version_stays_if_there_is_no_closer_one():
+    def fat_binary(*architectures: int) -> bytes:
+        entries = [struct.pack("<HHIQ12xI", 2, 1, 32, 8, number) + bytes([number] * 8) for number in architectures]
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, sum(map(len, entries))) + b"".join(entries)
+
+    content = fat_binary(75, 80, 86, 90)
+    names = b"\0.nv_fatbin\0"
+    # An ELF header, the fat binary, the names, and three section headers: none, fat binary, names.
+    table = 64 + len(content) + len(names)
+    sections = [(0, 0, 0), (1, 64, len(content)), (0, 64 + len(content), len(names))]
+    header = b"\x7fELF\x02".ljust(0x28, b"\0") + struct.pack("<Q", table) + bytes(10) + struct.pack("<HHH", 64, 3, 2)
+    packed = b"".join(struct.pack("<I20xQQ24x", *section) for section in sections)
+    library = header + content + names + packed
+    for wanted, kept in ((86, 86), (89, 86), (80, 80), (90, 90), (120, None)):
+        slimmed = fat_binaries.slim(library, wanted)
+        assert [number for number in (75, 80, 86, 90) if bytes([number] * 8) in slimmed] == ([kept] if kept else [])
+
+
 def test_ptx_stays_where_there_is_no_machine_code(compiled):
     library = (compiled / "k.so").read_bytes()
     (ptx,) = [entry for entries in fat_binaries.fat_binaries(library) for entry in entries if entry.kind == 1]
-    for architecture, stays in ((86, True), (90, False), (75, False)):
+    for architecture, stays in ((86, True), (90, False), (75, False), (70, False)):
         slimmed = fat_binaries.slim(library, architecture)
         assert any(slimmed[ptx.start : ptx.start + ptx.size]) == stays, architecture
 
