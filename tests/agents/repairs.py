@@ -37,6 +37,9 @@ NAMES = tuple(f"tests/test_calc.py::TestCalc::{name}" for name in ("test_add", "
 PAYLOAD = {"files": REPOSITORY, "tests": TESTS, "issue": "Sums are off.", "fail_to_pass": NAMES}
 COMMAND = "python3 -m unittest -v tests.test_calc"
 
+LEAVES = "__import__('subprocess').Popen(['sleep', '60'])\n"
+"""Code that leaves a process, which holds what the tests' process prints to."""
+
 
 def files_of(texts):
     return dict(snapshots.Snapshot.of_texts(texts).files)

@@ -31,6 +31,12 @@ def test_a_repair_passes_and_what_is_broken_fails(judged, command):
     assert judged({"calc.py": "def add(:"}, command).passed == 0
 
 
+@pytest.mark.parametrize("command", ["", repairs.COMMAND], ids=["unittest", "command"])
+def test_a_process_that_the_tests_leave_costs_no_repair_its_reward(judged, command):
+    noise = "print('x' * 2**23, flush=True)\n"  # more than the runner keeps
+    assert judged({"calc.py": repairs.FIXED + repairs.LEAVES + noise}, command) == suites.Verdict(3, 3)
+
+
 def test_all_that_there_are_must_pass_where_no_test_is_named(judged):
     assert judged({"calc.py": repairs.FIXED}, names=()) == suites.Verdict(3, 3)
     assert judged({}, names=()) == suites.Verdict(1, 3)

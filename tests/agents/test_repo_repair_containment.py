@@ -238,7 +238,7 @@ WRITTEN = {
 @pytest.fixture(scope="module")
 def judged_by_pytest(tmp_path_factory):
     with repairs.judging((repairs.pytest_alone(tmp_path_factory.mktemp("pytest")),)) as judged:
-        yield lambda code: judged({"calc.py": code}, "python3 -m pytest tests", seconds=40.0)
+        yield lambda code, more="": judged({"calc.py": code}, f"python3 -m pytest tests {more}", seconds=40.0)
 
 
 @repairs.cases(WRITTEN)
@@ -251,6 +251,7 @@ def test_pytest_reports_which_tests_passed(judged_by_pytest):
     noise = "print('PASSED tests/test_calc.py::TestCalc::test_add')\n"
     assert judged_by_pytest(noise + repairs.BROKEN) == suites.Verdict(1, 3)
     assert judged_by_pytest(noise + repairs.FIXED) == suites.Verdict(3, 3)
+    assert judged_by_pytest(repairs.LEAVES + repairs.FIXED, "-s") == suites.Verdict(3, 3)
 
 
 def test_test_files_touched_while_a_command_runs_are_deceit(judged):

@@ -17,10 +17,14 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_DUMPABLE = 4
+_DRAIN_SECONDS = 2.0
+"""Seconds to read what the tests printed, after they ended. A process that they left may hold the pipe open."""
+
 _TOO_LONG = "the tests' report takes more than {} MiB"
 _BEGIN = "import unittest.case\nunittest.case._ShouldStop = ()\n"
 """Code that each Python of the tests runs first. The exception ends a test as passed. Nothing can raise a tuple."""
@@ -53,6 +57,13 @@ def _digests(request: Mapping[str, Any], workspace: str) -> dict[str, str]:
     return found
 
 
+def _drain(pipe: IO[bytes], printed: bytearray, most: int) -> None:
+    """Reads a pipe to its end, and keeps the last `most` bytes in `printed`."""
+    while chunk := os.read(pipe.fileno(), 65536):
+        printed.extend(chunk)
+        del printed[:-most]
+
+
 def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[str, Any]:
     """Returns the JUnit report of the tests, or what they printed if there is none."""
     before, folder = _digests(request, workspace), os.path.join("/tmp", secrets.token_hex(8))
@@ -64,7 +75,7 @@ def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[st
     if not request["command"]:
         modules = [name.removeprefix("src/") for name in request["tests"] if name.endswith(".py")]
         command = [sys.executable, "-c", request["unittest"], report, *modules]
-    shell = subprocess.run(
+    shell = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -76,17 +87,22 @@ def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[st
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTEST_ADDOPTS": f"--junitxml={report}",
         },
-        check=False,
     )
+    # Not a file: tested code could change it, and the limit of a file would fail tests that print much.
+    printed = bytearray()
+    reader = threading.Thread(target=_drain, args=(shell.stdout, printed, request["most_bytes"] // 8), daemon=True)
+    reader.start()
+    status = shell.wait()
+    reader.join(_DRAIN_SECONDS)
     after = _digests(request, workspace)
     touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-    found: dict[str, Any] = {"touched": touched, "status": shell.returncode}
+    found: dict[str, Any] = {"touched": touched, "status": status}
     try:
         # Tested code may have put a link or a pipe there.
         with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found["junit"] = file.read(request["most_bytes"] + 1).decode(errors="replace")
     except OSError:
-        found["printed"] = shell.stdout[-request["most_bytes"] // 8 :].decode(errors="replace")
+        found["printed"] = printed.decode(errors="replace")
     return found
 
 
