@@ -51,7 +51,9 @@ def test_a_folder_is_removed_with_what_is_in_it(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(tmp_path):
+@pytest.mark.parametrize("mode", [0o700, 0o2770], ids=["plain", "of a group"])
+def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(mode, tmp_path):
+    tmp_path.chmod(mode)  # folders in one with the group's bit get that bit, too
     holders = [subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         paths = [holder.stdout.readline().strip() for holder in holders]
