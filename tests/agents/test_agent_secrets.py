@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -249,9 +250,10 @@ def test_a_command_of_the_model_forges_no_verdict(made):
     arguments = {"callable": f"{__name__}:forged", "python": "python", "search": [HERE], "seconds": 30.0}
     try:
         outcome = harness_doubles.run(harness_doubles.task(prompt="p"), arguments={"command": made}, **arguments)
+        assert outcome.reward == 0.0
     except protocols.EnvironmentCrashed:
-        return  # voided: `test_a_second_void_is_scored` has the rest
-    assert outcome.reward == 0.0
+        pass  # voided: `test_a_second_void_is_scored` has the rest
+    assert not [file for file in Path("/proc/self/fd").iterdir() if "/told/verdict" in os.path.realpath(file)]
 
 
 def test_an_agent_has_no_capabilities_and_changes_no_code_of_the_run():

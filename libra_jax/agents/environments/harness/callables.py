@@ -136,8 +136,8 @@ class InChild:
 def _read_verdict(path: Path, key: str) -> object:
     """Returns the verdict in a file. None if there is none that the reporter sealed."""
     try:
-        # The agent's processes may have put a link, a pipe or a large file there.
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        # The agent's processes may have put a link, a pipe, a folder or a large file there.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             seal, _, text = file.read(_VERDICT_BYTES).partition(b"\n")
         good = hmac.compare_digest(seal, hmac.digest(key.encode(), text, "sha256").hex().encode())
         verdict: object = json.loads(text) if good else None
