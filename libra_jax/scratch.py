@@ -27,6 +27,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PREFIX = "libra-jax-"
+RAY_PREFIX = "libra-ray-"
+"""Prefix of Ray's folders, followed by a process id, by which leftovers are removed (`cluster.ray_runtime`)."""
+
 LOCK = "lock"
 SEGMENTS = "segments"
 """File in the folder with one line for each shared-memory segment: its inode and its name."""

@@ -24,12 +24,10 @@ from pathlib import Path
 
 import psutil
 
+from libra_jax import scratch
 from libra_jax.cluster import granted, guard, hosts
 from libra_jax.protocols import LibraError
 from libra_jax.weights import memfd
-
-PREFIX = "libra-ray-"
-"""Prefix of Ray's folders, followed by a process id, by which leftovers are removed (`cluster.ray_runtime`)."""
 
 MOST = 250
 """Maximum number of hosts; each uses one last number of an address."""
@@ -97,7 +95,7 @@ class EmulatedHosts:
 
     def _begin(self, deadline: float) -> EmulatedHosts:
         # Socket names of Ray are long, and the kernel allows 107 characters, so a deep TMPDIR does not work.
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{scratch.RAY_PREFIX}{os.getpid()}-", dir="/tmp"))
         token = self._folder / "token"
         # The mode before the content, so that no other user can read the token in between.
         token.touch(mode=0o600)

@@ -37,7 +37,6 @@ LOOK_SECONDS = 5.0
 SILENT_SECONDS = 20.0
 """Seconds without an answer of the head before the warning. Ray ends the driver after 60."""
 
-_DIRECTORY_PREFIX = "libra-ray-"
 _LONGEST_TEMPORARY = 14  # our directories and Ray's socket in them add 93 characters, and the kernel allows 107
 _REACH_SECONDS = 5.0
 _NODE_SECONDS = 10.0  # for a node of this machine that is being started at the same time
@@ -96,12 +95,12 @@ class RayRuntime:
     def _start(self) -> None:
         temporary = tempfile.gettempdir()
         temporary = temporary if len(temporary) <= _LONGEST_TEMPORARY else "/tmp"
-        for abandoned in pathlib.Path(temporary).glob(f"{_DIRECTORY_PREFIX}*-*"):
-            owner = abandoned.name.removeprefix(_DIRECTORY_PREFIX).split("-")[0]
+        for abandoned in pathlib.Path(temporary).glob(f"{scratch.RAY_PREFIX}*-*"):
+            owner = abandoned.name.removeprefix(scratch.RAY_PREFIX).split("-")[0]
             # Its guard was killed together with its process.
             if owner.isdigit() and not psutil.pid_exists(int(owner)) and scratch.is_ours(abandoned):
                 shutil.rmtree(abandoned, ignore_errors=True)
-        self._directory = tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=temporary)
+        self._directory = tempfile.mkdtemp(prefix=f"{scratch.RAY_PREFIX}{os.getpid()}-", dir=temporary)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         children = functools.partial(psutil.Process().children, recursive=True)
         before = {child.pid for child in children()}

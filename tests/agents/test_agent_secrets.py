@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import harness_doubles
@@ -257,7 +258,7 @@ def test_a_command_of_the_model_forges_no_verdict(made):
 
 
 def test_an_agent_has_no_capabilities_and_changes_no_code_of_the_run():
-    if not scene._private_view():
+    if not scene.own_processes(Path("/tmp/folder/rollout")):
         pytest.skip("bubblewrap does not work here")
     package = Path(scene.__file__).parent
     line = (
@@ -268,3 +269,35 @@ def test_an_agent_has_no_capabilities_and_changes_no_code_of_the_run():
     *capabilities, count, code, temporary = harness_doubles.judge.seen.output.splitlines()
     assert {line.split()[1].strip("0") for line in capabilities} == {""}
     assert (int(count) < 8, code, temporary) == (True, "refused", "written")
+
+
+def test_an_agent_sees_no_folder_of_ray_and_no_shared_memory_of_the_run():
+    if not scene.own_processes(Path("/tmp/folder/rollout")):
+        pytest.skip("bubblewrap does not work here")
+    ray, memory = Path(tempfile.mkdtemp(prefix="libra-ray-", dir="/tmp")), Path(f"/dev/shm/libra-test-{os.getpid()}")
+    try:
+        for path in (ray / "secret", memory):
+            path.touch()
+        harness_doubles.run(command=f"rm -v {ray}/secret {memory}; echo x > /dev/shm/own && echo written")
+        assert harness_doubles.judge.seen.output == "written\n"
+        assert (ray / "secret").exists()
+        assert memory.exists()
+    finally:
+        memory.unlink(missing_ok=True)
+        shutil.rmtree(ray)
+
+
+def test_a_probe_of_bubblewrap_has_a_deadline_and_is_tried_again(monkeypatch):
+    root, probe = Path("/tmp/folder/rollout"), subprocess.run
+    if not scene.own_processes(root):
+        pytest.skip("bubblewrap does not work here")
+
+    def hangs(command, timeout=None, **_):
+        assert timeout
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    scene._private_view.cache_clear()
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert scene.own_processes(root) == ()
+    monkeypatch.setattr(subprocess, "run", probe)
+    assert scene.own_processes(root)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from libra_jax import scratch
 from libra_jax.cluster import emulated
 from libra_jax.protocols import LibraError
 
@@ -114,7 +115,7 @@ def test_a_host_that_does_not_start_is_an_error_that_says_why(seen):
 
 
 def test_of_hosts_that_are_not_up_in_time_nothing_is_left():
-    folders = f"{emulated.PREFIX}{os.getpid()}-*"
+    folders = f"{scratch.RAY_PREFIX}{os.getpid()}-*"
     before = set(pathlib.Path("/tmp").glob(folders))  # other tests of this process may have a Ray of their own
     with pytest.raises(LibraError, match="host-0, which Ray emulates, was not up within 0 s: "):  # noqa: SIM117
         with emulated.EmulatedHosts(1, seconds=0.0):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from libra_jax.cluster import emulated
+from libra_jax import scratch
 
 LOOK_SECONDS = 1.0
 END_SECONDS = 30.0
@@ -51,7 +51,7 @@ class Left:
 
 def _folders() -> set[Path]:
     """Ray's, of this process."""
-    return set(Path("/tmp").glob(f"{emulated.PREFIX}{os.getpid()}-*"))
+    return set(Path("/tmp").glob(f"{scratch.RAY_PREFIX}{os.getpid()}-*"))
 
 
 class Family:

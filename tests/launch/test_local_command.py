@@ -17,7 +17,7 @@ import pytest
 import real_runs
 import scripts
 
-from libra_jax.cluster import emulated
+from libra_jax import scratch
 
 SCRIPT = scripts.ROOT / "launch" / "local.py"
 END_SECONDS = 40.0
@@ -53,7 +53,7 @@ def started(
             yield process, said
             left = real_runs.still_alive_after(END_SECONDS, family)
             deadline = time.monotonic() + END_SECONDS
-            while (folders := list(pathlib.Path("/tmp").glob(f"{emulated.PREFIX}{process.pid}-*"))) and (
+            while (folders := list(pathlib.Path("/tmp").glob(f"{scratch.RAY_PREFIX}{process.pid}-*"))) and (
                 time.monotonic() < deadline
             ):
                 time.sleep(0.1)

@@ -23,6 +23,7 @@ from libra_jax.agents.sandbox import backends
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc")
 _PORT = 8080
+_PROBE_SECONDS = 15.0
 _INSIDE = str(Path(__file__).with_name("inside.py"))
 _log = logging.getLogger(__name__)
 LIBRA = "/libra"
@@ -40,26 +41,34 @@ def own_processes(root: Path) -> tuple[str, ...]:
 
     The view hides the processes of the run, which hold answers, and the temporary folders of runs, except `root`. Files
     of the host are read-only outside of temporary folders, because an agent could change the code of later rollouts.
-    Empty, with a warning, where bubblewrap does not work.
+    Shared memory is empty, because engines have theirs there. No words, with a warning, where bubblewrap does not work.
     """
-    words = list(_private_view())
-    if words:
-        for folder in {root.parent, *root.parent.parent.glob(f"{scratch.PREFIX}*")}:
+    try:
+        words = list(_private_view())
+    except (OSError, subprocess.SubprocessError):
+        _warn_exposed()
+        return ()
+    above = {root.parent.parent, Path("/tmp")}  # Ray's and sockets' folders are in /tmp if a path would be too long
+    names = (f"{scratch.PREFIX}*", f"{scratch.RAY_PREFIX}*")
+    for folder in {root.parent, *(folder for place in above for name in names for folder in place.glob(name))}:
+        if folder.is_dir() and not folder.is_symlink():  # bubblewrap would fail on others
             words += ["--tmpfs", str(folder)]
-        words += ["--bind", str(root), str(root), "--"]
-    return tuple(words)
+    return (*words, "--bind", str(root), str(root), "--")
 
 
 @functools.cache
+def _warn_exposed() -> None:
+    _log.warning("%s", _EXPOSED)
+
+
+@functools.cache  # does not keep an error, because a machine under load may fail once
 def _private_view() -> tuple[str, ...]:
-    program = shutil.which("bwrap")
-    words = [program or "bwrap", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
-    for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
+    words = [shutil.which("bwrap") or "bwrap", "--ro-bind", "/", "/", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
+    words += ["--tmpfs", "/dev/shm"]
+    for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp")):
         words += ["--bind-try", folder, folder]
     words += ["--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL"]
-    if program is None or subprocess.run([*words, "--", "true"], check=False, capture_output=True).returncode:
-        _log.warning("%s", _EXPOSED)
-        return ()
+    subprocess.run([*words, "--", "true"], check=True, capture_output=True, timeout=_PROBE_SECONDS)
     return tuple(words)
 
 
