@@ -95,7 +95,8 @@ def equal(known: protocols.Message, given: protocols.Message) -> bool:
     """Returns whether a client's message is the known one, for all that clients rewrite in histories.
 
     They need not send reasoning back, write white space and the JSON of calls in other ways, and may leave out text
-    beside calls, or write calls as text. A call is the known one by its id, or else by its place, name and arguments.
+    beside calls, or write calls as text. A call is the known one by its place, name and arguments. Its id stands for
+    arguments that are no JSON, which clients repair. Other arguments are another call, as a guardrail puts it.
     """
     if known is given or known == given:
         return True
@@ -103,7 +104,7 @@ def equal(known: protocols.Message, given: protocols.Message) -> bool:
         # Some agents write the calls into the text, with their ids (smolagents).
         return all(call.call_id in given.content for call in known.tool_calls)
     calls = len(known.tool_calls) == len(given.tool_calls) and all(
-        one.name == other.name and (one.call_id == other.call_id or _json(one.arguments) == _json(other.arguments))
+        one.name == other.name and _same_arguments(one, other)
         for one, other in zip(known.tool_calls, given.tool_calls, strict=False)
     )
     dropped = bool(known.tool_calls) and not given.content.strip()
@@ -134,9 +135,9 @@ def renamed(message: protocols.Message, ids: Mapping[str, str]) -> protocols.Mes
     return message if known == message.tool_call_id else dataclasses.replace(message, tool_call_id=known)
 
 
-def _json(text: str) -> object:
-    """Returns the value of a call's arguments: clients may write the JSON in another way. Text if it is no JSON."""
-    try:
-        return json.loads(text)
+def _same_arguments(known: protocols.ToolCall, given: protocols.ToolCall) -> bool:
+    try:  # clients may write the JSON in another way; `int` refuses NaN, which is no JSON
+        one, other = (json.loads(call.arguments, parse_constant=int) for call in (known, given))
     except (ValueError, RecursionError):  # the latter: nested too deeply
-        return text
+        return known.call_id == given.call_id or known.arguments == given.arguments
+    return bool(one == other)

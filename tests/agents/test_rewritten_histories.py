@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import loop, output_parsers, session, wire
+from libra_jax.agents import lines, loop, output_parsers, session, wire
 
 LIMITS = loop.Limits(max_turns=20, max_tokens=400, max_context=4000, tool_seconds=5.0, temperature=1.0)
 
@@ -141,6 +141,9 @@ def test_a_rewritten_history_goes_on_in_its_segment(script, rewrites, failed):
             message, tool_calls=(protocols.ToolCall("new", "search", '{"n": 2}'),), content=""
         ),
         lambda message: dataclasses.replace(
+            message, tool_calls=tuple(dataclasses.replace(call, arguments='{"n": 2}') for call in message.tool_calls)
+        ),
+        lambda message: dataclasses.replace(
             message, tool_calls=tuple(dataclasses.replace(call, name="rm") for call in message.tool_calls)
         ),
     ],
@@ -154,6 +157,24 @@ def test_a_history_with_another_output_begins_a_segment(change):
         assert len(trajectory.branches) == 1
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("known", "given", "same"),
+    [
+        ('{"cmd": "rm -rf build"}', '{"cmd": "ls"}', False),
+        ('{"cmd": "ls"}', '{"cmd": "ls", "cwd": "/"}', False),
+        ('{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True),
+        ('{"a": "\\u00e9"}', '{"a": "é"}', True),
+        ('{"cmd": "ls"', '{"cmd": "ls"}', True),
+        ('{"cmd": "ls"}', "", True),
+        ('{"a": NaN}', '{"a": null}', True),
+        ("[" * 100_000, "{}", True),
+    ],
+)
+def test_an_id_stands_only_for_arguments_that_are_no_json(known, given, same):
+    pair = (protocols.ToolCall("call_1", "bash", arguments) for arguments in (known, given))
+    assert lines.equal(*(protocols.Message("assistant", "", (call,)) for call in pair)) is same
 
 
 def test_a_result_without_the_role_of_tools_reaches_the_scheduler():
