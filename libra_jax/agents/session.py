@@ -98,6 +98,7 @@ class Session:
         """Streams one model output (`protocols.Conversation.reply`)."""
         try:
             if request.measures:
+                self._check_room(len(request.messages), self.limit)  # the rollout meets no limit by a count
                 tokens = len(self._rendered(request.messages, request.tools))
                 yield protocols.Reply(protocols.Message("assistant", ""), "stop", tokens, 0)
                 return
@@ -156,8 +157,7 @@ class Session:
             )
         if not request.messages or request.messages[-1].role == "assistant":
             raise protocols.Refused("invalid", "the last message must not be from the assistant", "messages")
-        if len(request.messages) >= limits.max_context:  # without the cost of a template: each takes a token
-            self._check_room(len(request.messages))
+        self._check_room(len(request.messages))  # without the cost of a template: each takes a token
         hints = {*request.hints, *(request.options.used() if request.options != limits.options else ())}
         hints |= set() if request.temperature in (None, limits.temperature) else {"temperature"}
         self.hints.update(hints)
@@ -301,9 +301,9 @@ class Session:
                 parent, shared = line.segment, common
         return parent, shared
 
-    def _check_room(self, context: int) -> None:
+    def _check_room(self, context: int, limit: str | None = "max_context") -> None:
         if context >= self._limits.max_context:
-            self.limit = "max_context"
+            self.limit = limit
             raise protocols.Refused(
                 "context",
                 f"the messages take {context} tokens, which leaves no room to answer within the context of "

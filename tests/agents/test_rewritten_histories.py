@@ -237,8 +237,10 @@ def test_a_count_of_tokens_is_no_output():
 def test_more_messages_than_tokens_of_context_are_refused_unrendered():
     async def test() -> None:
         one = opened(doubles.Writer(lambda context: "answer"), protocols.Trajectory("task/0", "task"))
-        with pytest.raises(protocols.Refused) as refused:
-            await ask(one, *[user("unspeakable")] * 4000)
-        assert refused.value.kind == "context"
+        for measures in (True, False):
+            with pytest.raises(protocols.Refused) as refused:
+                await ask(one, *[user("unspeakable")] * 4000, measures=measures)
+            assert refused.value.kind == "context"
+            assert one.limit == (None if measures else "max_context")
 
     asyncio.run(test())
