@@ -202,25 +202,26 @@ class _Outputs(_Endpoint):
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         # The key comes first: who has none may not send a body.
         conversation, session = self._known.find(_secret(scope))
-        session.count_request(asyncio.get_running_loop().time())
         answer.awaits_body = True
         body = await answers.read_body(scope, receive, self._limits.max_body_bytes)
         answer.awaits_body = False
-        try:
-            if len(body) < LARGE_BODY:
-                exchange = self._read(body, session)
-            else:
-                exchange = await asyncio.to_thread(self._read, body, session)
-        except errors.Problem as problem:
-            if problem.code != errors.NO_THREADS:  # the client asks again without
-                conversation.note_refusal(problem.message)
-            raise
-        del body
         # The libraries of OpenAI and Anthropic mark a further try, for which they drop the answer to the first one.
-        if Headers(scope=scope).get("x-stainless-retry-count", "0") not in ("", "0"):
-            exchange.request = dataclasses.replace(exchange.request, retry=True)
-        with session.outputs(exchange.choices):
-            await answers.while_connected(receive, answer, _answer(conversation, exchange, answer))
+        marked = Headers(scope=scope).get("x-stainless-retry-count", "0") not in ("", "0")
+        with session.tries(hash(body), marked) as retry:
+            session.count_request(asyncio.get_running_loop().time())
+            try:
+                if len(body) < LARGE_BODY:
+                    exchange = self._read(body, session)
+                else:
+                    exchange = await asyncio.to_thread(self._read, body, session)
+            except errors.Problem as problem:
+                if problem.code != errors.NO_THREADS:  # the client asks again without
+                    conversation.note_refusal(problem.message)
+                raise
+            del body
+            exchange.request = dataclasses.replace(exchange.request, retry=retry)
+            with session.outputs(exchange.choices):
+                await answers.while_connected(receive, answer, _answer(conversation, exchange, answer))
 
     def _read(self, body: bytes, session: sessions.Session) -> exchanges.Exchange:
         return self._api.read(fields.parse(body), self._known.model, session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import weakref
@@ -16,7 +17,7 @@ KEPT_RESPONSES = 32
 """Responses of a session that a request may continue by `previous_response_id`."""
 
 KEPT_ITEMS = 4096
-"""Items of a session's responses that a request may name by `item_reference`."""
+"""Items of a session's responses that a request may name by `item_reference`, and contents of its failed requests."""
 
 
 class Session:
@@ -33,6 +34,7 @@ class Session:
         self._burst = max(1.0, limits.requests_per_second)
         self._allowance, self._counted_at = self._burst, 0.0
         self._running = 0
+        self._failures: collections.Counter[int] = collections.Counter()
         self.dialogues: dict[str, Sequence[protocols.Message]] = {}
         self.responses: dict[str, Mapping[str, Any]] = {}
         self.items: dict[str, Mapping[str, Any]] = {}
@@ -60,6 +62,20 @@ class Session:
                 retry_seconds=math.ceil(wait),
             )
         self._allowance -= 1
+
+    @contextlib.contextmanager
+    def tries(self, content: int, marked: bool) -> Iterator[bool]:
+        """Yields whether a marked try repeats a delivered answer: no try of its content failed. Counts failures."""
+        retry = marked and not self._failures[content]
+        self._failures[content] -= marked and not retry
+        if len(self._failures) > KEPT_ITEMS:
+            del self._failures[next(iter(self._failures))]
+        try:
+            yield retry
+        except BaseException as error:
+            # A retry that the gateway refuses, as one too many, still waits for the delivered answer.
+            self._failures[content] += not (retry and isinstance(error, errors.Problem))
+            raise
 
     @contextlib.contextmanager
     def outputs(self, count: int) -> Iterator[None]:

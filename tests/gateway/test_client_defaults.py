@@ -193,25 +193,42 @@ async def test_tokens_of_a_context_are_counted_without_an_output():
 
 
 @in_loop
-async def test_a_further_try_of_a_client_is_marked():
-    session = doubles.Scripted(doubles.said("Hello there."))
+async def test_a_further_try_after_our_own_error_repeats_no_answer():
     failing = doubles.Scripted([protocols.WorkerLost("gone")], doubles.said("Hello there."))
     async with doubles.serving(failing) as url, doubles.chat_client(url, retries=1) as client:
         await client.chat.completions.create(model="m", messages=ASK)
-    assert [request.retry for request in failing.requests] == [False, True]
-    async with doubles.serving(session) as url, doubles.chat_client(url) as client:
-        await client.chat.completions.create(model="m", messages=ASK)
-    assert [request.retry for request in session.requests] == [False]
+    assert [request.retry for request in failing.requests] == [False, False]
+
+
+@in_loop
+async def test_further_tries_after_refusals_are_samples_and_others_repeat_an_answer():
+    session = doubles.Scripted([0.5, *doubles.said("Hello there.")])
+    body, mark = {"model": "m", "messages": ASK}, {"x-stainless-retry-count": "1"}
+    async with doubles.serving(session, max_concurrent=1) as url, doubles.plain_client(url) as client:
+
+        async def post(first: str = "Hello", **more) -> int:
+            change = {"messages": [{"role": "user", "content": first}]}
+            return (await client.post(f"/{CHAT}", json=body | change, **more)).status_code
+
+        waiting = asyncio.create_task(post())
+        await doubles.until(lambda: session.running == 1)
+        assert [await post(), await post(headers=mark), await post(), await waiting] == [429, 429, 429, 200]
+        assert [await post(headers=mark) for _ in range(3)] == [200] * 3
+        assert [request.retry for request in session.requests] == [False, False, False, True]
+        # A repeat that is refused stays one, and content that was not refused is a repeat at once.
+        waiting = asyncio.create_task(post())
+        await doubles.until(lambda: session.running == 1)
+        assert [await post(headers=mark), await waiting] == [429, 200]
+        assert [await post(headers=mark), await post("Bye", headers=mark)] == [200, 200]
+        assert [request.retry for request in session.requests[-3:]] == [False, True, True]
 
 
 @in_loop
 async def test_the_session_is_told_of_what_the_api_refuses():
     session = doubles.Scripted()
-    session.refused = lambda sentence: told.append(sentence)
-    told: list[str] = []
     async with doubles.serving(session) as url, doubles.plain_client(url) as client:
         await client.post(f"/{CHAT}", json=RIGHT[CHAT] | {"functions": [{"name": "f"}]})
-    assert told == ["functions: deprecated; use tools"]
+    assert session.refusals == ["functions: deprecated; use tools"]
 
 
 @in_loop
