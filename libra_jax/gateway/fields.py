@@ -129,7 +129,7 @@ class Request(Fields):
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, pydantic.Field(gt=0, le=100)] | None = None
-    seed: int | None = None
+    seed: int | float | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from libra_jax import protocols
 from libra_jax.gateway import errors, exchanges, fields, sessions
@@ -26,10 +26,22 @@ class Function(fields.Fields):
     arguments: str
 
 
+def _as_function(value: Any) -> Any:
+    """Returns a tool with free text, or a call of it, as a function's. Tools that the API's owner runs have none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    custom = value.get("custom") if kind == "custom" else None
+    if isinstance(custom, dict):
+        call = {"name": custom.get("name"), "arguments": fields.to_json({fields.CUSTOM_INPUT: custom.get("input")})}
+        function = call if "input" in custom else fields.custom_tool(custom)
+        return {**value, "type": "function", "function": function, "custom": None}
+    return {**value, "function": None} if isinstance(kind, str) and kind not in ("function", "custom") else value
+
+
 class Call(fields.Fields):
     id: fields.Name
     function: Function
     type: Literal["function"] = "function"
+    custom: None = None
     index: fields.Ignored = None  # clients that collect a stream leave it in
     provider_specific_fields: fields.Ignored = None  # LiteLLM's
 
@@ -39,7 +51,7 @@ class ChatMessage(fields.Fields):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: fields.Content = Field(default_factory=list)
-    tool_calls: list[Call] | None = None
+    tool_calls: list[Annotated[Call, BeforeValidator(_as_function)]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -86,15 +98,9 @@ class Definition(fields.Fields):
 
 
 class Tool(fields.Fields):
-    type: Literal["function"]
-    function: Definition
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _custom_as_function(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") == "custom" and isinstance(value.get("custom"), dict):
-            return {"type": "function", "function": fields.custom_tool(value["custom"])}
-        return value
+    type: str
+    function: Definition | None
+    custom: None = None
 
 
 class StreamOptions(fields.Fields):
@@ -107,7 +113,7 @@ class Completion(fields.Request):
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MOST_ITEMS)]
-    tools: list[Tool] = Field(default_factory=list)
+    tools: list[Annotated[Tool, BeforeValidator(_as_function)]] = Field(default_factory=list)
     tool_choice: Any = None
     n: fields.Count = 1
     stop: fields.Stops = Field(default_factory=list)
@@ -139,7 +145,8 @@ class Completion(fields.Request):
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
     """Reads a request. See `exchanges.Api`."""
     asked, hints = Completion.read(body)
-    functions = [tool.function for tool in asked.tools]
+    functions = [tool.function for tool in asked.tools if tool.function]
+    hints += [f"tools.{tool.type}"[: fields.LONGEST_NAME] for tool in asked.tools if not tool.function]
     tools = [fields.tool(each.name, each.description, each.parameters) for each in functions]
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
     request = protocols.ChatRequest(
@@ -217,11 +224,8 @@ def _message(message: protocols.Message) -> exchanges.Json:
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
     ]
-    written: dict[str, Any] = {
-        "role": "assistant",
-        "content": message.content or (None if calls else ""),
-        "refusal": None,
-    }
+    content = message.content or (None if calls else "")
+    written: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
         written["tool_calls"] = calls
     if message.reasoning:
@@ -233,12 +237,7 @@ def _log_probs(reply: protocols.Reply) -> exchanges.Json:
     """Returns the log-probabilities of all sampled tokens, reasoning and stop token included, named by their ids."""
     return {
         "content": [
-            {
-                "token": f"token_id:{token}",
-                "logprob": max(value, LEAST_LOG_PROB),
-                "bytes": None,
-                "top_logprobs": [],
-            }
+            {"token": f"token_id:{token}", "logprob": max(value, LEAST_LOG_PROB), "bytes": None, "top_logprobs": []}
             for token, value in zip(reply.output_ids, reply.log_probs, strict=True)
         ],
         "refusal": None,

@@ -21,6 +21,9 @@ TURN = [*ASK, SAID, *ASK]
 # Vercel's AI SDK, Codex, Claude Code, Qwen Code, Cline, OpenRouter's and vLLM's own extensions.
 DEFAULTS = [
     (CHAT, {"seed": 7}, ["seed"]),
+    (CHAT, {"seed": 1.0}, ["seed"]),
+    (CHAT, {"tools": [FUNCTION, {"type": "web_search"}]}, ["tools.web_search"]),
+    (CHAT, {"tools": [{"type": "mcp", "server_url": "x"}]}, ["tools.mcp", "tools.server_url"]),
     (CHAT, {"response_format": {"type": "json_object"}}, ["schema"]),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, ["schema"]),
     (CHAT, {"tools": [FUNCTION], "tool_choice": "required"}, ["tool_choice"]),
@@ -65,6 +68,24 @@ async def test_what_clients_send_at_their_defaults_is_answered():
             request = session.requests[-1]
             assert sorted({*request.hints, *request.options.used()}) == hints, (path, change)
             assert request.max_tokens in (None, 7)
+
+
+@in_loop
+async def test_custom_calls_in_histories_are_calls_of_their_functions():
+    """As OpenAI's library sends an answer with calls of tools with free text back."""
+    session = doubles.Scripted()
+    call = openai.types.chat.ChatCompletionMessageCustomToolCall(
+        id="call_1", type="custom", custom={"name": "patch", "input": "-a\n+b"}
+    )
+    history = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}]
+    history.append({"role": "tool", "tool_call_id": "call_1", "content": "done"})
+    tools = [{"type": "custom", "custom": {"name": "patch", "description": "Patches."}}, {"type": "web_search"}]
+    async with doubles.serving(session) as url, doubles.chat_client(url) as client:
+        await client.chat.completions.create(model="m", messages=history, tools=tools, extra_body={"loud": 1})
+    request = session.requests[0]
+    assert request.messages[1].tool_calls == (protocols.ToolCall("call_1", "patch", '{"input":"-a\\n+b"}'),)
+    assert [tool.name for tool in request.tools] == ["patch"]
+    assert sorted(request.hints) == ["loud", "tools.web_search"]
 
 
 @in_loop

@@ -107,6 +107,7 @@ WRONG += [
     (CHAT, {"frequency_penalty": False}, "frequency_penalty"),
     (CHAT, {"top_p": 2}, "top_p"),
     (CHAT, {"seed": "x"}, "seed"),
+    (CHAT, {"tools": [{"type": "function", "name": "f"}]}, "tools[0].function"),
     (CHAT, {"shout": 1, "messages": [{"role": "user", "content": 7, "shout": 1}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "x"}] * 20_001}, "messages"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0].id"),
