@@ -245,7 +245,8 @@ class _Rollout:
             return protocols.Outcome(0.0, {"agent_failed": 1.0})
         if not self.score_void:
             raise protocols.AttemptVoided(f"{self.name}: {sentence}") from failure
-        self.host.remarks["agents that are killed, late or silent, or without a verdict, twice (reward 0)"] += 1
+        said = sentence.replace(f"task {self.task.prompt_id}", "a task")  # told once, and not by task
+        self.host.remarks[f"attempts that left nothing to score, twice (reward 0): {said}"] += 1
         return protocols.Outcome(0.0, {"agent_voided": 1.0})
 
     async def _finish(self, opened: session.Session, finish: str, outcome: protocols.Outcome) -> None:
@@ -271,7 +272,8 @@ class _Rollout:
         trajectory.metrics.update(loop.turn_metrics(outputs, float(reward), finish))
         trajectory.metrics["hints"] = float(opened.hints.total())
         trajectory.metrics["refused_requests"] = float(opened.refusals)
-        trajectory.metrics.setdefault("agent_failed", 0.0)
+        for name in ("agent_failed", "agent_voided"):  # means over all rollouts
+            trajectory.metrics.setdefault(name, 0.0)
         trajectory.metrics |= {f"hint/{name}": float(opened.hints[name]) for name in _HINTS if opened.hints[name]}
         self.host.remarks.update({f"requests with {name}": count for name, count in opened.hints.items()})
         if opened.refusal:

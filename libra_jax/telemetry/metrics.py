@@ -245,6 +245,7 @@ _AGENTS = _table(
     ("agent/hint/<name>", "requests", "those for one setting, mean over the rollouts that have any"),
     ("agent/refused_requests", "requests", "requests of a rollout's agent that the endpoint refused as wrong"),
     ("agent/agent_failed", "share", "rollouts that an agent's own error ended after an output"),
+    ("agent/agent_voided", "share", "rollouts with reward 0 whose attempts left nothing to score"),
     ("agent/<number>", "", "number that the environment reported, mean over the rollouts that have it"),
     ("tool/<tool>/calls", "calls", "calls of a tool in the batch; the rarest tools are counted as `(other)`"),
     ("tool/<tool>/failures", "calls", "calls of the tool that failed"),

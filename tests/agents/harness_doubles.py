@@ -155,6 +155,10 @@ def judge_badly(finished):
     raise KeyError("gold")
 
 
+def judge_unreachably(finished):
+    raise ConnectionRefusedError("the judge's server")
+
+
 def judge_count(finished):
     judge_count.counts.append(int(finished.output))
     return 0.0

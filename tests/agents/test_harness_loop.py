@@ -312,9 +312,9 @@ class Streams(doubles.Writer):
         pass
 
 
-def attempts(body, retries=3):
+def attempts(body, retries=3, notes=None):
     """Runs a rollout with its retries. Returns the trajectory and the number of attempts."""
-    gateway, made, notes = doubles.Directly(), [], []
+    gateway, made, notes = doubles.Directly(), [], [] if notes is None else notes
 
     def make():
         made.append(Asking(gateway, body))
@@ -353,6 +353,16 @@ def test_a_second_void_is_scored(body, retries, expected):
     assert [turn for segment in trajectory.segments for turn in segment.turns]
 
 
+def test_the_note_of_a_scored_void_names_its_reason():
+    async def unscored(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        raise protocols.AttemptVoided(f"the scorer judge, task {TASK.prompt_id}: raised KeyError: 'gold'")
+
+    notes = []
+    attempts(unscored, notes=notes)
+    assert "the scorer judge, a task: raised KeyError: 'gold'" in notes[-1]
+
+
 def test_a_void_before_any_output_is_infrastructure():
     async def dies(ask) -> protocols.Outcome:
         raise protocols.AttemptVoided("no such library")
@@ -370,4 +380,4 @@ def test_a_void_that_happens_once_is_repeated():
 
     trajectory, made = attempts(once)
     assert (made, trajectory.reward) == (2, 0.5)
-    assert "agent_voided" not in trajectory.metrics
+    assert trajectory.metrics["agent_voided"] == 0.0, "counted in all, or a mean were 1"

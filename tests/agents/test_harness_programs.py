@@ -156,9 +156,14 @@ def test_a_missed_deadline_is_a_crash_or_data_as_the_config_says():
 
 
 def test_a_scorer_that_breaks_or_hangs_is_a_crash():
-    for name, said in (("judge_badly", r"raised KeyError: 'gold'"), ("judge_slowly", "took more than 0.1 s")):
-        with pytest.raises(protocols.EnvironmentCrashed, match=said):
+    for name, said, voids in (
+        ("judge_badly", r"scorer .*judge_badly.* raised KeyError: 'gold'", True),
+        ("judge_slowly", "scorer .*judge_slowly.* took more than 0.1 s", True),
+        ("judge_unreachably", "scorer .*judge_unreachably.* raised ConnectionRefusedError", False),
+    ):
+        with pytest.raises(protocols.EnvironmentCrashed, match=said) as crash:
             harness_doubles.run(command=["true"], score=f"{HERE}:{name}", score_seconds=0.1)
+        assert isinstance(crash.value, protocols.AttemptVoided) is voids
 
 
 async def until(condition):

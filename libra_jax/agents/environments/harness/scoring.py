@@ -16,6 +16,8 @@ from libra_jax.agents.tools import toolkit
 
 VERDICT, TESTS = "verdict", "tests"
 _METRIC = re.compile(r"[A-Za-z0-9_/]+")
+_SERVICES = re.compile(r"Connect|gaierror|InternalServer|RateLimit|Overloaded|Network")
+"""In the name of a scorer's error: a service failed, such as a judge. A time-out may be due to what the agent left."""
 
 
 class Scorer(Protocol):
@@ -62,7 +64,8 @@ class ByFunction:
             raise
         except Exception as error:
             # Often because of what the agent left, such as an output that is no JSON.
-            raise protocols.AttemptVoided(f"{whose} {resolving.raised(error)}") from error
+            kind = protocols.EnvironmentCrashed if _SERVICES.search(type(error).__name__) else protocols.AttemptVoided
+            raise kind(f"{whose} {resolving.raised(error)}") from error
         return jobs.outcome(found, whose)
 
 
