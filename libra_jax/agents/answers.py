@@ -73,26 +73,31 @@ _NUMBER = re.compile(
     rf"(?:(?<![\w.)\]}}])({_SIGN})(?:\\?[$€£])?)?(?:"
     rf"(?:{_ALONE}(\d{{1,60}}))?\\[cdt]?frac\s*(?:\{{({_SIGN}?\d+)\}}|(\d))\s*(?:\{{(\d+)\}}|(\d))"
     rf"|{_ALONE}{_TEN}"
-    rf"|(?:{_ALONE}(\d+(?:{_APART}\d+)*(?:\.\d+)?)|(?<![\w.])(\.\d+))"
+    rf"|(?:{_ALONE}(?P<digits>\d+(?:{_APART}\d+)*(?:\.\d+)?)|(?<![\w.])(\.\d+))"
     rf"(?:[eE]({_SIGN}?\d+)|\s*(?:[\u00d7·*x]|\\times|\\cdot)\s*{_TEN})?(?:/(\d+))?)"
 )
-_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d?(?:,\d{2})*,\d{3}")
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+")
 
 
 def last_number(text: str) -> fractions.Fraction | None:
     r"""Returns the last number of a text. None if the text has none, or one that is too long.
 
     Numbers are `-1,024.5`, `.5`, `1e-5`, `2 \times 10^{-5}`, `1/2`, `\frac{1}{2}` and the like. A single comma that
-    cannot group thousands is a decimal comma, as in `math-verify`.
+    cannot group thousands is a decimal comma, as in `math-verify`. The last item of a list is its last number.
     """
     last = collections.deque(_NUMBER.finditer(text), maxlen=1)
     return _value(last[0]) if last else None
 
 
 def number(text: str) -> fractions.Fraction | None:
-    """Returns the value of a text that is a number and nothing else. None for any other text."""
+    """Returns the value of a text that is a number and nothing else. None for any other text.
+
+    `1,2,3` is a list, and `1,2` may be one. Neither is a number here.
+    """
     found = _NUMBER.fullmatch(text.strip())
-    return None if found is None else _value(found)
+    if found is None or (found["digits"] and _ungrouped(found["digits"]) is None):
+        return None
+    return _value(found)
 
 
 def _value(found: re.Match[str]) -> fractions.Fraction | None:
@@ -107,7 +112,9 @@ def _value(found: re.Match[str]) -> fractions.Fraction | None:
             fraction = fractions.Fraction(int(_plain(up or above)), int(down or below))
             size = int(whole or 0) + fraction
         else:
-            size = fractions.Fraction(_grouped(digits) if digits else dotted or "1") * fractions.Fraction(10) ** power
+            decimals, alone = _last_item(digits) if digits else (dotted or "1", True)
+            sign = sign if alone else ""  # it is the first number's
+            size = fractions.Fraction(decimals) * fractions.Fraction(10) ** power
             size /= int(over or 1)
     except ZeroDivisionError:
         return None
@@ -118,14 +125,25 @@ def _plain(text: str) -> str:
     return text.replace("\N{MINUS SIGN}", "-")
 
 
-def _grouped(digits: str) -> str:
-    """Returns digits without what stands between groups of thousands. Of a list without spaces, the last number."""
+def _ungrouped(digits: str) -> str | None:
+    """Returns digits without what stands between groups of thousands. None if it stands elsewhere."""
     before, dot, after = re.sub(_APART, ",", digits).partition(".")
-    if _THOUSANDS.fullmatch(before):
-        before = before.replace(",", "")
-    elif before.count(",") == 1 and not dot:
-        before = before.replace(",", ".")
-    return before.rpartition(",")[2] + dot + after
+    grouped = "," not in before or _THOUSANDS.fullmatch(before)
+    return before.replace(",", "") + dot + after if grouped else None
+
+
+def _last_item(digits: str) -> tuple[str, bool]:
+    """Returns the last of numbers such as `1,2,3` and `1200 350`, and whether it is the only one."""
+    if (whole := _ungrouped(digits)) is not None:
+        return whole, True
+    marked = re.sub(r",\\!\s?|\{,\}", ",", digits)
+    item = re.split(r"\\,|[_\u00a0\u2009\u202f ]", marked)[-1]
+    if (text := _ungrouped(item)) is None:
+        if item.count(",") == 1 and "." not in item:
+            text = item.replace(",", ".")
+        else:
+            text = item = item.rpartition(",")[2]
+    return text, len(item) == len(marked)
 
 
 # Accepted answers -----------------------------------------------------------------------------------------------------

@@ -146,6 +146,33 @@ def test_an_answer_that_is_a_number_is_compared_by_value(value):
         ("numeric", "from 3 to 5-3", "3", 1.0),
         ("numeric", "1,2,3", "3", 1.0),
         ("numeric", "1,2,3", "123", 0.0),
+        ("exact", "\\boxed{40,41,42}", 42, 0.0),
+        ("exact", "\\boxed{1,2}", 1.2, 0.0),
+        ("exact", "1200 350", 350, 0.0),
+        ("exact", "12_5", [12.5, 5], 0.0),
+        ("exact", "\\boxed{10,20,100}", 100, 0.0),
+        ("exact", "\\boxed{10,20,100}", 1020100, 0.0),
+        ("exact", "1,024.5", 1024.5, 1.0),
+        ("exact", "1 000 000", 1000000, 1.0),
+        ("exact", "1_000", 1000, 1.0),
+        ("numeric", "Prices: 1200 350", "350", 1.0),
+        ("numeric", "Prices: 1200 350", "1200.35", 0.0),
+        ("numeric", "In 2023 100", "100", 1.0),
+        ("numeric", "In 2023\u00a0100", "100", 1.0),
+        ("numeric", "resolution 1024 768", "768", 1.0),
+        ("numeric", "2023 100.5", "100.5", 1.0),
+        ("numeric", "2023 100,5", "100.5", 1.0),
+        ("numeric", "1234 5,678", "5678", 1.0),
+        ("numeric", "1234_5,6,7", "7", 1.0),
+        ("numeric", "12_5", "5", 1.0),
+        ("numeric", "-1200 350", "350", 1.0),
+        ("numeric", "-1,2,3", "3", 1.0),
+        ("numeric", "-1200,5", "-1200.5", 1.0),
+        ("numeric", "-1 200", "-1200", 1.0),
+        ("numeric", "12\\,5", "5", 1.0),
+        ("numeric", "1,2,3.5", "3.5", 1.0),
+        ("numeric", "3{,}14", "3.14", 1.0),
+        ("numeric", "1 000", "1000", 1.0),
         ("numeric", "1e99999", "1", 0.0),
         ("numeric", "9" * 5000, "9", 0.0),
         ("numeric", "\\boxed{42}. No: \\boxed{\\frac{1}{2}}", "42", 0.0),
@@ -162,6 +189,19 @@ def test_an_answer_that_is_a_number_is_compared_by_value(value):
 )
 def test_answers_that_were_read_wrongly(match, output, answer, reward):
     assert asked(match, output, answer) == reward
+
+
+@given(
+    st.lists(st.integers(1, 99) | st.integers(1000, 99999), min_size=3, max_size=5),
+    st.sampled_from((",", "{,}", "\\,", "_", " ", "\u00a0", "\u202f", ", ")),
+)
+@example([2023, 1024, 768], " ")
+@settings(max_examples=60)
+def test_neighbours_are_no_number_and_the_last_one_counts(numbers, mark):
+    text = mark.join(map(str, numbers))
+    assert asked("numeric", text, numbers[-1]) == 1.0
+    joined = [int("".join(map(str, numbers))), float(f"{numbers[-2]}.{numbers[-1]}")]
+    assert asked("exact", text, [numbers[-1], *joined]) == asked("numeric", text, joined) == 0.0
 
 
 # Boxes ----------------------------------------------------------------------------------------------------------------

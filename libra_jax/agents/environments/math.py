@@ -80,7 +80,7 @@ class _Judge:
         accepted = [text.strip() for text in answers.accepted(task.payload)]
         given = answers.final(output)
         value = answers.number(given)
-        # Equal texts and equal numbers are equal answers.
+        # Equal texts and equal numbers are equal answers. Only math-verify tells a list from a decimal comma.
         if answers.equal(given, task.payload) or (value is not None and value in map(answers.number, accepted)):
             return dialogue.Verdict(1.0, {"answer_read": 1.0, "answer_overran": 0.0})
         checker = await self._checker()
