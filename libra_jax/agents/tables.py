@@ -1,7 +1,7 @@
 """Rows of tables on disk: JSONL, JSON, Parquet, CSV, and folders of them. Each row knows its place, for messages.
 
-Values keep their type. Numbers of 32-bit columns have the fewest digits that tell them apart, as 0.1 and not
-0.10000000149011612. Decimal numbers become texts, which keep every digit.
+Values keep their type. Numbers of 16 and 32 bits have the fewest digits that tell them apart, as 0.1 and not
+0.10000000149011612. A decimal becomes the int or float of the same value, or a text if no float has all its digits.
 
 A folder contains files named by split, such as `train-00000-of-00002.parquet` or `test.csv`, directly or in its
 `data/`. Published datasets have this layout. A folder may also be written by `save_to_disk` of Hugging Face's `Dataset`
@@ -11,6 +11,7 @@ or `DatasetDict`: Arrow streams beside a `state.json`.
 from __future__ import annotations
 
 import codecs
+import decimal
 import difflib
 import gzip
 import json
@@ -77,8 +78,10 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
             continue
         within = 0
         for batch in _batches(file, wanted):
-            for values in _shortest(batch).to_pylist():
+            narrow = [field for field in batch.schema if re.search("float|decimal", str(field.type))]
+            for values in batch.to_pylist():
                 number, within = number + 1, within + 1
+                values |= {field.name: _shortest(field.type, values[field.name]) for field in narrow}
                 yield Row(number, f"{file}, row {within}", values)
 
 
@@ -281,29 +284,26 @@ def _delimiter(file: Path) -> str:
     return ";" if b";" in header and b"," not in header else ","
 
 
-def _shortest(batch: Any) -> Any:
-    """Returns rows whose 32-bit numbers have the fewest digits that tell them apart, and whose decimals are texts."""
-    import pyarrow
+def _shortest(kind: Any, value: Any) -> Any:
+    """Returns a value of an Arrow type with the numbers in it as the module's first lines say."""
+    from pyarrow import types
 
-    def changed(kind: Any, number: Any) -> Any:
-        if pyarrow.types.is_float32(kind):
-            return number
-        if pyarrow.types.is_decimal(kind):
-            return pyarrow.string()
-        if pyarrow.types.is_list(kind):
-            return pyarrow.list_(changed(kind.value_type, number))
-        if pyarrow.types.is_struct(kind):
-            return pyarrow.struct([(field.name, changed(field.type, number)) for field in kind])
-        return kind
-
-    # By way of texts: a cast of 32 bits to 64 keeps the digits that nobody wrote. Other columns may have no casts.
-    columns = [
-        column
-        if (texts := changed(column.type, pyarrow.string())) == column.type
-        else column.cast(texts).cast(changed(column.type, pyarrow.float64()))
-        for column in batch.columns
-    ]
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+    if value is None:
+        return None
+    if types.is_float16(kind) or types.is_float32(kind):
+        # By way of a text: a cast to 64 bits keeps the digits that nobody wrote.
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_decimal(kind):
+        number = int(value) if value == int(value) else float(value)
+        return number if decimal.Decimal(repr(number)) == value else f"{value:f}"
+    if types.is_struct(kind):
+        return {field.name: _shortest(field.type, value[field.name]) for field in kind}
+    if types.is_map(kind):
+        return [(_shortest(kind.key_type, key), _shortest(kind.item_type, item)) for key, item in value]
+    if types.is_dictionary(kind):
+        return _shortest(kind.value_type, value)
+    # All kinds of lists have a type of their values.
+    return [_shortest(kind.value_type, item) for item in value] if hasattr(kind, "value_type") else value
 
 
 def _needed(names: Sequence[str], wanted: Sequence[str]) -> list[str] | None:

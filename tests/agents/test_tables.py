@@ -161,14 +161,54 @@ def test_numbers_keep_their_type_and_the_digits_that_were_written(tmp_path):
         "single": pyarrow.array([0.1, None, 1e-5], pyarrow.float32()),
         "nested": pyarrow.array([[{"x": 0.3}], [], None], pyarrow.list_(pyarrow.struct([("x", pyarrow.float32())]))),
         "money": pyarrow.array([decimal.Decimal("1.50"), None, decimal.Decimal("0.01")], pyarrow.decimal128(9, 2)),
+        "exact": pyarrow.array([decimal.Decimal("0." + "1" * 30), None, None], pyarrow.decimal128(38, 30)),
         "large": pyarrow.array([2**53 + 1, 0, None], pyarrow.int64()),
     }
     parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
     found = [row.values for row in tables.rows(str(tmp_path / "t.parquet"))]
     assert [row["single"] for row in found] == [0.1, None, 1e-5]
     assert [row["nested"] for row in found] == [[{"x": 0.3}], [], None]
-    assert [row["money"] for row in found] == ["1.50", None, "0.01"]
+    assert [row["money"] for row in found] == [1.5, None, 0.01]
+    assert [row["exact"] for row in found] == ["0." + "1" * 30, None, None]
     assert [row["large"] for row in found] == [2**53 + 1, 0, None]
+
+
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64(), pyarrow.decimal128(9, 4)])
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda kind: pyarrow.list_(kind),
+        lambda kind: pyarrow.list_(kind, 3),
+        lambda kind: pyarrow.large_list(kind),
+        lambda kind: pyarrow.map_(pyarrow.string(), kind),
+        lambda kind: pyarrow.list_(pyarrow.struct([("float", kind), ("x", pyarrow.int8())])),
+        lambda kind: pyarrow.struct([("x", pyarrow.large_list(pyarrow.list_(kind, 1)))]),
+    ],
+    ids=["list", "fixed", "large", "map", "structs", "deep"],
+)
+def test_nested_numbers_have_the_digits_that_were_written(tmp_path, nest, kind):
+    a, b = map(decimal.Decimal if pyarrow.types.is_decimal(kind) else float, ("0.1", "42"))
+    forms = {
+        pyarrow.types.is_map: lambda a, b: [("a", a), ("b", b)],
+        pyarrow.types.is_struct: lambda a, b: {"x": [[a], [b], None]},
+        lambda kind: str(kind).startswith("list<item: struct"): lambda a, b: [{"float": a, "x": 1}, None],
+    }
+    value = next((form for holds, form in forms.items() if holds(nest(kind))), lambda a, b: [a, None, b])
+    column = pyarrow.array([value(a, b), None], nest(kind))
+    batches = pyarrow.table({"c": column})
+    with pyarrow.OSFile(str(tmp_path / "t.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, batches.schema) as out:
+        out.write_table(batches)
+    assert [row.values["c"] for row in tables.rows(str(tmp_path / "t.arrow"))] == [value(0.1, 42), None]
+
+
+@pytest.mark.parametrize(
+    ("output", "right"), [("42", 1.0), ("42.00", 1.0), ("42.0", 1.0), ("42.01", 0.0), ("4200", 0.0)]
+)
+@pytest.mark.parametrize("digits", [10, 38])
+def test_a_decimal_answer_is_compared_by_value(tmp_path, digits, output, right):
+    answer = pyarrow.array([decimal.Decimal("42.00")], pyarrow.decimal128(digits, 2))
+    parquet.write_table(pyarrow.table({"prompt": ["q"], "answer": answer}), tmp_path / "t.parquet")
+    assert reward(datasets.task_source(str(tmp_path / "t.parquet"), holdout=0), output, "exact") == right
 
 
 @pytest.mark.parametrize(
