@@ -6,6 +6,7 @@ import decimal
 import json
 import logging
 import pathlib
+import types
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from libra_jax import config, protocols
 from libra_jax.agents import question
 from libra_jax.agents.environments import math, search_qa, verifier_worker
+from libra_jax.agents.outside import agents_sdk
 from libra_jax.agents.tools import toolkit
 
 PAIRS = pathlib.Path(__file__).parent / "data" / "grader_pairs.jsonl"
@@ -202,6 +204,15 @@ def test_neighbours_are_no_number_and_the_last_one_counts(numbers, mark):
     assert asked("numeric", text, numbers[-1]) == 1.0
     joined = [int("".join(map(str, numbers))), float(f"{numbers[-2]}.{numbers[-1]}")]
     assert asked("exact", text, [numbers[-1], *joined]) == asked("numeric", text, joined) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "reward"),
+    [("42", 42, 1.0), ("0.50", 0.5, 1.0), ("b", ["a", "b"], 1.0), ("42", 420, 0.0), (None, 42, 0.0), ("None", 42, 0.0)],
+)
+def test_the_agents_sdks_answer_is_compared_by_value(answer, accepted, reward):
+    run = types.SimpleNamespace(verdict={"answer": answer}, task=protocols.Task("t", {"answer": accepted}))
+    assert agents_sdk.score(run) == reward
 
 
 # Boxes ----------------------------------------------------------------------------------------------------------------

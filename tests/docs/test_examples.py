@@ -199,6 +199,7 @@ def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monk
     sums.main()
     assert config.checked(asked["run"]).name == "sums"
     assert asked["reward"](protocols.Task("t", asked["tasks"][12]), "3") == 1.0
+    assert asked["reward"](protocols.Task("t", {"prompt": "?", "answer": 0.5}), "0.50") == 1.0
     tasks = [protocols.Task("t", task) for task in asked["tasks"]]
     for text in ("", "12", " ".join(map(str, range(19)))):
         right = sum(task.payload["answer"] == text for task in tasks)

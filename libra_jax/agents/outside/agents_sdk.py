@@ -51,7 +51,9 @@ async def solve(task: Any, endpoint: Any, max_turns: int = 4, width: int = 20) -
 
 def score(run: Any) -> float:
     """Returns 1 for the right answer, else 0. Runs in the run's process, which alone has the answer."""
-    return float(run.verdict["answer"] == run.task.payload["answer"])
+    from libra_jax.agents import answers
+
+    return float(answers.equal(run.verdict["answer"] or "", run.task.payload))
 
 
 def demonstration(task: Any) -> Sequence[Any]:
