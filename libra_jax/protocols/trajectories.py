@@ -430,7 +430,7 @@ class Group:
         return [trajectory for trajectory in self.trajectories if not trajectory.replayed]
 
 
-REWARD_ROUNDING = 1e-6
+REWARD_ROUNDING = 5e-7
 """Largest difference of rewards, relative to the largest reward, that counts as rounding: a few units of float32."""
 
 

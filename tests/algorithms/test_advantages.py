@@ -249,6 +249,11 @@ def test_rewards_that_differ_by_rounding_alone_teach_nothing(estimator, size, ne
     assert protocols.equal_rewards(rewards.tolist())
 
 
+@pytest.mark.parametrize(("difference", "equal"), [(0.9, False), (0.6, False), (0.125, True), (0.0, True)])
+def test_rewards_that_differ_by_more_units_than_sums_round_are_unequal(difference, equal):
+    assert protocols.equal_rewards([1e6, 1e6 + difference]) == equal
+
+
 @settings(max_examples=40)
 @given(SEEDS, st.sampled_from(["grpo", "reinforce_plus_plus_baseline"]), st.sampled_from([0.0, 1.0, 1e3]))
 def test_small_differences_of_rewards_still_teach(seed, name, offset):
