@@ -60,3 +60,15 @@ async def endless_later(task, endpoint):
         await asyncio.sleep(600)
     finally:
         endless_later.ended = True
+
+
+def curious(task, endpoint, access, field="answer"):
+    """Looks for a field that it may not see, or that does not exist."""
+    if access == "get":
+        return 0.5 if task.payload.get(field, "") == "" else 1.0
+    if access == "contains":
+        return 1.0 if field in task.payload else 0.5
+    try:
+        return float(task.payload[field])
+    except KeyError:
+        return 0.5

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import http.client
 import sys
+import traceback
 
+import aiohttp
 import harness_gateway
+import httpx
 import openai
 import pytest
 
 from libra_jax import protocols
 from libra_jax.agents.environments import harness
+from libra_jax.agents.environments.harness import jobs
 
-TASK = protocols.Task("task", {})
+TASK = protocols.Task("task", {"answer": "7"})
 BEFORE, REFUSED = "before", "refused"
 
 
@@ -35,9 +41,16 @@ async def agent(task, endpoint, kind: str = "", error: str = "", **_: object) ->
             await client.chat.completions.create(model="m", messages=say, extra_body={"seed": 7})
         if kind in (REFUSED, "only refused"):
             await client.chat.completions.create(model="m", messages=say, extra_body={"functions": [{"name": "f"}]})
-    raise {"length": MaxTokensReached("cut off"), "connection": ConnectionError("reset"), "memory": MemoryError()}[
-        error
-    ]
+    if error == "hidden":
+        return float(task.payload.get("answer", "") == "")
+    raise {
+        "length": MaxTokensReached("cut off"),
+        "connection": ConnectionError("reset"),
+        "memory": MemoryError(),
+        "stream": openai.APIError("engine lost", httpx.Request("POST", "http://x"), body=None),
+        "protocol": httpx.RemoteProtocolError("peer closed connection"),
+        "disk": OSError(errno.ENOSPC, "No space left on device"),
+    }[error]
 
 
 def play(**arguments: object) -> tuple[protocols.Trajectory, dict[str, int]]:
@@ -68,6 +81,10 @@ def test_an_agents_own_error_after_an_output_is_scored_and_counted():
         (BEFORE, "length", "MaxTokensReached"),
         ("", "connection", "ConnectionError"),
         ("", "memory", "MemoryError"),
+        ("", "stream", "APIError: engine lost"),
+        ("", "protocol", "RemoteProtocolError"),
+        ("", "disk", "No space left on device"),
+        ("", "hidden", "does not see the task's field 'answer'"),
         (REFUSED, "length", "the endpoint refused 1 of its requests .functions: deprecated"),
         ("only refused", "length", "the endpoint refused 1 of its requests .functions: deprecated"),
         ("polite", "length", "ended without a request to its endpoint"),
@@ -105,6 +122,38 @@ def test_an_exit_status_after_an_output_is_scored_unless_the_machine_failed(end,
         return
     trajectory, _ = play(command=command, score="harness_doubles:judge")
     assert (trajectory.reward, trajectory.metrics["agent_failed"]) == (0.0, 1.0)
+
+
+MACHINE = [
+    openai.APIError("engine lost", httpx.Request("POST", "http://x"), body=None),
+    httpx.RemoteProtocolError("peer closed connection"),
+    httpx.ReadError("gone"),
+    httpx.ReadTimeout("late"),
+    aiohttp.ServerDisconnectedError(),
+    http.client.RemoteDisconnected("Remote end closed connection without response"),
+    BrokenPipeError(errno.EPIPE, "Broken pipe"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    ExceptionGroup("tasks", [httpx.ConnectError("refused")]),
+]
+OWN = [
+    ValueError("openai.APIError: the ConnectionError and the OSError that I should explain"),
+    FileNotFoundError(errno.ENOENT, "No such file or directory", "answer.txt"),
+    KeyError("Timeout"),
+    MaxTokensReached("APIConnectionError"),
+]
+
+
+@pytest.mark.parametrize("error", [*MACHINE, *OWN], ids=lambda error: type(error).__name__)
+def test_the_last_error_of_a_traceback_tells_whose_failure_it_is(error):
+    try:
+        try:
+            raise TimeoutError if error in OWN else ValueError("first")
+        except Exception:
+            raise error  # noqa: B904
+    except Exception as caught:
+        printed = "step 1: ConnectionError?\n" + "".join(traceback.format_exception(caught)).strip()
+    failure = jobs.failure("it exited with status 1", printed)
+    assert isinstance(failure, protocols.AgentFailed) == (error in OWN), printed
 
 
 def test_hints_and_refusals_are_metrics():

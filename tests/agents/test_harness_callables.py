@@ -55,6 +55,16 @@ def test_a_function_without_a_verdict_has_crashed(python):
         run("forgetful", **search)
 
 
+@pytest.mark.parametrize("python", ["", sys.executable])
+@pytest.mark.parametrize("access", ["get", "contains", "item"])
+def test_a_hidden_field_is_refused_by_name_in_every_access(python, access):
+    search = {"python": python, "search": [HERE]} if python else {}
+    sees = dict(fields=["question"], arguments={"access": access}, **search)
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"does not see the task's field 'answer'"):
+        run("curious", **sees)
+    assert run("curious", **{**sees, "arguments": {"access": access, "field": "absent"}}).reward == 0.5
+
+
 def test_an_overdue_function_is_cancelled_or_left_to_its_thread():
     with pytest.raises(protocols.EnvironmentCrashed, match="took more than"):
         run("endless", seconds=0.1)

@@ -115,6 +115,7 @@ class InChild:
             "arguments": dict(self.arguments),
             "search": list(self.search),
             "task": {**dataclasses.asdict(job.public), "payload": dict(job.public.payload)},
+            "hidden": sorted(job.task.payload.keys() - set(job.public.payload)),
             "endpoint": dataclasses.asdict(job.endpoint),
             "verdict": str(told / _VERDICT),
             "key": key,

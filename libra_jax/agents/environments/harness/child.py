@@ -13,17 +13,45 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 _PR_SET_DUMPABLE = 4
 
 
+class HiddenFieldError(LookupError):
+    """A field that the agent must not see. It is no KeyError, because code for a missing field must not catch it."""
+
+
 class Payload(dict[str, Any]):
-    """The fields of a payload that an agent sees. See `jobs.PublicPayload`."""
+    """The fields of a payload that an agent sees. Those that it must not see are refused by name."""
+
+    hidden: Collection[str] = ()
+
+    def __init__(self, fields: Mapping[str, Any], hidden: Collection[str] = ()) -> None:
+        super().__init__(fields)
+        self.hidden = frozenset(hidden)
+
+    def _check(self, name: object) -> None:
+        if name in self.hidden:
+            raise HiddenFieldError(
+                f"the agent does not see the task's field {name!r}: name it in environment_arguments.fields, or score "
+                "with it in a function (environment_arguments.score)"
+            )
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"the agent does not see the task's field {name!r}: name it in environment_arguments.fields")
+        self._check(name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._check(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a field's value, or the default if the task has no such field."""
+        self._check(name)
+        return super().get(name, default)
 
 
 def main(path: str) -> None:
@@ -37,7 +65,7 @@ def main(path: str) -> None:
     # This file's own folder comes first otherwise, and its neighbours would hide modules of the same names.
     sys.path[0:1] = asked["search"]
     endpoint = SimpleNamespace(**asked["endpoint"])
-    task = SimpleNamespace(**{**asked["task"], "payload": Payload(asked["task"]["payload"])})
+    task = SimpleNamespace(**{**asked["task"], "payload": Payload(asked["task"]["payload"], asked["hidden"])})
     module, _, name = asked["function"].partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):

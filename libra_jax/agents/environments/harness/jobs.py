@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from libra_jax import protocols
+from libra_jax.agents.environments.harness import child
 from libra_jax.agents.repair import snapshots
 
 PROMPT_FIELDS = ("prompt", "issue", "instruction", "question", "expression")
@@ -20,16 +21,6 @@ EVERY_FIELD = "*"
 
 _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 """A placeholder. A shell's own `${NAME}` is none."""
-
-
-class PublicPayload(dict[str, Any]):
-    """The fields of a payload that an agent sees. Others are missing with a sentence."""
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(
-            f"the agent does not see the task's field {name!r}: name it in environment_arguments.fields, or score with "
-            "it in a function (environment_arguments.score)"
-        )
 
 
 def public(task: protocols.Task, fields: Sequence[str]) -> protocols.Task:
@@ -44,7 +35,8 @@ def public(task: protocols.Task, fields: Sequence[str]) -> protocols.Task:
         if name not in task.payload:
             raise protocols.DataError(f"task {task.prompt_id}: its payload has no field {name!r}")
     names = fields or [name for name in PROMPT_FIELDS if name in task.payload]
-    return protocols.Task(task.prompt_id, PublicPayload({name: task.payload[name] for name in names}), task.repeats)
+    payload = child.Payload({name: task.payload[name] for name in names}, task.payload.keys() - set(names))
+    return protocols.Task(task.prompt_id, payload, task.repeats)
 
 
 @dataclass(frozen=True)
@@ -122,24 +114,35 @@ class Finished:
     refused: str = ""
 
 
-_MACHINES = re.compile(r"Connect|Timeout|TimedOut|InternalServer|RateLimit|Overloaded|Network|MemoryError")
+_MACHINES = re.compile(
+    r"Connect|Disconnect|Timeout|TimedOut|InternalServer|Unavailable|RateLimit|Overloaded|Network|Protocol|BrokenPipe"
+    r"|IncompleteRead|ChunkedEncoding|ClientPayload|RetryError|URLError|SSL|MemoryError"
+    r"|^(?:APIError|OSError|ReadError|WriteError)$"  # their subclasses may be an agent's own, such as FileNotFoundError
+)
 """In the name of an error: the machine or the endpoint failed, and not the agent."""
 
-_LAST_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exceeded|Failed)\w*)\b", re.MULTILINE)
+_LAST_ERROR = re.compile(
+    r"^(?: *\| )?(?:(?:[\w<>]+\.)+(?=[A-Z])|(?=\w*(?:Error|Exception|Exceeded|Failed)))(\w+)(?=:|$)", re.MULTILINE
+)
+"""Name of an error at the start of a line, as a traceback ends. A group of errors draws a bar before it."""
 
 
 def failure(message: str, errors: str, reason: str = "") -> protocols.EnvironmentCrashed:
-    """Returns the failure of an agent: one of the machine, or else the agent's own.
+    """Returns the failure of an agent: one of the machine or of the config, or else the agent's own.
 
     Args:
       message: a sentence on it.
       errors: names of the errors that ended the agent, or the end of what it printed.
       reason: name of the last error; empty: as `errors` has it.
     """
-    if _MACHINES.search(errors):
+    names = _LAST_ERROR.findall(errors)
+    last = reason or (names[-1] if names else "")
+    if last == child.HiddenFieldError.__name__:
+        return protocols.EnvironmentCrashed(message)
+    # Before its last error, a program's text may quote any. With a reason, all names are of classes.
+    if _MACHINES.search(last) or ((reason or not last) and _MACHINES.search(errors)):
         return protocols.AttemptVoided(message)  # a model may write such words, too
-    names = [*_LAST_ERROR.findall(errors), *filter(None, [reason])] or ["an exit status"]
-    return protocols.AgentFailed(message, names[-1][:60])
+    return protocols.AgentFailed(message, (last or "an exit status")[:60])
 
 
 class Runner(Protocol):
