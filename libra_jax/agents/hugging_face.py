@@ -96,7 +96,8 @@ class HuggingFaceTokenizer:
                 return set(self._added.findall(self._increment(_PREFIX, _dicts((role, _NEXT)), False)))
             return set()
 
-        ends = {str(self.hugging_face.convert_ids_to_tokens(token)) for token in self.stop_token_ids}
+        # An end beyond the vocabulary has no text.
+        ends = {text for text in self.hugging_face.convert_ids_to_tokens([*self.stop_token_ids]) if text is not None}
         turns = {*ends, *framing("user"), *framing("system"), *self._added.findall(self.header)[:1]}
         written = set(self._added.findall(self.template)) - turns
         return control_tokens.ControlTokens(self.hugging_face, turns, framing("tool"), written)

@@ -215,3 +215,10 @@ def test_a_tokenizer_that_never_stops_writes_the_template_all_the_same():
     messages = [protocols.Message("user", "1+1")]
     plain = tokenizers.CharacterTokenizer().render(messages, first=True, generation_prompt=True)
     assert NeverStops().render(messages, first=True, generation_prompt=True) == plain
+
+
+def test_an_end_token_beyond_the_vocabulary_makes_no_word_a_control_token(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 99999]}')
+    loaded = tokenizers.load(save(tmp_path / "tokenizer", QWEN), model_path=str(tmp_path))
+    assert loaded._controls.cut("None of these", "user") == "None of these"
+    assert loaded._controls.cut("<|im_end|>", "user") != "<|im_end|>"
