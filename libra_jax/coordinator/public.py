@@ -78,7 +78,10 @@ class Public:
         """Refuses what a request asks for and would not get."""
         if request.tools and self._writes_tools is None:
             question = [protocols.Message("user", "?")]
-            self._writes_tools = self._form.render(question, request.tools) != self._form.render(question, ())
+            try:
+                self._writes_tools = self._form.render(question, request.tools) != self._form.render(question, ())
+            except protocols.DataError as error:
+                raise protocols.Refused("invalid", str(error), "tools") from error
         for field, reason, asked in (
             ("seed", _SEED, request.options.seed is not None),
             ("response_format", _SCHEMA, request.options.schema is not None),

@@ -106,6 +106,22 @@ def test_what_a_server_cannot_honour_is_refused_by_name(tmp_path):
     serve(tmp_path, test)
 
 
+def test_tools_that_the_template_refuses_are_refused_by_name(tmp_path, monkeypatch):
+    def refuse(self, messages, tools=()):
+        raise protocols.DataError("the chat template refuses these messages: no type")
+
+    async def test(model: openai.AsyncOpenAI) -> None:
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        monkeypatch.setattr(chat_format.CharacterFormat, "render", refuse)
+        with pytest.raises(openai.BadRequestError, match="the chat template refuses") as refused:
+            await model.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "hello"}], tools=[tool]
+            )
+        assert refused.value.param == "tools"
+
+    serve(tmp_path, test)
+
+
 def test_a_served_policy_samples_as_each_request_asks(tmp_path, monkeypatch):
     asked: list[protocols.SamplingParams] = []
     sample = streams.Streams.sample
