@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -75,7 +75,7 @@ class WarmStart:
                 try:
                     with resolving.named(self._names.environment, "task.environment", made):
                         batch.append(tokenizers.demonstration_trajectory(task, demonstrator, tokenizer))
-                except (protocols.DataError, protocols.EnvironmentCrashed) as error:
+                except (protocols.DataError, protocols.EnvironmentCrashed, protocols.ConfigError) as error:
                     # One bad task must not end the run. A batch of nothing else does.
                     if index + 1 == first + self._limits.batch_size and not batch:
                         raise
@@ -112,8 +112,8 @@ class Evaluation:
     scores: Sequence[scores.TaskScores]
 
 
-def distinct(tasks: Iterable[protocols.Task]) -> list[protocols.Task]:
-    """Returns the tasks in their order, each payload once.
+def distinct(tasks: Sequence[protocols.Task], status: Callable[[str], None]) -> list[protocols.Task]:
+    """Returns the tasks in their order, each payload once, and says how many tasks that leaves out.
 
     A source with few held-out tasks gives them again and again; repeated, they would weigh more, and cost more.
     """
@@ -121,6 +121,13 @@ def distinct(tasks: Iterable[protocols.Task]) -> list[protocols.Task]:
     for task in tasks:
         different.setdefault(
             json.dumps(task.payload, sort_keys=True, default=str) if task.payload else task.prompt_id, task
+        )
+    # Passes over the same tasks name what they repeat. An environment may tell other tasks apart by their ids.
+    names = {task.prompt for task in tasks}
+    if len(different) < len(names):
+        status(
+            f"evaluating {len(different):,} of {len(names):,} tasks, because the others have the same payloads; if "
+            "they differ, give their payloads a field that does, such as a seed"
         )
     return list(different.values())
 
@@ -149,7 +156,7 @@ async def evaluate(
     for index in range(settings.tasks):
         with resolving.named(config.task.source, "task.source", f"evaluation_task({index})"):
             drawn.append(tasks.evaluation_task(index))
-    chosen = distinct(drawn)
+    chosen = distinct(drawn, status)
     for index, task in enumerate(chosen):
         for attempt in range(settings.attempts):
             name = f"{task.prompt_id}/evaluation-{version}" + (f"-{attempt}" if attempt else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,7 +305,7 @@ def _with_tasks(config: libra_config.RunConfig, asked: Asked) -> libra_config.Ru
     if asked.most_tasks is not None and asked.most_tasks < 1:
         raise protocols.ConfigError(f"--most_tasks={asked.most_tasks}: must be positive")
     tasks = _tasks_of_file(config, asked) if asked.tasks is not None else _held_out(config, asked)
-    listed = evaluation.distinct(tasks)
+    listed = evaluation.distinct(tasks, lambda sentence: print(f"--tasks: {sentence}.", file=sys.stderr))
     name = resolving.give(lambda seed: _Listed(listed), "task.source", name="evaluated", text=str(len(listed)))
     return dataclasses.replace(
         config,

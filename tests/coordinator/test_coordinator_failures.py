@@ -104,13 +104,16 @@ def test_a_demonstration_without_an_answer_is_left_out_by_name(tmp_path):
 
         def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
             messages = super().demonstration(task)
+            if "task-1000000002" in task.prompt_id:
+                raise KeyError("answer")
             return messages[:1] if self.broken in task.prompt_id else messages
 
     config = doubles.make_config(warm_start={"steps": 2, "batch_size": 2})
     bench = doubles.Bench(config, tmp_path, demonstrator=Demonstrator())
     bench.run()
     assert bench.trained["warm"] == 2
-    assert [text for _, text in bench.recorder.statuses if "leaves out the demonstration of task-1000000001" in text]
+    left_out = [text for _, text in bench.recorder.statuses if "leaves out the demonstration of task-" in text]
+    assert ["task-1000000001" in left_out[0], "raised KeyError" in left_out[1], len(left_out)] == [True, True, 2]
     Demonstrator.broken = "task-"
     with pytest.raises(protocols.LibraError, match="its demonstration must begin with a prompt"):
         doubles.Bench(config, tmp_path / "none", demonstrator=Demonstrator()).run()

@@ -243,6 +243,9 @@ def test_few_held_out_tasks_are_evaluated_once_each(tmp_path):
         bench.run()
     counts = {text.partition(" of ")[2] for _, text in bench.recorder.statuses if "rollouts" in text and " of " in text}
     assert counts == {"6 rollouts"}
+    assert any(
+        "evaluating 3 of 8 tasks, because the others have the same" in text for _, text in bench.recorder.statuses
+    )
 
 
 def test_an_engine_that_waits_for_its_first_weights_says_so(tmp_path):
