@@ -90,14 +90,10 @@ def last_number(text: str) -> fractions.Fraction | None:
 
 
 def number(text: str) -> fractions.Fraction | None:
-    """Returns the value of a text that is a number and nothing else. None for any other text.
-
-    `1,2,3` is a list, and `1,2` may be one. Neither is a number here.
-    """
+    """Returns the value of a text that is a number and nothing else. None for any other text: `1,2` may be a list."""
     found = _NUMBER.fullmatch(text.strip())
-    if found is None or (found["digits"] and _ungrouped(found["digits"]) is None):
-        return None
-    return _value(found)
+    listed = found is not None and found["digits"] is not None and _ungrouped(found["digits"]) is None
+    return None if found is None or listed else _value(found)
 
 
 def _value(found: re.Match[str]) -> fractions.Fraction | None:

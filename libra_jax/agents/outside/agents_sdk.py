@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from libra_jax.agents import arithmetic
+from libra_jax.agents import answers, arithmetic
 
 _CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
 
@@ -51,8 +51,6 @@ async def solve(task: Any, endpoint: Any, max_turns: int = 4, width: int = 20) -
 
 def score(run: Any) -> float:
     """Returns 1 for the right answer, else 0. Runs in the run's process, which alone has the answer."""
-    from libra_jax.agents import answers
-
     return float(answers.equal(run.verdict["answer"] or "", run.task.payload))
 
 
