@@ -22,9 +22,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 _PR_SET_DUMPABLE = 4
-_DRAIN_SECONDS = 2.0
-"""Seconds to read what the tests printed, after they ended. A process that they left may hold the pipe open."""
-
+_DRAIN_SECONDS = 2.0  # to read the rest that the tests printed: a process that they left may hold the pipe open
 _TOO_LONG = "the tests' report takes more than {} MiB"
 _BEGIN = "import unittest.case\nunittest.case._ShouldStop = ()\n"
 """Code that each Python of the tests runs first. The exception ends a test as passed. Nothing can raise a tuple."""
@@ -92,11 +90,11 @@ def _run(request: Mapping[str, Any], workspace: str, path: list[str]) -> dict[st
     printed = bytearray()
     reader = threading.Thread(target=_drain, args=(shell.stdout, printed, request["most_bytes"] // 8), daemon=True)
     reader.start()
-    status = shell.wait()
+    shell.wait()
     reader.join(_DRAIN_SECONDS)
     after = _digests(request, workspace)
     touched = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
-    found: dict[str, Any] = {"touched": touched, "status": status}
+    found: dict[str, Any] = {"touched": touched, "status": shell.returncode}
     try:
         # Tested code may have put a link or a pipe there.
         with open(os.open(report, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

@@ -5,6 +5,7 @@ A sandbox gets this file as text. Standard library only. Runs test cases, and fu
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import os
@@ -43,32 +44,21 @@ class Result(unittest.TestResult):
         elif outcome != "passed":
             ElementTree.SubElement(case, outcome)
 
-    # Without the base class, which would keep a text of each error. A later success takes no failure back.
-
-    def addFailure(self, test: unittest.TestCase, *_: object) -> None:
-        self._outcome = "error"
-
-    addUnexpectedSuccess = addFailure
-
-    def addError(self, test: unittest.TestCase, *_: object) -> None:
-        self._outcome = "error"
+    def _record(self, outcome: str, test: unittest.TestCase, *_: object) -> None:
+        """Records an outcome, without the base class, which would keep a text of each error."""
         if not isinstance(test, unittest.TestCase):  # the set-up or tear-down of a class or module
-            self.add(test.id(), "error")
+            self.add(test.id(), outcome)
+        elif outcome == "error" or not self._outcome:  # a later success takes no failure back
+            self._outcome = outcome
 
     def addSubTest(self, test: unittest.TestCase, subtest: object, error: object) -> None:
         if error is not None:
-            self._outcome = "error"
+            self._record("error", test)
 
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        self._outcome = self._outcome or "skipped"
-        if not isinstance(test, unittest.TestCase):
-            self.add(test.id(), "skipped")
-
-    def addSuccess(self, test: unittest.TestCase) -> None:
-        self._outcome = self._outcome or "passed"
-
-    def addExpectedFailure(self, test: unittest.TestCase, *_: object) -> None:
-        self._outcome = self._outcome or "xfail"
+    addFailure = addUnexpectedSuccess = addError = functools.partialmethod(_record, "error")
+    addSkip = functools.partialmethod(_record, "skipped")
+    addSuccess = functools.partialmethod(_record, "passed")
+    addExpectedFailure = functools.partialmethod(_record, "xfail")
 
 
 def main(report: str, paths: Sequence[str]) -> None:

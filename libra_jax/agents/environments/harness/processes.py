@@ -88,20 +88,11 @@ async def run(
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
+    keeper = [sys.executable, "-I", "-S", _KEEPER, str(root), str(len(after)), *after, str(len(orphaned)), *orphaned]
     try:
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-I",
-                "-S",
-                _KEEPER,
-                str(root),
-                str(len(after)),
-                *after,
-                str(len(orphaned)),
-                *orphaned,
-                *command,
-            ),
+            *keeper,
+            *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -111,8 +102,6 @@ async def run(
         )
     except (OSError, ValueError) as error:
         raise protocols.EnvironmentCrashed(f"{command[0]} could not be started: {error}") from error
-    assert process.stdout is not None
-    assert process.stderr is not None
     output, errors = Tail(most_bytes), Tail(most_bytes)
 
     async def ended() -> int:

@@ -30,12 +30,6 @@ LIBRA = "/libra"
 """Where a scene shows what an agent is told: its task file, and the gateway's socket."""
 
 
-_EXPOSED = (
-    "Agents run as this run's user without bubblewrap, so commands of the model may read this run's memory, answers "
-    f"included: {backends.INSTALL}"
-)
-
-
 def own_processes(root: Path) -> tuple[str, ...]:
     """Returns the words that run a command in a view of this host with its own processes, and no capabilities.
 
@@ -58,7 +52,8 @@ def own_processes(root: Path) -> tuple[str, ...]:
 
 @functools.cache
 def _warn_exposed() -> None:
-    _log.warning("%s", _EXPOSED)
+    exposed = "Agents run as this run's user without bubblewrap, so commands of the model may read this run's memory"
+    _log.warning("%s, answers included: %s", exposed, backends.INSTALL)
 
 
 @functools.cache  # does not keep an error, because a machine under load may fail once
