@@ -282,10 +282,8 @@ async def test_a_large_request_leaves_the_loop_to_others():
 async def test_anthropics_library_sends_whole_dialogues_to_a_server_without_threads():
     """Its tool runner asks for a thread at its default, and goes on without if the refusal has the API's code."""
     session = doubles.Scripted()
-    told: list[str] = []
-    session.refused = told.append
     async with doubles.serving(session) as url, doubles.plain_client(url) as client:
         answer = await client.post(f"/{MESSAGES}", json=RIGHT[MESSAGES] | {"thread": {"type": "create"}})
     assert answer.status_code == 400
     assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
-    assert not told, "it is no failure of the agent's requests"
+    assert not session.refusals, "it is no failure of the agent's requests"
