@@ -221,14 +221,18 @@ def parts(
 
 def _amounts(settings: Settings, size: host_sizes.HostSize | None, there: Partition | None) -> dict[str, object]:
     """Returns the options for the CPUs and the memory of a host. Slurm's own default is one core, and often little
-    memory. An estimate never exceeds what the partition's hosts have."""
+    memory. An estimate never exceeds what the partition's hosts have.
+
+    Slurm takes a host whose memory nobody has configured for one of 1 MiB and refuses every request, so there is none.
+    """
     cpus, memory = settings.cpus_per_host, settings.memory
     if size is not None:
         mib = 1024 * size.memory_gib
         if not settings.exclusive:
             cpus = cpus or min(size.cpus, (there and there.cpus) or size.cpus)
         if not memory and mib:
-            memory = "0" if settings.exclusive else f"{min(mib, (there and there.memory_mib) or mib)}M"
+            limit = mib if there is None else min(mib, there.memory_mib)
+            memory = "0" if settings.exclusive else f"{limit}M" if limit else ""
     given = " ".join(settings.options)
     return {
         "--cpus-per-task": "" if re.search(r"--cpus-per-task|(^| )-c", given) else cpus,
