@@ -144,7 +144,8 @@ def _pip(*arguments: str) -> None:
         check=False,
     )
     if result.returncode:
-        reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), result.stderr[-300:])
+        errors = [line.strip() for line in result.stderr.splitlines() if line.lower().lstrip().startswith("error")]
+        reason = next(iter(errors), " ".join(result.stderr.split())[-300:])
         raise BundleError(f"pip failed: {reason}")
 
 
@@ -170,7 +171,7 @@ def _install(packages: Path, engine: Path) -> None:
 def _describe_checkout(engine: Path) -> None:
     """Adds Libra-JAX's metadata alone, whose entry point vLLM looks up. Its code comes from the checkout."""
     with tempfile.TemporaryDirectory() as scratch:
-        _pip("wheel", str(REPOSITORY), "--no-build-isolation", f"--wheel-dir={scratch}")
+        _pip("wheel", str(REPOSITORY), f"--wheel-dir={scratch}")
         with zipfile.ZipFile(next(Path(scratch).glob("libra_jax-*.whl"))) as wheel:
             wheel.extractall(engine, [name for name in wheel.namelist() if ".dist-info/" in name])
 
