@@ -267,7 +267,7 @@ class BreakingTasks(doubles.Tasks):
     [
         ({}, r"config\.task\.source: task\(4\) of my_tasks:make raised KeyError: 'row'"),
         ({"evaluation": {"every": 1}}, r"source: evaluation_task\(0\) of my_tasks:make raised OSError: no file"),
-        ({"warm_start": {"steps": 1}}, r"environment: the demonstration of task-1000000000 of my_dice:make raised Run"),
+        ({"warm_start": {"steps": 1}}, r"environment: the demonstration of task-\d+ of my_dice:make raised Run"),
     ],
 )
 def test_the_users_code_that_raises_late_is_named_with_its_field(changes, problem, tmp_path):

@@ -181,13 +181,12 @@ def test_a_name_that_the_hub_does_not_have_is_told(online, monkeypatch):
 
 
 def test_a_launcher_checks_the_shape_of_an_id(cache, capsys):
-    run = job_flags.Run(run_of("acme/short"), ())
-    run.validate()
+    job_flags.Run(run_of("acme/short"), ()).validate()
     assert "note: config.model.path: acme/short is no folder here; " in capsys.readouterr().err
     short = {**json.loads(SHAPE), "max_position_embeddings": 64}
     snapshot(cache, "model", "acme/short", {"config.json": json.dumps(short)})  # a login node needs no weights
     with pytest.raises(protocols.ConfigError, match="exceeds the model's 64 positions"):
-        run.validate()
+        job_flags.Run(run_of("acme/short"), ()).validate()  # a command reads the shape once
 
 
 def test_a_plan_is_for_the_model_of_the_config_or_for_none(cache):
