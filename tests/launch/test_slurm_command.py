@@ -36,7 +36,7 @@ def test_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path):
 
 def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
     """What is passed on is read back by the script that it is passed to."""
-    result = slurm("--config.rollout.tensor_parallel=(1,2)", "--config.telemetry.wandb_project=it's mine", "--dry_run")
+    result = slurm("--config.rollout.tensor_parallel=(1,2)", "--config.name=it's mine", "--dry_run")
     assert result.returncode == 0, result.stderr
     begin, _, _ = result.stdout.partition("# Each attempt")
     driver = begin[begin.index("driver=(") :]
@@ -45,7 +45,7 @@ def test_the_drivers_arguments_give_the_config_that_was_checked(tmp_path):
         ["bash", "-c", program], cwd=scripts.ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert shown.returncode == 0, shown.stderr
-    assert """--config.telemetry.wandb_project="it's mine"\n""" in shown.stdout
+    assert """--config.name="it's mine"\n""" in shown.stdout
     assert "rollout-1 devices 2-3: tensor parallel 2" in shown.stdout
 
 
