@@ -181,7 +181,7 @@ def test_a_folder_that_is_not_this_users_alone_is_left_alone(how, tmp_path):
             (tmp_path / "libra-jax-theirs").symlink_to(elsewhere)
             (theirs / "segments").write_text(f"{segment.stat().st_ino} {segment.name}\n")
         else:
-            os.mkfifo(theirs / "segments")  # whoever reads it waits for a writer
+            os.mkfifo(theirs / "segments")  # a reader waits for a writer
         if how == "open to others":
             theirs.chmod(0o777)
         if how == "of another user":

@@ -9,7 +9,7 @@ one transfer. `launch/gpu/unpack.py` installs them there:
   part_2.tar.xz  FlashAttention 3 and the kernels of experts, which an engine starts without
 
 vLLM's kernels are built on torch's stable ABI, so they run on an older torch than the pinned one. Machine code of other
-GPU architectures is removed (`fat_binaries`). The script needs the standard library, pip and setuptools.
+GPU architectures is removed (`fat_binaries`). The script needs the standard library and pip.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Thoughts in the native loop: calls in them are not run, whoever has written the opening mark."""
+"""Thoughts in the native loop: calls in them are not run, by whichever side the opening mark was written."""
 
 import dataclasses
 
