@@ -36,6 +36,9 @@ PART_LIMIT_MIB = 50.0
 PRESET: Final = 3
 """Compression level of xz. Level 6 takes four times as long and saves a tenth."""
 
+PIP_SECONDS = 900.0
+"""Deadline in seconds of one call of pip."""
+
 PYTHON = "3.12"
 PLATFORMS = tuple(
     f"manylinux{version}_x86_64" for version in ("_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014", "_2_5", "1")
@@ -132,17 +135,18 @@ def _unpack_wheel(wheel: Path, engine: Path, kernels: Path, architecture: int) -
             target = (kernels if name in OPTIONAL_KERNELS else engine) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             content = archive.read(name)
-            target.write_bytes(fat_binaries.slim(content, architecture) if path.suffix == ".so" else content)
+            try:
+                target.write_bytes(fat_binaries.slim(content, architecture) if path.suffix == ".so" else content)
+            except ValueError as error:
+                raise BundleError(f"--wheel: {name} of {wheel.name}: {error}; download the wheel again") from error
 
 
 def _pip(*arguments: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise BundleError(f"pip {arguments[0]} did not end within {PIP_SECONDS:.0f} s; is the network there?") from None
     if result.returncode:
         errors = [line.strip() for line in result.stderr.splitlines() if line.lower().lstrip().startswith("error")]
         reason = next(iter(errors), " ".join(result.stderr.split())[-300:])

@@ -96,12 +96,12 @@ class Served:
         )
         self._connected = False
 
-    async def sync(self, seed: int) -> dict[str, float]:
-        """Sends random weights as the coordinator does; returns seconds by stage, and bytes."""
+    async def sync(self, params: transformer.Params) -> dict[str, float]:
+        """Sends weights as the coordinator does; returns seconds by stage, and bytes."""
         if not self._connected:
             await self.engine.init_weight_transfer({"kind": self._transport})
             self._connected = True
-        self.params = reference.random_params(self.shape, seed)
+        self.params = params
         self.version += 1
         began = time.perf_counter()
         await self.engine.pause()
@@ -237,7 +237,7 @@ def start(bench: rows.Bench) -> rows.Outcome:
     async def measure() -> rows.Outcome:
         variant = DRY if bench.tiny else PLAIN
         async with _served(bench, variant) as (served, seconds):
-            first = await asyncio.wait_for(served.sync(0), ROUND_TRIP_SECONDS)
+            first = await asyncio.wait_for(served.sync(reference.random_params(served.shape, 0)), ROUND_TRIP_SECONDS)
             errors = await asyncio.wait_for(served.log_prob_error(), ROUND_TRIP_SECONDS)
             prompts = reference.prompts(served.shape, REQUESTS, PROMPT)
             began = time.perf_counter()
@@ -255,7 +255,7 @@ def log_probs(bench: rows.Bench) -> rows.Outcome:
 
     async def measure(variant: Variant) -> reference.Errors:
         async with _served(bench, variant) as (served, _):
-            await asyncio.wait_for(served.sync(1), ROUND_TRIP_SECONDS)
+            await asyncio.wait_for(served.sync(reference.random_params(served.shape, 1)), ROUND_TRIP_SECONDS)
             return await asyncio.wait_for(served.log_prob_error(), ROUND_TRIP_SECONDS)
 
     async def all_variants() -> rows.Outcome:
@@ -284,10 +284,14 @@ def sync(bench: rows.Bench, transport: str) -> rows.Outcome:
     async def measure() -> rows.Outcome:
         variant = DRY if bench.tiny else PLAIN
         async with _served(bench, variant, transport) as (served, _):
-            await asyncio.wait_for(served.sync(0), ROUND_TRIP_SECONDS)  # opens the transport, and warms up
+            await asyncio.wait_for(
+                served.sync(reference.random_params(served.shape, 0)), ROUND_TRIP_SECONDS
+            )  # opens the transport, and warms up
             timings, errors = [], []
             for seed in range(1, SYNCS + 1):
-                timings.append(await asyncio.wait_for(served.sync(seed), ROUND_TRIP_SECONDS))
+                timings.append(
+                    await asyncio.wait_for(served.sync(reference.random_params(served.shape, seed)), ROUND_TRIP_SECONDS)
+                )
                 errors.append(await asyncio.wait_for(served.log_prob_error(), ROUND_TRIP_SECONDS))
         medians = {name: statistics.median(timing[name] for timing in timings) for name in timings[0]}
         size = medians.pop("bytes") / 1e9
@@ -303,12 +307,14 @@ def pause(bench: rows.Bench) -> rows.Outcome:
 
     async def measure() -> rows.Outcome:
         async with _served(bench, DRY if bench.tiny else PLAIN) as (served, _):
-            await asyncio.wait_for(served.sync(0), ROUND_TRIP_SECONDS)
+            await asyncio.wait_for(served.sync(reference.random_params(served.shape, 0)), ROUND_TRIP_SECONDS)
             prompts = reference.prompts(served.shape, REQUESTS, PROMPT)
+            # Drawn before, because the requests might end while large weights are drawn.
+            following = reference.random_params(served.shape, 1)
             decoding = asyncio.Event()
             running = asyncio.create_task(served.sample(prompts, 4 * OUTPUT, decoding))
             await asyncio.wait_for(decoding.wait(), ROUND_TRIP_SECONDS)
-            timing = await asyncio.wait_for(served.sync(1), ROUND_TRIP_SECONDS)
+            timing = await asyncio.wait_for(served.sync(following), ROUND_TRIP_SECONDS)
             outputs = await asyncio.wait_for(running, ROUND_TRIP_SECONDS)
         versions = [{version for delta in deltas for version in delta.policy_versions} for deltas in outputs]
         both = sum(seen == {1, 2} for seen in versions)
@@ -331,7 +337,7 @@ def sleep(bench: rows.Bench) -> rows.Outcome:
         if not platforms.current_platform.is_sleep_mode_available():
             raise rows.LeftOut(f"vLLM has no sleep mode on {platforms.current_platform.device_name}")
         async with _served(bench, PLAIN, hybrid=True) as (served, _):
-            await asyncio.wait_for(served.sync(0), ROUND_TRIP_SECONDS)
+            await asyncio.wait_for(served.sync(reference.random_params(served.shape, 0)), ROUND_TRIP_SECONDS)
             await served.sample(reference.prompts(served.shape, 4, PROMPT), OUTPUT)
             free = torch.cuda.mem_get_info()[0]
             began = time.perf_counter()
@@ -340,7 +346,7 @@ def sleep(bench: rows.Bench) -> rows.Outcome:
             freed = torch.cuda.mem_get_info()[0] - free
             await asyncio.wait_for(served.engine.wake(), ROUND_TRIP_SECONDS)
             awake = time.perf_counter()
-            await asyncio.wait_for(served.sync(1), ROUND_TRIP_SECONDS)
+            await asyncio.wait_for(served.sync(reference.random_params(served.shape, 1)), ROUND_TRIP_SECONDS)
             errors = await asyncio.wait_for(served.log_prob_error(), ROUND_TRIP_SECONDS)
         figures = {"sleep_seconds": asleep - began, "wake_seconds": awake - asleep, "freed_gigabytes": freed / 1e9}
         problem = errors.problem(LOG_PROB_ERROR[PLAIN.dtype])
