@@ -169,6 +169,13 @@ def test_a_group_that_ends_together_runs_the_repository_once(monkeypatch):
     assert threading.main_thread() not in threads
 
 
+def test_verdicts_of_another_unchanged_repository_are_not_taken():
+    texts = (repairs.REPOSITORY, {**repairs.REPOSITORY, **FIXED})
+    first, second = (snapshots.Snapshot.of_texts(files) for files in texts)
+    workspace, suite = {**first.files, **repairs.files_of(FIXED)}, repairs.suite(names=())
+    assert suites.digest(first, workspace, suite) != suites.digest(second, workspace, suite)
+
+
 class Slow:
     """A sandbox in which each run is killed, and takes most of its time to start."""
 

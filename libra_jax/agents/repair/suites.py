@@ -298,9 +298,12 @@ class _Bench:
 
 
 def digest(snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: Suite) -> str:
-    """Returns a digest of everything that a verdict depends on."""
+    """Returns a digest of everything that a verdict depends on.
+
+    The unchanged repository belongs to it: without named tests, its outcomes say which tests have to pass.
+    """
     found = hashlib.sha256()
-    for files in (snapshots.for_tests(snapshot, workspace, suite.tests).files, suite.tests):
+    for files in (snapshot.files, snapshots.for_tests(snapshot, workspace, suite.tests).files, suite.tests):
         for path in sorted(files):
             content = files[path].content
             # The length keeps the boundaries between files unambiguous.

@@ -31,8 +31,9 @@ _TASK_PLACE = f"/tmp/libra/{commands.TASK_NAME}"
 _PORT = 8080
 """Port of the gateway inside a sandbox. Each has a network of its own, and the gateway may be on another host."""
 
-_NOTE = re.compile(r"\[(?:exit status|ended by signal) (\d+)\]$")
-"""The sandbox's note on a status other than 0 and 1, at the end of the output."""
+_NOTE = re.compile(r"\[(?:exit status (?![01]\])|ended by signal )(\d+)\]$")
+"""The sandbox's note on a status other than 0 and 1, at the end of the output. A program that fails with status 1 gets
+no note, so what it prints may look like one: it must never read as a success."""
 
 _CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
