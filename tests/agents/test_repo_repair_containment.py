@@ -9,7 +9,7 @@ import pytest
 import repairs
 import sandboxes
 
-from libra_jax.agents.repair import outcomes, snapshots, suites
+from libra_jax.agents.repair import snapshots, suites
 from libra_jax.agents.sandbox import pool
 
 SPY = "import glob, os, re, sys\n"
@@ -146,26 +146,6 @@ def test_a_suite_trusts_what_the_documentation_says(judged, made, command):
     assert judged({"calc.py": made}, command).solved
 
 
-@pytest.mark.parametrize(
-    ("source", "name", "declared"),
-    [
-        ("@pytest.mark.xfail\ndef test_a(): pass", "t.test_a", True),
-        ("@pytest.mark.xfail(reason='later')\nclass TestA:\n    def test_a(self): pass", "t.TestA.test_a", True),
-        ("class TestA:\n    @unittest.expectedFailure\n    def test_a(self): pass", "t.TestA.test_a", True),
-        ("pytestmark = [pytest.mark.xfail]\ndef test_a(): pass", "t.test_a[1-2]", True),
-        ("@parametrize('a', [pytest.param(1, marks=pytest.mark.xfail)])\ndef test_a(a): pass", "t.test_a[1]", True),
-        ("def test_a():\n    if old: pytest.xfail('old')", "t.test_a", True),
-        ("def test_a():\n    'xfail'\n    calc.add(1, 1)", "t.test_a", False),
-        ("@pytest.mark.skip\ndef test_a(): pass", "t.test_a", False),
-        ("@pytest.mark.xfail\ndef test_b(): pass\ndef test_a(): pass", "t.test_a", False),
-        ("def test_a(:", "t.test_a", False),
-    ],
-)
-def test_declared_failures_are_read_from_the_tests_alone(source, name, declared):
-    found = outcomes.declared("t.py", source)
-    assert outcomes.declares(found, name, "xfailed") is declared
-
-
 DECLARED = """
 import unittest
 import calc
@@ -184,7 +164,7 @@ class TestCalc(unittest.TestCase):
 """
 
 
-def test_only_outcomes_that_the_tests_declare_excuse_a_test(judged):
+def test_only_what_the_unchanged_repository_skips_excuses_a_test(judged):
     tests = {"test_calc.py": DECLARED}
     case = "test_calc.TestCalc"
     assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.Verdict(3, 3)
@@ -193,6 +173,31 @@ def test_only_outcomes_that_the_tests_declare_excuse_a_test(judged):
     hidden = repairs.FIXED + "real = add\ndef add(a, b): return 3 if (a, b) == (1, 1) else real(a, b)\n"
     verdict = judged({"calc.py": hidden}, tests=tests, names=(), repository={"calc.py": repairs.FIXED})
     assert verdict == suites.Verdict(2, 3)
+
+
+INACTIVE = """
+import sys, unittest
+import calc
+
+@unittest.skipIf(sys.platform == "nowhere", "only where it is")
+class TestCalc(unittest.TestCase):
+    @unittest.skipUnless(hasattr(calc, "add"), "no sums")
+    def test_add(self): self.assertEqual(calc.add(2, 2), 4)
+
+    def test_times(self): self.assertEqual(calc.times(2, 2), 4)
+"""
+SKIPPING = {
+    "raised": "import unittest\ndef add(a, b): raise unittest.SkipTest('no')\n",
+    "feature-removed": "del add\n",
+    "another-platform": "import sys\nsys.platform = 'nowhere'\n",
+}
+
+
+@repairs.cases(SKIPPING)
+def test_a_condition_that_the_unchanged_repository_does_not_meet_excuses_nothing(judged, made):
+    tests = {"test_calc.py": INACTIVE}
+    assert not judged({"calc.py": repairs.BROKEN + made}, tests=tests, names=()).solved
+    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()).solved
 
 
 @pytest.mark.parametrize("command", ["", repairs.COMMAND], ids=["unittest", "command"])
@@ -238,7 +243,9 @@ WRITTEN = {
 @pytest.fixture(scope="module")
 def judged_by_pytest(tmp_path_factory):
     with repairs.judging((repairs.pytest_alone(tmp_path_factory.mktemp("pytest")),)) as judged:
-        yield lambda code, more="": judged({"calc.py": code}, f"python3 -m pytest tests {more}", seconds=40.0)
+        yield lambda code, more="", **task: judged(
+            {"calc.py": code}, f"python3 -m pytest tests {more}", seconds=40.0, **task
+        )
 
 
 @repairs.cases(WRITTEN)
@@ -252,6 +259,21 @@ def test_pytest_reports_which_tests_passed(judged_by_pytest):
     assert judged_by_pytest(noise + repairs.BROKEN) == suites.Verdict(1, 3)
     assert judged_by_pytest(noise + repairs.FIXED) == suites.Verdict(3, 3)
     assert judged_by_pytest(repairs.LEAVES + repairs.FIXED, "-s") == suites.Verdict(3, 3)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "@pytest.mark.xfail(False, reason='old')",
+        "@pytest.mark.parametrize('a', [2, pytest.param(3, marks=pytest.mark.xfail)])",
+    ],
+)
+def test_an_expected_failure_that_the_tested_code_causes_fails(judged_by_pytest, mark):
+    argument = "a" if "param" in mark else ""
+    text = f"import calc, pytest\n{mark}\ndef test_add({argument}): assert calc.add(2, 2) == 4\n"
+    task = {"tests": {"tests/test_calc.py": text}, "names": ()}
+    made = "import pytest\ndef add(a, b): pytest.xfail('no')\n"
+    assert not judged_by_pytest(repairs.BROKEN + made, **task).solved
 
 
 def test_test_files_touched_while_a_command_runs_are_deceit(judged):

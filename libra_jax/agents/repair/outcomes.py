@@ -1,10 +1,9 @@
-"""Reads the outcomes of tests, from a JUnit report or a runner's output, and the outcomes that test files declare."""
+"""Reads the outcomes of tests, from a JUnit report or a runner's output."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 from xml.etree import ElementTree
 
@@ -22,10 +21,6 @@ _WORDS: Mapping[str, Outcome] = {
     "ok": "passed", "PASSED": "passed", "expected failure": "xfailed", "XFAIL": "xfailed", "skipped": "skipped",
     "SKIPPED": "skipped",
 }  # fmt: skip
-_DECLARATIONS: Mapping[str, Outcome] = {
-    "xfail": "xfailed", "expectedFailure": "xfailed", "skip": "skipped", "skipif": "skipped", "skipIf": "skipped",
-    "skipUnless": "skipped",
-}  # fmt: skip
 
 
 class Unreadable(Exception):
@@ -35,50 +30,6 @@ class Unreadable(Exception):
 def dotted(name: str) -> str:
     """Returns a test's name in `unittest`'s form. The input may have pytest's form."""
     return name.removeprefix("src/").replace(".py::", ".").replace("::", ".").replace("/", ".")
-
-
-def declared(path: str, source: str) -> dict[str, set[Outcome]]:
-    """Returns the outcomes that a test file declares: by decorators, `pytestmark` or `xfail()`. Keys are scopes.
-
-    A scope is the module, a class or a function.
-    """
-    found: dict[str, set[Outcome]] = {}
-
-    def note(scope: str, marks: Sequence[ast.AST]) -> None:
-        names = {
-            node.attr if isinstance(node, ast.Attribute) else node.id
-            for mark in marks
-            for node in ast.walk(mark)
-            if isinstance(node, ast.Attribute | ast.Name)
-        }
-        if outcomes := {_DECLARATIONS[name] for name in names & _DECLARATIONS.keys()}:
-            found.setdefault(scope, set()).update(outcomes)
-
-    def visit(body: list[ast.stmt], scope: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                note(f"{scope}.{node.name}", node.decorator_list)
-                if isinstance(node, ast.ClassDef):
-                    visit(node.body, f"{scope}.{node.name}")
-                else:  # a call in the test's own body
-                    note(f"{scope}.{node.name}", [n for n in ast.walk(node) if getattr(n, "attr", "") == "xfail"])
-            elif isinstance(node, ast.Assign) and any(
-                isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets
-            ):
-                note(scope, [node.value])
-
-    try:
-        visit(ast.parse(source).body, dotted(path.removesuffix(".py")))
-    except (SyntaxError, ValueError, RecursionError):
-        return {}
-    return found
-
-
-def declares(declarations: Mapping[str, set[Outcome]], name: str, outcome: Outcome) -> bool:
-    """Returns whether a test, or a scope around it, declares an outcome."""
-    steps = name.partition("[")[0].split(".")
-    scopes = (".".join(steps[:count]) for count in range(1, len(steps) + 1))
-    return any(outcome in declarations.get(scope, ()) for scope in scopes)
 
 
 def of_junit(text: str) -> dict[str, Outcome]:

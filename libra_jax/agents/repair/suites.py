@@ -5,7 +5,7 @@ Calls of functions (`calls.py`) are judged outside of the process that runs the 
 A suite's tests import the tested code, so both share a process, which writes the report. The tests and their helpers
 come from the task. The policy's files are copied next to them as data, except files that decide how tests run. No test
 counts as passed if control tests, whose outcomes the host chose at random, have other outcomes, or if test files or
-settings of runners changed. An expected failure passes only if the test file declares it by a decorator; a skipped test
+settings of runners changed. An expected failure passes only if the unchanged repository has it too; a skipped test
 never does. What such a verdict still trusts is in docs/guides/repositories.md.
 
 Without a command, Python's `unittest` runs the tests. With a command, such as `python -m pytest tests`, the project's
@@ -188,40 +188,32 @@ async def run(
         return Verdict(0, total, f"ended the sandbox: {death}", broke=True)
     if found.problem:
         return Verdict(0, total, found.problem, found.overdue, found.forged)
-    declared: dict[str, set[outcomes.Outcome]] = {}
-    for path, file in suite.tests.items():
-        declared |= outcomes.declared(path, file.content.decode(errors="replace"))
-
-    def passed(name: str) -> bool:
-        outcome = found.outcomes.get(name)
-        return outcome == "passed" or (outcome == "xfailed" and outcomes.declares(declared, name, "xfailed"))
-
     wanted = [outcomes.dotted(name) for name in suite.must_pass]
-    if not wanted:
-        wanted = await _all_tests(bench, found, declared)
-    return Verdict(sum(map(passed, wanted)), len(wanted))
-
-
-async def _all_tests(bench: _Bench, found: Findings, declared: Mapping[str, set[outcomes.Outcome]]) -> list[str]:
-    """Returns the tests that have to pass if a task names none: all of the suite, also those that did not run.
-
-    A skipped test is left out only if its file declares that, and if the unchanged repository does not pass it: the
-    condition of a declaration may depend on the tested code.
-    """
     before: Mapping[str, outcomes.Outcome] = {}
-    if not bench.suite.calls:
+    if not suite.calls and (not wanted or "xfailed" in found.outcomes.values()):
         with contextlib.suppress(_Died):
             before = (await bench.unchanged()).outcomes
-    names = sorted(found.outcomes.keys() | before.keys())
+    wanted = wanted or _all_tests(found.outcomes, before)
+    # The tested code can cause a skip or an expected failure itself, so only those of the unchanged repository count.
+    good = [
+        name
+        for name in wanted
+        if (outcome := found.outcomes.get(name)) == "passed" or outcome == "xfailed" == before.get(name)
+    ]
+    return Verdict(len(good), len(wanted))
+
+
+def _all_tests(after: Mapping[str, outcomes.Outcome], before: Mapping[str, outcomes.Outcome]) -> list[str]:
+    """Returns the tests that have to pass if a task names none: all of the suite, also those that did not run.
+
+    Args:
+      after: Outcomes on the policy's files.
+      before: Outcomes on the unchanged repository. A test that is skipped there and here is left out.
+    """
     return [
         name
-        for name in names
-        if (name in found.outcomes or not name.endswith(".import"))
-        and not (
-            found.outcomes.get(name) == "skipped"
-            and outcomes.declares(declared, name, "skipped")
-            and before.get(name) != "passed"
-        )
+        for name in sorted(after.keys() | before.keys())
+        if (name in after or not name.endswith(".import")) and not after.get(name) == before.get(name) == "skipped"
     ]
 
 
