@@ -219,7 +219,15 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
       tests: Hidden tests by path.
     """
     known = {path.split("/", 1)[0] for path in snapshot.files}
-    files = {path: file for path, file in workspace.items() if not _is_the_suites(path, known)}
+    # The folder src is searched before the root, so a new module there would replace a test, a helper or a package.
+    rooted = {_module(path) for path in (*snapshot.files, *tests) if not path.startswith("src/")}
+    rooted -= {_module(path.removeprefix("src/")) for path in snapshot.files if path.startswith("src/")}
+    files = {
+        path: file
+        for path, file in workspace.items()
+        if not _is_the_suites(path, known)
+        and not (path.startswith("src/") and _module(path.removeprefix("src/")) in rooted)
+    }
     files |= {path: file for path, file in snapshot.files.items() if _is_the_suites(path, known)}
     above = {parent for path in tests for parent in _parents(path)}
     # A policy's file must not take the place of a test's folder, nor the other way round.
@@ -247,6 +255,11 @@ def _is_the_suites(path: str, known: set[str]) -> bool:
         return rest[0].partition(".")[0] in _RUNNERS
     # The repository's own modules may have such names; only new ones are suspicious.
     return first not in known and first.partition(".")[0] in _RUNNERS
+
+
+def _module(path: str) -> str:
+    """Returns the top-level module or package that a file belongs to."""
+    return path.split("/", 1)[0].partition(".")[0]
 
 
 def _parents(path: str) -> set[str]:

@@ -315,7 +315,8 @@ class _Examination:
         tests = dict(suite.tests)
         for path, file in suite.tests.items():
             name = path.rpartition("/")[2]
-            if not (name.startswith("test") and name.endswith(".py")):
+            named = name.startswith("test")
+            if not (name.endswith(".py") and (named or self._runs(name, file))):
                 continue
             # Control tests at the file's end: their outcomes are known, so a report with other outcomes is forged.
             lines, case = ["", "import unittest as _unittest", ""], f"Test{secrets.token_hex(8).title()}"
@@ -323,7 +324,8 @@ class _Examination:
             for place in range(_CONTROLS):
                 test, check = self._control(f"{path}::{case}", place)
                 lines += [f"    def {test}(self):", f"        {check}"]
-            if not suite.command or "pytest" in suite.command:  # other runners do not run plain functions
+            # Other runners do not run plain functions, and other files may be imported with all of their functions.
+            if named and (not suite.command or "pytest" in suite.command):
                 for place in range(2):
                     test, check = self._control(path, place)
                     lines += [f"def {test}():", f"    {check}"]
@@ -345,9 +347,14 @@ class _Examination:
         }
         self.code = f"{PROGRAMS['runner']}\nmain(json.loads({json.dumps(request)!r}))\n"
 
+    def _runs(self, name: str, file: snapshots.File) -> bool:
+        """Returns whether tests of a file run whose name does not begin with "test". pytest takes `*_test.py`."""
+        taken = not self._suite.command or ("pytest" in self._suite.command and name.endswith("_test.py"))
+        return taken and b"def test" in file.content
+
     def _control(self, where: str, place: int) -> tuple[str, str]:
-        """Returns name and body of a control test. The first two at a place are one of each kind."""
-        good = place == 0 or (place > 1 and secrets.randbelow(2) == 1)
+        """Returns name and body of a control test. The first passes; of those that fail, one is of each form."""
+        good = place == 0 or (place > 2 and secrets.randbelow(2) == 1)
         left = secrets.token_hex(4)
         right = left if good else secrets.token_hex(4)
         test = f"test_{secrets.token_hex(8)}"
@@ -357,7 +364,8 @@ class _Examination:
         # A plain function, which has no `self` to assert with.
         if where.endswith(".py"):
             return test, f"assert {left!r} == {right!r}"
-        return test, secrets.choice((f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}"))
+        forms = (f"self.assertEqual({left!r}, {right!r})", f"assert {left!r} == {right!r}")
+        return test, forms[place - 1] if place in (1, 2) else secrets.choice(forms)
 
     def read(self, outcome: limits.Outcome) -> Findings:
         """Returns the findings of a run from its sandbox's outcome."""
@@ -387,7 +395,11 @@ class _Examination:
         for name, good in self._controls.items():
             # Our own runner reports a module whose import failed, so its controls could not run. Other runners do not
             # report it.
-            unloaded = not self._suite.command and f"{self._modules[name]}.import" in found
+            module = self._modules[name]
+            unloaded = not self._suite.command and f"{module}.import" in found
+            # A project may set other names of test files. None of the tests in such a file passes, then.
+            if not module.rpartition(".")[2].startswith("test"):
+                unloaded |= not any(test.startswith(f"{module}.") for test in found)
             if found.get(name) != ("passed" if good else "failed") and not (unloaded and name not in found):
                 return Findings(
                     problem="tests that must pass or fail in any case did not, or were not run", forged=True
