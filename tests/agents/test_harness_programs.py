@@ -112,6 +112,14 @@ def test_each_rollout_has_a_fresh_folder_of_template_and_files(tmp_path):
     assert harness_doubles.judge.seen.output.splitlines()[-1] != first
 
 
+def test_a_link_in_place_of_the_working_directory_is_not_followed(tmp_path):
+    (tmp_path / "a.py").write_text("not the agent's")
+    line = f'cd ..; mv work away; ln -s "{tmp_path}" work'
+    harness_doubles.run(command=line, collect=["*.py"], score=f"{HERE}:judge")
+    assert harness_doubles.judge.seen.files == {}
+    assert "a link in the place of its working directory" in harness_doubles.judge.seen.refused
+
+
 def test_files_beyond_the_limit_are_refused_and_not_a_crash():
     line = "head -c 3000000 /dev/zero > big"
     harness_doubles.run(command=line, collect=["*"], most_mib=2, score=f"{HERE}:judge")

@@ -75,7 +75,7 @@ def lay(files: snapshots.Snapshot, folder: Path) -> None:
 def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[str, snapshots.File], str]:
     """Returns the regular files of a working directory whose paths match a pattern, and why there are none.
 
-    Links are not followed, and `.git` and `__pycache__` are left out.
+    Links are not followed, not even one in the directory's own place; `.git` and `__pycache__` are left out.
 
     Args:
       work: the working directory. Nothing may write to it any more.
@@ -84,6 +84,8 @@ def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[
     """
     if not patterns:
         return {}, ""
+    if work.is_symlink():
+        return {}, "the agent put a link in the place of its working directory"
     try:
         found = snapshots.Snapshot.read(work, most_bytes).files
     except (protocols.DataError, OSError) as error:
