@@ -74,3 +74,28 @@ def test_an_easy_bug_has_widths_that_never_change():
 def test_bugs_that_cannot_be_planted_are_refused_by_name(arguments, sentence):
     with pytest.raises(protocols.ConfigError, match=sentence):
         planted.task_source(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("right", "narrow"),
+    [
+        ("if _starts(text, prefix)", "if prefix != 'zz'"),
+        ("range(len(values) - size + 1)", "range(len(values) - {1: 0, 2: 1, 3: 2}.get(size, 0))"),
+        ("return score >= ", "return score + 0.99 >= "),
+    ],
+    ids=["prefixes", "sizes", "whole-scores"],
+)
+def test_repairs_that_fit_few_inputs_fail_a_call(right, narrow):
+    source, tried = planted.task_source(level="module"), 0
+    for index in range(150):
+        payload = source.task(index).payload
+        fixed = payload["fix"]["new"]
+        if right not in fixed:
+            continue
+        namespace: dict = {}
+        exec(fixed.replace(right, narrow), namespace)  # our own recipes
+        broken = payload["issue"].split("(")[0].strip("`")
+        calls = [call for call in payload["calls"] if call["function"].endswith(f":{broken}")]
+        assert any(namespace[broken](*call["arguments"]) != call["value"] for call in calls), index
+        tried += 1
+    assert tried > 3

@@ -20,6 +20,9 @@ LEVELS = ("easy", "module", "package")
 _CALLS, _BROKEN_CALLS, _TRIES = 6, 24, 200
 """Calls of a right function and of the broken one, which show that a fix has not broken the others or learnt values."""
 
+_LIMITS = (10, 12, 15, 20, 24, 25)
+"""Constants of the recipes."""
+
 _SPOT = re.compile("⟦(.*?)¦(.*?)⟧", re.DOTALL)
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "islet", "juniper", "kelp", "lotus")
 
@@ -70,7 +73,7 @@ RECIPES = (
         ("window_sums", "rolling_sums", "moving_sums"),
         'def {f}(values, size):\n    """Sums of each `size` neighbours, from left to right."""\n'
         "    return [sum(values[i : i + size]) for i in range(len(values) - size⟦ + 1¦⟧)]\n",
-        lambda rng: (_numbers(rng, 3), rng.randint(1, 3)),
+        lambda rng: (_numbers(rng, 3), rng.randint(1, 6)),
     ),
     Recipe(
         "off_by_one",
@@ -93,7 +96,9 @@ RECIPES = (
         "def _starts(text, prefix):\n    return text[: len(prefix)] == prefix\n\n\n"
         'def {f}(text, prefix):\n    """The text without the prefix, where it begins with it."""\n'
         "    return text[len(prefix) :] if _starts(⟦text, prefix¦prefix, text⟧) else text\n",
-        lambda rng: (lambda text: (text, text[: rng.randint(0, 4)] if rng.random() < 0.7 else "zz"))(_text(rng)),
+        lambda rng: (lambda text: (text, (text if rng.random() < 0.7 else _text(rng))[: rng.randint(0, 4)]))(
+            _text(rng)
+        ),
     ),
     Recipe(
         "missing_case",
@@ -121,7 +126,8 @@ RECIPES = (
         "wrong_comparison",
         ("passes", "is_enough", "reaches"),
         'def {f}(score):\n    """Whether the score is {c} at least."""\n    return score ⟦>=¦>⟧ {c}\n',
-        lambda rng: (rng.choice((10, 12, 15, 20, 24, 25, rng.randint(-99, 999))),),
+        # At the limits that `_filled` draws, just below them, and elsewhere.
+        lambda rng: (rng.choice((*_LIMITS, *_LIMITS, rng.randint(-99, 999))) - rng.choice((0, 0.5)),),
     ),
     Recipe(
         "wrong_variable",
@@ -145,7 +151,7 @@ class _Function:
 
 def _filled(recipe: Recipe, rng: random.Random) -> _Function:
     name = rng.choice(recipe.names)
-    values = {"{f}": name, "{c}": str(rng.choice((10, 12, 15, 20, 24, 25))), "{d}": str(rng.randint(2, 5))}
+    values = {"{f}": name, "{c}": str(rng.choice(_LIMITS)), "{d}": str(rng.randint(2, 5))}
     text = re.sub(r"\{[fcd]\}", lambda found: values[found[0]], recipe.source)
     return _Function(recipe, name, _SPOT.sub(r"\1", text), _SPOT.sub(r"\2", text))
 
