@@ -86,7 +86,7 @@ async def _through_coordinator(sampler: streams.Streams, config: configuration.R
             await agent_loop.run_rollout(
                 trajectory=trajectory,
                 task=protocols.Task(name, {"prompt": PROMPTS[index]}),
-                environment=workload.Turns(),
+                environment=workload.OneTurn(),
                 tokenizer=tokenizer,
                 sampler=sampler,
                 limits=limits,

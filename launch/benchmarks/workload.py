@@ -1,4 +1,4 @@
-"""What benchmarks share: engines, turns with a fixed number of tokens, and the timing of two sides in turn."""
+"""What benchmarks share: engines, an environment of one turn, and the timing of two sides in turn."""
 
 from __future__ import annotations
 
@@ -31,25 +31,13 @@ def engine_spec(
     return protocols.ActorSpec(name, "libra_jax.engines.vllm_engine:create", arguments)
 
 
-class Turns:
-    """An environment that ends after a number of model outputs.
-
-    Args:
-      turns: number of model outputs.
-      payload: characters that its tool returns after each output but the last.
-    """
-
-    def __init__(self, turns: int = 1, payload: int = 0) -> None:
-        self._left = turns
-        self._payload = "x" * payload
+class OneTurn:
+    """An environment that ends after one model output."""
 
     async def reset(self, task: protocols.Task) -> Sequence[protocols.Message]:
         return [protocols.Message("user", str(task.payload["prompt"]))]
 
     async def step(self, output: str) -> protocols.StepResult:
-        self._left -= 1
-        if self._left:
-            return protocols.StepResult(tool_returns=[protocols.ToolReturn("tool", "success", self._payload)])
         return protocols.StepResult(done=True, reward=0.0)
 
     async def close(self) -> None: ...

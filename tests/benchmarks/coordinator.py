@@ -1,7 +1,4 @@
-"""Coordinator time a request: everything between an attempt's start and its last token that is not the engine's.
-
-Engines of any shape of load: `launch/scale.py` learns from several what each turn, delta and token costs.
-"""
+"""Coordinator time a request: everything between a rollout's start and its last token that is not the engine's."""
 
 from __future__ import annotations
 
@@ -33,26 +30,17 @@ NAME = "instant"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What each request asks for.
+    """The one model output of each request.
 
     Attributes:
-      turns: model outputs.
-      deltas: in which the tokens of one come.
-      tokens: of one.
-      payload: tokens that the tool returns between two.
+      deltas: parts in which its tokens come.
+      tokens: tokens of the output.
       pause: seconds before each delta.
     """
 
-    turns: int = 1
     deltas: int = 8
     tokens: int = 128
-    payload: int = 0
     pause: float = 0.0
-
-    @property
-    def sent(self) -> int:
-        """Tokens of context that its turns send, prompt and template apart."""
-        return (self.tokens + self.payload) * self.turns * (self.turns - 1) // 2
 
 
 class Instant:
@@ -143,18 +131,18 @@ async def _attempt(sampler: streams.Streams, shape: Shape) -> None:
     trajectory = protocols.Trajectory(trajectory_id=name, prompt_id=name)
     sampler.open(trajectory, group_id=0, dispatch_version=0)
     limits = agent_loop.Limits(
-        max_turns=shape.turns, max_tokens=shape.tokens, max_context=MAX_CONTEXT, tool_seconds=10.0, temperature=1.0
+        max_turns=1, max_tokens=shape.tokens, max_context=MAX_CONTEXT, tool_seconds=10.0, temperature=1.0
     )
     try:
         made = await agent_loop.run_rollout(
             trajectory=trajectory,
             task=protocols.Task(name, {"prompt": "1+1"}),
-            environment=workload.Turns(shape.turns, shape.payload),
+            environment=workload.OneTurn(),
             tokenizer=tokenizers.CharacterTokenizer(),
             sampler=sampler,
             limits=limits,
         )
     finally:
         sampler.finish(name)
-    if len(made.turns) != shape.turns or made.finish != "answered":
+    if len(made.turns) != 1 or made.finish != "answered":
         raise protocols.LibraError(f"an attempt of {shape} took {len(made.turns)} turns and ended by {made.finish}")

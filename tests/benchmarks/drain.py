@@ -171,7 +171,7 @@ class _Load:
                 await agent_loop.run_rollout(
                     trajectory=trajectory,
                     task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
-                    environment=workload.Turns(),
+                    environment=workload.OneTurn(),
                     tokenizer=workload.NeverStops(),
                     sampler=self._sampler,
                     limits=limits,

@@ -70,20 +70,6 @@ def main(argv: list[str]) -> None:
     )
 
 
-def costs(processes: int) -> dict[str, float]:
-    """Returns what a divided batch costs (`planning.scale.Costs`): CPU seconds a token and a rollout."""
-    made, many = batch(GROUPS, TURNS), batch(MANY, 0)
-    count = tokens(made)
-    call, loop = asyncio.run(handed_over(made, processes, divided=True))
-    return {
-        "batch_token": loop / count,
-        "batch_rollout": coordinator_seconds(many) / (MANY * SIZE),
-        # What the call takes beyond the coordinator's part; a process has its share of the tokens.
-        "fetch_token": max(0.0, call - loop) * processes / count,
-        "fetch_rollout": outline_seconds(many) / (MANY * SIZE),
-    }
-
-
 def tokens(made: protocols.TrainBatch) -> int:
     return sum(len(rollout.token_ids) for group in made.groups for rollout in group.trajectories)
 

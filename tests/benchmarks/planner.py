@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def measure(picture: Path | None = None) -> dict[str, Any]:
     run, drawn = sample()
     found: dict[int, tuple[float, float]] = {}
     for devices in ACCELERATORS:
-        spent = [_spent(run, drawn, devices, time.perf_counter) for _ in range(REPEATS[devices])]
+        spent = [_spent(run, drawn, devices) for _ in range(REPEATS[devices])]
         found[devices] = statistics.median(item[0] for item in spent), statistics.median(item[1] for item in spent)
     if picture is not None:
         _draw(picture, found)
@@ -64,21 +64,14 @@ def searched(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], device
     )
 
 
-def cpu_seconds(devices: int) -> float:
-    """Of CPU time that a search takes, with what it is built from; the median of some."""
-    run, drawn = sample()
-    return statistics.median(_spent(run, drawn, devices, time.process_time)[1] for _ in range(REPEATS[devices]))
-
-
-def _spent(
-    run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int, now: Callable[[], float]
-) -> tuple[float, float]:
+def _spent(run: settings.SimulatedRun, drawn: Sequence[scripts.Script], devices: int) -> tuple[float, float]:
     """Seconds of the search alone, and with what it is built from."""
-    began = now()
+    began = time.perf_counter()
     made = searched(run, drawn, devices)
-    built = now()
+    built = time.perf_counter()
     made.best(devices)
-    return now() - built, now() - began
+    ended = time.perf_counter()
+    return ended - built, ended - began
 
 
 def _draw(path: Path, found: dict[int, tuple[float, float]]) -> None:

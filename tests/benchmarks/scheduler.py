@@ -53,22 +53,12 @@ class Load:
     """Requests that go round: waiting, decoding, away, back; the event loop's part of a run without anything else.
 
     Args:
-      scheduler: measured.
-      live: requests that are live at any time; each lasts `TURNS` turns in the mean.
-      away: those of them that have a tool running.
-      layout: degree to instances.
+      scheduler: serves `LIVE` requests at any time, each of `TURNS` turns in the mean. `AWAY` of them have a tool
+        running.
     """
 
-    def __init__(
-        self,
-        scheduler: protocols.Scheduler,
-        *,
-        live: int = LIVE,
-        away: int = AWAY,
-        layout: Mapping[int, int] = LAYOUT,
-    ) -> None:
+    def __init__(self, scheduler: protocols.Scheduler) -> None:
         self.scheduler = scheduler
-        self._most_away = away
         self.nanoseconds: Times = {}
         self.now = 0.0
         self._random = random.Random(0)
@@ -78,11 +68,11 @@ class Load:
         self._away: deque[str] = deque()
         instances = [
             protocols.Instance(f"{degree}-{index}", degree, SLOTS)
-            for degree, count in layout.items()
+            for degree, count in LAYOUT.items()
             for index in range(count)
         ]
         self._decide(scheduler.on_instance_change, instances)
-        for _ in range(live):
+        for _ in range(LIVE):
             self._arrive()
 
     def returns(self, count: int) -> None:
@@ -96,7 +86,7 @@ class Load:
             else:
                 self._away.append(request)
                 self._decide(self.scheduler.on_tool_call, request, self._generated[request])
-            while len(self._away) > self._most_away and count:
+            while len(self._away) > AWAY and count:
                 request = self._away.popleft()
                 draw = self._random
                 causal = protocols.CausalState("bash", draw.randrange(1, 16_000), draw.choice(STATUSES))
