@@ -203,7 +203,7 @@ def test_a_session_gives_its_regular_files_back():
 
     begun, untouched, saved, refused, after = sandboxes.with_session(work)
     assert untouched.archive == begun
-    files = snapshots.taken_over(saved.archive, 100_000)
+    files, _ = snapshots.taken_over(saved, 100_000)
     assert {path: file.content for path, file in files.items()} == {"a/b.py": b"1", "d": b"3\n", "h": b"3\n"}
     assert (files["d"].executable, files["a/b.py"].executable) == (True, False)
     assert (refused.status, refused.archive) == ("failure", b"")

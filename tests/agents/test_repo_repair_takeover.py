@@ -12,7 +12,7 @@ import sandboxes
 
 from libra_jax import protocols
 from libra_jax.agents.environments import repo_repair
-from libra_jax.agents.repair import snapshots, suites
+from libra_jax.agents.repair import grading, snapshots, suites
 from libra_jax.agents.sandbox import limits, pool
 
 STEPS = {
@@ -82,7 +82,7 @@ def test_what_a_policy_leaves_cannot_void_its_score(made):
 
 
 def test_more_files_than_an_attempt_may_add_are_refused_and_counted(task, monkeypatch, caplog):
-    monkeypatch.setattr(suites, "MORE_FILES", 10)
+    monkeypatch.setattr(grading, "MORE_FILES", 10)
 
     async def work(tools):
         environment = repo_repair.environment(tools, prompt="Do: {issue}")
@@ -94,7 +94,7 @@ def test_more_files_than_an_attempt_may_add_are_refused_and_counted(task, monkey
 
     result = repairs.with_tools(work)
     assert (result.reward, result.metrics["files_refused"]) == (0.0, 1.0)
-    assert "the workspace: holds more than 12 files" in caplog.text
+    assert "left files that were refused: more than 12 files" in caplog.text
 
 
 def test_a_policys_sandbox_that_ends_itself_is_its_own_doing_and_a_killed_one_is_not(task, monkeypatch):
@@ -195,8 +195,12 @@ def archive(*members):
     return content.getvalue()
 
 
+def taken_over(content):
+    return snapshots.taken_over(limits.Outcome("success", "", 0.0, archive=content), 10_000)
+
+
 def test_of_an_archive_only_regular_files_inside_are_taken_over():
-    found = snapshots.taken_over(
+    found = taken_over(
         archive(
             ("calc.py", tarfile.REGTYPE, b"1"),
             ("../outside", tarfile.REGTYPE, b"2"),
@@ -208,9 +212,8 @@ def test_of_an_archive_only_regular_files_inside_are_taken_over():
             ("pipe", tarfile.FIFOTYPE, b""),
             ("device", tarfile.BLKTYPE, b""),
             ("x" * 2000, tarfile.REGTYPE, b"6"),
-        ),
-        10_000,
-    )
+        )
+    )[0]
     assert {path: file.content for path, file in found.items()} == {"calc.py": b"1", "a/c": b"5"}
 
 
@@ -219,9 +222,9 @@ def test_of_an_archive_only_regular_files_inside_are_taken_over():
     [b"no archive at all", b"\1" * 2000, archive(("big", tarfile.REGTYPE, bytes(20_000)))],
     ids=["text", "noise", "too-large"],
 )
-def test_an_archive_that_is_none_or_too_large_is_hostile(content):
-    with pytest.raises(snapshots.Hostile):
-        snapshots.taken_over(content, 10_000)
+def test_an_archive_that_is_none_or_too_large_is_refused(content):
+    files, refused = taken_over(content)
+    assert (files, bool(refused)) == ({}, True)
 
 
 def tar_with(kind, size):

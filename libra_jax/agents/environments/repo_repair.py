@@ -11,19 +11,17 @@ Generated tasks come from `libra_jax.agents.repair.planted:task_source`. Tasks i
 
 from __future__ import annotations
 
-import collections
-import functools
-import logging
 import math
 import pathlib
 import posixpath
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import datasets, deadlines, resolving
+from libra_jax.agents import datasets, deadlines
 from libra_jax.agents.environments import dialogue
-from libra_jax.agents.repair import calls, snapshots, suites
+from libra_jax.agents.repair import calls, grading, snapshots
 from libra_jax.agents.tools import toolbox, toolkit
 
 PROMPT = (
@@ -32,76 +30,37 @@ PROMPT = (
     "and settings of test runners are left behind."
 )
 
-_VERDICTS = 4096
-_log = logging.getLogger(__name__)
 
+@dataclass(frozen=True)
+class _Repair:
+    """Poses the issues of a run, and takes over the repaired files. `environment` documents the fields."""
 
-class Repair:
-    """State that the rollouts of one run share: the settings, and earlier verdicts on the same files."""
+    tools: toolkit.Toolkit
+    prompt: str
+    most_bytes: int
+    grader: grading.Grader
 
-    def __init__(self, tools: toolkit.Toolkit, prompt: str, partial: bool, seconds: float, most_mib: int) -> None:
-        self._tools, self._prompt, self._partial = tools, prompt, partial
-        self._seconds, self._most_bytes = seconds, most_mib * 2**20
-        self._verdicts: collections.OrderedDict[str, suites.Verdict] = collections.OrderedDict()
-        self._unchanged: suites.Known = {}
-        self._reasons = resolving.FirstFew(lambda sentence: _log.warning("%s", sentence))
+    async def _snapshot(self, task: protocols.Task) -> snapshots.Snapshot:
+        field = "files" if "files" in task.payload else "repository"
+        return await deadlines.off_loop(snapshots.of_task, task, field, self.most_bytes)
 
     async def pose(self, task: protocols.Task, box: toolbox.Toolbox) -> Sequence[protocols.Message]:
         """Puts the repository into the rollout's sandbox and returns the issue."""
         assert box.session is not None
-        payload = task.payload
-        given = payload["files"] if "files" in payload else payload["repository"]
-        snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
         # Only what the policy may see: the hidden tests never enter this sandbox.
-        await box.session.begin(snapshot.pack())
-        return [protocols.Message("user", self._prompt.replace("{issue}", payload["issue"]))]
+        await box.session.begin((await self._snapshot(task)).pack())
+        return [protocols.Message("user", self.prompt.replace("{issue}", task.payload["issue"]))]
 
     async def score(self, task: protocols.Task, answer: str, box: toolbox.Toolbox) -> dialogue.Verdict:
         """Returns the hidden tests' verdict on the sandbox's current files."""
         del answer
         assert box.session is not None
-        payload, refused, lines = task.payload, False, 0
-        tests = await deadlines.off_loop(_files, payload.get("tests", {}), self._most_bytes)
-        suite = suites.Suite.from_payload(payload, tests.files, self._seconds)
-        given = payload["files"] if "files" in payload else payload["repository"]
-        snapshot = await deadlines.off_loop(_files, given, self._most_bytes)
-        saved = await box.session.save(self._most_bytes)
-        if saved.broken:
-            raise protocols.WorkerLost(f"the rollout's sandbox died when its files were taken over: {saved.text}")
+        snapshot = await self._snapshot(task)
+        saved = await box.session.save(self.most_bytes)
         await box.session.close()  # frees its place, which may be the only one that the tests can get
-        try:
-            if saved.status != "success":
-                raise snapshots.Hostile(saved.text)
-            most = len(snapshot.files) + suites.MORE_FILES
-            workspace = await deadlines.off_loop(snapshots.taken_over, saved.archive, self._most_bytes, most)
-        # Too large, or made unreadable: the policy did it, so this is a reward of 0 and not a crash.
-        except snapshots.Hostile as error:
-            refused = True
-            verdict = suites.Verdict(0, len(suite.calls or suite.must_pass), f"left files that were refused: {error}")
-        else:
-            verdict = await self._judge(snapshot, workspace, suite)
-            lines = await deadlines.off_loop(snapshots.changed_lines, snapshot.files, workspace)
-        if refused or verdict.deceit or verdict.broke:
-            self._reasons.tell(f"A rollout of {task.prompt_id} is worth 0: {resolving.loggable(verdict.problem)}")
-        reward = 0.0 if refused else verdict.share if self._partial else float(verdict.solved)
-        return dialogue.Verdict(reward, verdict.metrics(refused, lines))
-
-    async def _judge(
-        self, snapshot: snapshots.Snapshot, workspace: Mapping[str, snapshots.File], suite: suites.Suite
-    ) -> suites.Verdict:
-        key = await deadlines.off_loop(suites.digest, snapshot, workspace, suite)
-        if key in self._verdicts:  # most rollouts of an easy task end with the same files
-            # The verdict that was not used for the longest time is dropped first.
-            self._verdicts.move_to_end(key)
-            return self._verdicts[key]
-        verdict = await suites.run(await self._tools.sandbox(), snapshot, workspace, suite, self._unchanged)
-        if not (verdict.problem or verdict.overdue):  # a fault of this test run may not happen again
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > _VERDICTS:
-                self._verdicts.popitem(last=False)
-        while len(self._unchanged) > _VERDICTS:
-            del self._unchanged[next(iter(self._unchanged))]
-        return verdict
+        files, refused = await deadlines.off_loop(snapshots.taken_over, saved, self.most_bytes)
+        outcome = await self.grader.grade(task, snapshot, files, refused)
+        return dialogue.Verdict(outcome.reward, outcome.metrics)
 
     def demonstration(self, task: protocols.Task) -> Sequence[protocols.Message]:
         """Returns the solved dialogue of a planted bug: viewing the file, changing it, and a final word."""
@@ -112,30 +71,21 @@ class Repair:
             "must be 0: these tasks come without their fix, so there are no demonstrations",
         )
         config.check(
-            "edit" in self._tools.names and not self._tools.describe,
+            "edit" in self.tools.names and not self.tools.describe,
             "warm_start.steps",
             "demonstrations of repairs take the tool 'edit' in tools.use, and tools.describe=False",
         )
-        write, path = self._tools.format.write, fix["path"]
+        write, path = self.tools.format.write, fix["path"]
         text = task.payload["files"][path]
         look = write("shell", {"command": f"cat {path}"})
-        if "shell" not in self._tools.names:
+        if "shell" not in self.tools.names:
             look = write("edit", {"command": "view", "path": path})
             # The tool `edit` shows lines with their numbers.
             text = "".join(f"{number}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
         change = {"old": fix["old"], "new": fix["new"], "command": "replace", "path": path}
-        calls = [(look, text), (write("edit", change), f"changed {path}")]
-        issue = protocols.Message("user", self._prompt.replace("{issue}", task.payload["issue"]))
-        return dialogue.solved([issue], calls, "done")
-
-
-def _files(source: str | Mapping[str, str], most_bytes: int) -> snapshots.Snapshot:
-    """Returns the files of a repository, or of hidden tests, from their path or their texts."""
-    return _read(pathlib.Path(source), most_bytes) if isinstance(source, str) else snapshots.Snapshot.of_texts(source)
-
-
-_read = functools.lru_cache(maxsize=64)(snapshots.Snapshot.read)
-"""Cached, because the rollouts of a group run in sequence on the same repository."""
+        steps = [(look, text), (write("edit", change), f"changed {path}")]
+        issue = protocols.Message("user", self.prompt.replace("{issue}", task.payload["issue"]))
+        return dialogue.solved([issue], steps, "done")
 
 
 def environment(
@@ -173,14 +123,11 @@ def environment(
     )
     config.check(most_mib > 0, f"{field}.most_mib", f"must be positive, not {most_mib}")
     config.check(bool(tools.names), "tools.use", "names no tool, and without one no file can be changed: add 'edit'")
-    repair = _shared(tools, prompt, partial, test_seconds, most_mib)
+    most_bytes = most_mib * 2**20
+    repair = _Repair(tools, prompt, most_bytes, grading.grader(tools, partial, test_seconds, most_bytes))
     return dialogue.Dialogue(
         tools, repair.pose, repair.score, system=system, sandbox=True, demonstrate=repair.demonstration
     )
-
-
-_shared = functools.lru_cache(maxsize=4)(Repair)
-"""The same arguments share one object, so that the rollouts of a run see each other's verdicts."""
 
 
 def _check_listed(tests: Sequence[Any], where: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import fnmatch
+import functools
 import io
 import os
 import pathlib
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
+from libra_jax.agents.sandbox import limits
 
 TEST_FOLDERS = ("test", "tests", "testing", "r2e_tests")
 """Folders whose files belong to the suite, anywhere in the repository. The policy's files in them are left out."""
@@ -130,23 +132,46 @@ class Snapshot:
         return content.getvalue()
 
 
-class Hostile(Exception):
-    """An archive from a sandbox is invalid, or holds more than it may."""
+def of_task(task: protocols.Task, field: str, most_bytes: int) -> Snapshot:
+    """Returns the files that a field of a task's payload holds.
 
-
-def taken_over(archive: bytes, most_bytes: int, most_files: int = sys.maxsize) -> dict[str, File]:
-    """Returns the regular files of an archive that came from a sandbox.
+    Args:
+      task: The task.
+      field: Name of the field. Its value has texts by path, or is the path of a directory or tar. Empty: no files.
+      most_bytes: Most bytes of all files.
 
     Raises:
-      Hostile: The archive cannot be read, its files take more than `most_bytes`, or there are more than `most_files`.
+      DataError: The payload has no such field, or the files cannot be read.
     """
-    if not archive:
-        return {}
+    given = task.payload.get(field) if field else {}
+    if isinstance(given, str):
+        return _read(pathlib.Path(given), most_bytes)
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
+        raise protocols.DataError(f"task {task.prompt_id}: its field {field!r} holds neither texts by path nor a path")
+    return Snapshot.of_texts(given)
+
+
+_read = functools.lru_cache(maxsize=64)(Snapshot.read)
+"""Cached, because the rollouts of a group run in sequence on the same repository."""
+
+
+def taken_over(saved: limits.Outcome, most_bytes: int) -> tuple[dict[str, File], str]:
+    """Returns the regular files that came from a sandbox, and why there are none: unreadable, or more than may be.
+
+    Raises:
+      WorkerLost: The sandbox died.
+    """
+    if saved.broken:
+        raise protocols.WorkerLost(f"the rollout's sandbox died when its files were taken over: {saved.text}")
+    if saved.status != "success":
+        return {}, saved.text
+    if not saved.archive:
+        return {}, ""
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", tarinfo=_bounded_member()) as opened:
-            return dict(_members(opened, most_bytes, "the workspace", most_files).files)
+        with tarfile.open(fileobj=io.BytesIO(saved.archive), mode="r:", tarinfo=_bounded_member()) as opened:
+            return dict(_members(opened, most_bytes, "the workspace").files), ""
     except (tarfile.TarError, protocols.DataError, OSError, EOFError, ValueError, RecursionError) as error:
-        raise Hostile(str(error)) from error
+        return {}, str(error)
 
 
 def _bounded_member() -> type[tarfile.TarInfo]:
@@ -177,7 +202,7 @@ def _bounded_member() -> type[tarfile.TarInfo]:
     return Member
 
 
-def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: int = sys.maxsize) -> Snapshot:
+def _members(archive: tarfile.TarFile, most_bytes: int, where: str) -> Snapshot:
     files: dict[str, File] = {}
     links, left = {}, most_bytes
     for member in archive:
@@ -191,8 +216,6 @@ def _members(archive: tarfile.TarFile, most_bytes: int, where: str, most_files: 
             left -= member.size
             if left < 0:
                 break
-            if len(files) >= most_files:
-                raise protocols.DataError(f"{where}: holds more than {most_files} files")
             source = archive.extractfile(member)
             assert source is not None
             files[path] = File(source.read(), bool(member.mode & 0o100))

@@ -34,9 +34,6 @@ from libra_jax.agents.sandbox import limits, pool
 ATTEMPTS = 2
 """Number of sandboxes that a run may use, if one dies or a signal ends the tests."""
 
-MORE_FILES = 2000
-"""Number of files that a policy may add to a repository. One with more is refused, and its reward is 0."""
-
 _CONTROLS = 4
 PROGRAMS = {name: pathlib.Path(__file__).with_name(f"{name}.py").read_text() for name in ("runner", "unittest_report")}
 """Programs that a sandbox gets for the tests, as text."""
@@ -60,6 +57,11 @@ class Suite:
     command: str = ""
     seconds: float | None = None
     calls: Sequence[calls_module.Call] = ()
+
+    @property
+    def total(self) -> int:
+        """Number of tests or calls that must pass. 0 if only a run tells."""
+        return len(self.calls or self.must_pass)
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any], tests: Mapping[str, snapshots.File], seconds: float) -> Suite:
@@ -99,23 +101,6 @@ class Verdict:
     def share(self) -> float:
         """Share of the tests that passed, of those that must."""
         return self.passed / self.total if self.total else 0.0
-
-    def metrics(self, refused: bool, lines: int) -> dict[str, float]:
-        """Returns the metrics of a rollout.
-
-        Args:
-          refused: Whether the policy's files were refused.
-          lines: Number of changed lines.
-        """
-        return {
-            "tests_passed": float(self.passed),
-            "tests_total": float(self.total),
-            "tests_overdue": float(self.overdue),
-            "tests_deceived": float(self.deceit),
-            "sandbox_broken": float(self.broke),
-            "files_refused": float(refused),
-            "patch_lines": float(lines),
-        }
 
 
 @dataclass(frozen=True)
@@ -171,7 +156,6 @@ async def run(
         and during that of the unchanged repository.
     """
     bench = _Bench(sandbox, snapshot, suite, {} if known is None else known)
-    total = len(suite.calls or suite.must_pass)
     try:
         found = await bench.findings(workspace)
     except _Died as death:
@@ -185,9 +169,9 @@ async def run(
                 f"sandboxes died under the hidden tests ({death}), and under those of the unchanged repository "
                 f"({error}); see that this machine has memory left, and sandbox.memory_mib"
             ) from error
-        return Verdict(0, total, f"ended the sandbox: {death}", broke=True)
+        return Verdict(0, suite.total, f"ended the sandbox: {death}", broke=True)
     if found.problem:
-        return Verdict(0, total, found.problem, found.overdue, found.forged)
+        return Verdict(0, suite.total, found.problem, found.overdue, found.forged)
     wanted = [outcomes.dotted(name) for name in suite.must_pass]
     before: Mapping[str, outcomes.Outcome] = {}
     if not suite.calls and (not wanted or "xfailed" in found.outcomes.values()):

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import re
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,8 +123,12 @@ class Confined:
             seconds = loop.time() - began
             if outcome.broken:
                 raise protocols.WorkerLost(f"the agent's sandbox died: {outcome.text}")
-            saved = await session.save(settings.most_bytes) if settings.collect else None
-        files, refused = await deadlines.off_loop(_taken, saved, settings)
+            files: Mapping[str, snapshots.File] = {}
+            refused = ""
+            if settings.collect:
+                saved = await session.save(settings.most_bytes)
+                files, refused = await deadlines.off_loop(snapshots.taken_over, saved, settings.most_bytes)
+        files = workspace.wanted(files, settings.collect)
         status, output = _status(outcome)
         output = output.encode(errors="replace")[-settings.output_bytes :].decode(errors="replace")
         return jobs.Finished(job.task, status, output, "", seconds, None, files, refused)
@@ -154,20 +158,6 @@ class Confined:
 
 def _pack(work: Path, most_bytes: int) -> bytes:
     return snapshots.Snapshot.read(work, most_bytes).pack()
-
-
-def _taken(saved: limits_module.Outcome | None, settings: commands.Settings) -> tuple[dict[str, snapshots.File], str]:
-    if saved is None:
-        return {}, ""
-    if saved.broken:
-        raise protocols.WorkerLost(f"the agent's sandbox died when its files were taken over: {saved.text}")
-    try:
-        if saved.status != "success":
-            raise snapshots.Hostile(saved.text)
-        found = snapshots.taken_over(saved.archive, settings.most_bytes)
-    except snapshots.Hostile as error:
-        return {}, str(error)
-    return workspace.wanted(found, settings.collect), ""
 
 
 def _status(outcome: limits_module.Outcome) -> tuple[int | None, str]:

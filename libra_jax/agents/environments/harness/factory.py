@@ -21,6 +21,7 @@ from libra_jax.agents.environments.harness import (
     program,
     scoring,
 )
+from libra_jax.agents.repair import grading
 from libra_jax.agents.tools import toolkit
 
 _FIELD = "task.environment_arguments"
@@ -208,6 +209,7 @@ def _scorer(
         return scoring.OwnVerdict()
     if score == scoring.TESTS:
         config.check(bool(files), f"{_FIELD}.files", "must name the field with the files that hidden tests judge")
-        return scoring.HiddenTests(_needed(tools, "score"), files, partial, seconds, settings.most_bytes)
+        grader = grading.grader(_needed(tools, "score"), partial, seconds, settings.most_bytes)
+        return scoring.HiddenTests(grader, files, settings.most_bytes)
     function: Callable[..., Any] = resolving.resolve(score, f"{_FIELD}.score", asynchronous=True)
     return scoring.ByFunction(score, function, seconds)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from libra_jax import protocols, turns
 from libra_jax.agents import deadlines, session
 from libra_jax.agents.environments.harness import commands, jobs, processes, scoring, workspace
+from libra_jax.agents.repair import snapshots
 
 _SHOWN = 400
 _running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
@@ -87,7 +88,7 @@ class AgentHarness:
 
     async def _run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
         settings, whose = self.settings, f"agent {self.name}, task {task.prompt_id}:"
-        files = await deadlines.off_loop(workspace.task_files, task, settings.files, settings.most_bytes)
+        files = await deadlines.off_loop(snapshots.of_task, task, settings.files, settings.most_bytes)
         root = workspace.fresh()
         try:
             await processes.uncancelled(deadlines.off_loop(workspace.fill, root, settings.template, files))

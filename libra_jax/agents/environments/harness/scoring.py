@@ -6,13 +6,13 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
-from libra_jax.agents.environments.harness import jobs, workspace
-from libra_jax.agents.repair import snapshots, suites
-from libra_jax.agents.tools import toolkit
+from libra_jax.agents.environments.harness import jobs
+from libra_jax.agents.repair import grading, snapshots
 
 VERDICT, TESTS = "verdict", "tests"
 _METRIC = re.compile(r"[A-Za-z0-9_/]+")
@@ -69,36 +69,24 @@ class ByFunction:
         return jobs.outcome(found, whose)
 
 
+@dataclass(frozen=True)
 class HiddenTests:
     """Scores by the task's hidden tests, in a sandbox that the agent never saw. See `libra_jax.agents.repair.suites`.
 
-    Args:
-      tools: the run's tools, whose sandbox runs the tests.
-      files: field of the payload with the files that the agent began with.
-      partial: whether the reward is the share of tests that pass, instead of 1 if all pass.
-      seconds: seconds that the tests may take. Slower ones have failed.
-      most_bytes: most bytes of the files.
+    Attributes:
+      grader: Runs the tests.
+      files: Field of the payload with the files that the agent began with.
+      most_bytes: Most bytes of these files.
     """
 
-    def __init__(self, tools: toolkit.Toolkit, files: str, partial: bool, seconds: float, most_bytes: int) -> None:
-        self._tools, self._files, self._partial = tools, files, partial
-        self._seconds, self._most_bytes = seconds, most_bytes
+    grader: grading.Grader
+    files: str
+    most_bytes: int
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
         """See `Scorer`."""
-        task, payload = finished.task, finished.task.payload
-        before = await deadlines.off_loop(workspace.task_files, task, self._files, self._most_bytes)
-        field = "" if payload.get("calls") else "tests"
-        tests = await deadlines.off_loop(workspace.task_files, task, field, self._most_bytes)
-        suite = suites.Suite.from_payload(payload, tests.files, self._seconds)
-        # The agent left more than it may: it did that, so this is a reward of 0 and not a crash.
-        refused = bool(finished.refused) or len(finished.files) > len(before.files) + suites.MORE_FILES
-        verdict, lines = suites.Verdict(0, len(suite.calls or suite.must_pass), finished.refused), 0
-        if not refused:
-            verdict = await suites.run(await self._tools.sandbox(), before, finished.files, suite)
-            lines = await deadlines.off_loop(snapshots.changed_lines, before.files, finished.files)
-        reward = 0.0 if refused else verdict.share if self._partial else float(verdict.solved)
-        return protocols.Outcome(reward, verdict.metrics(refused, lines))
+        before = await deadlines.off_loop(snapshots.of_task, finished.task, self.files, self.most_bytes)
+        return await self.grader.grade(finished.task, before, finished.files, finished.refused)
 
 
 def checked(outcome: protocols.Outcome, whose: str) -> protocols.Outcome:

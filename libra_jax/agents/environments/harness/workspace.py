@@ -13,27 +13,6 @@ from libra_jax.agents.repair import snapshots
 FOLDERS = ("work", "home", "tmp")
 
 
-def task_files(task: protocols.Task, field: str, most_bytes: int) -> snapshots.Snapshot:
-    """Returns the files that a field of the task's payload holds.
-
-    Args:
-      task: the task.
-      field: name of the field. Its value has texts by path, or is the path of a directory or tar. Empty: no files.
-      most_bytes: most bytes of all files.
-
-    Raises:
-      DataError: the payload has no such field, or the files cannot be read.
-    """
-    if not field:
-        return snapshots.Snapshot({})
-    given = task.payload.get(field)
-    if isinstance(given, str):
-        return snapshots.Snapshot.read(Path(given), most_bytes)
-    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
-        raise protocols.DataError(f"task {task.prompt_id}: its field {field!r} holds neither texts by path nor a path")
-    return snapshots.Snapshot.of_texts(given)
-
-
 def fresh() -> Path:
     """Returns a new folder of one rollout, with empty `FOLDERS`."""
     root = scratch.folder("harness")
