@@ -1,6 +1,5 @@
 """Canaries in the private fields of tasks, and forged verdicts: what an agent's commands can read and write."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ import sandboxes
 from libra_jax import protocols
 from libra_jax.agents import calculator, deadlines, question
 from libra_jax.agents.environments import acquaintances, integers, math, repo_repair, search_qa, time_zones
-from libra_jax.agents.environments.harness import harbor, jobs, scene
+from libra_jax.agents.environments.harness import jobs, private_view
 from libra_jax.agents.repair import planted
 
 HERE = str(Path(__file__).parent)
@@ -50,7 +49,7 @@ for number in filter(str.isdigit, os.listdir("/proc")):
     for name in ("environ", "cmdline", "fd/0", "fd/1", "fd/3", "cwd/call.json", "root/tmp/call.json"):
         look(f"/proc/{number}/{name}")
     if int(number) != os.getpid(): look_in_memory(number)
-for top in (".", "../told", "../home", "../tmp", "/tmp", "/libra", "/logs", "/dev/shm", os.environ.get("HOME", "/tmp")):
+for top in (".", "../told", "../home", "../tmp", "/tmp", "/dev/shm", os.environ.get("HOME", "/tmp")):
     for folder, folders, names in os.walk(top):
         # Other folders of a shared /tmp are no part of what is tried.
         folders[:] = [name for name in folders if folder != "/tmp" or name.startswith(("libra", "harness"))]
@@ -116,28 +115,6 @@ def test_no_private_field_reaches_an_agent_of_a_harness(made):
     assert "found: []" in report.seen
     assert canary("answer")[:6] not in report.seen
     assert given.payload["answer"] == canary("answer")
-
-
-@needs_bubblewrap
-def test_no_private_field_reaches_an_agent_of_harbor(tmp_path, monkeypatch):
-    (tmp_path / "secret").mkdir()
-    (tmp_path / "secret" / "tests").mkdir()
-    (tmp_path / "secret" / "tests" / "test.sh").write_text(f"echo 0 > /logs/verifier/reward.txt # {canary('tests')}")
-    payload = {"instruction": "mend", "folder": str(tmp_path / "secret"), "agent_seconds": 60.0, "tests_seconds": 60.0,
-               "tests_variables": {"KEY": canary("tests_variables")}, "variables": {}, "image": "", "workdir": "",
-               "answer": canary("answer")}  # fmt: skip
-    seen = []
-    real = harbor.Written.score
-
-    async def score(self, finished):
-        seen.append(finished.output)
-        return await real(self, finished)
-
-    monkeypatch.setattr(harbor.Written, "score", score)
-    made = harbor.environment(command=["python3", "-S", "-c", SEARCH], allow_unsafe=True)
-    given = protocols.Task("t", payload)
-    asyncio.run(made.run(given, harness_doubles.endpoint()))
-    assert "found: []" in seen[0]
 
 
 @needs_bubblewrap
@@ -258,9 +235,9 @@ def test_a_command_of_the_model_forges_no_verdict(made):
 
 
 def test_an_agent_has_no_capabilities_and_changes_no_code_of_the_run():
-    if not scene.own_processes(Path("/tmp/folder/rollout")):
+    if not private_view.own_processes(Path("/tmp/folder/rollout")):
         pytest.skip("bubblewrap does not work here")
-    package = Path(scene.__file__).parent
+    package = Path(private_view.__file__).parent
     line = (
         "grep -hE 'Cap(Prm|Eff|Amb)' /proc/self/status; ls -d /proc/[0-9]* | wc -l; "
         f"(echo pass >> {package}/child.py) 2>/dev/null || echo refused; echo x > /tmp/$$ && rm /tmp/$$ && echo written"
@@ -272,7 +249,7 @@ def test_an_agent_has_no_capabilities_and_changes_no_code_of_the_run():
 
 
 def test_an_agent_sees_no_folder_of_ray_and_no_shared_memory_of_the_run():
-    if not scene.own_processes(Path("/tmp/folder/rollout")):
+    if not private_view.own_processes(Path("/tmp/folder/rollout")):
         pytest.skip("bubblewrap does not work here")
     ray, memory = Path(tempfile.mkdtemp(prefix="libra-ray-", dir="/tmp")), Path(f"/dev/shm/libra-test-{os.getpid()}")
     try:
@@ -289,15 +266,15 @@ def test_an_agent_sees_no_folder_of_ray_and_no_shared_memory_of_the_run():
 
 def test_a_probe_of_bubblewrap_has_a_deadline_and_is_tried_again(monkeypatch):
     root, probe = Path("/tmp/folder/rollout"), subprocess.run
-    if not scene.own_processes(root):
+    if not private_view.own_processes(root):
         pytest.skip("bubblewrap does not work here")
 
     def hangs(command, timeout=None, **_):
         assert timeout
         raise subprocess.TimeoutExpired(command, timeout)
 
-    scene._private_view.cache_clear()
+    private_view._private_view.cache_clear()
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert scene.own_processes(root) == ()
+    assert private_view.own_processes(root) == ()
     monkeypatch.setattr(subprocess, "run", probe)
-    assert scene.own_processes(root)
+    assert private_view.own_processes(root)

@@ -80,7 +80,7 @@ class Mixed:
         if kind == "harbor":
             given.pop("tasks")
             code = ASK + "open('answer.txt', 'w').write(said)"
-            self._made = harbor.environment(command=["python3", "-S", "-c", code], allow_unsafe=True)
+            self._made = harbor.environment(command=["python3", "-S", "-c", code])
         else:
             arguments = {
                 "loop": {"callable": f"{LOOP}:agent", "fields": ["*"], "status": f"{LOOP}:status"},

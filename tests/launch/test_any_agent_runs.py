@@ -1,11 +1,12 @@
 """Whole runs that train agents of other programs: every rollout is a session, and each prompt is trained once."""
 
 import json
-import shutil
+import os
 from pathlib import Path
 
 import harness_interpreters
 import openenv_server
+import podman_double
 import pytest
 import real_runs
 import scripts
@@ -57,7 +58,9 @@ def harbors(tmp_path):
     """A folder with two tasks of Harbor's kind, whose reward is 1 for a long answer."""
     for name in ("one", "two"):
         task = tmp_path / "tasks" / name
-        (task / "tests").mkdir(parents=True)
+        for inner in ("environment", "tests"):
+            (task / inner).mkdir(parents=True)
+        (task / "environment" / "Dockerfile").write_text("FROM ubuntu:24.04\nWORKDIR /app\n")
         (task / "task.toml").write_text("[agent]\ntimeout_sec = 300.0\n")
         (task / "instruction.md").write_text(f"Write much into answer.txt, {name}.")
         (task / "tests" / "test.sh").write_text(TEST)
@@ -65,12 +68,17 @@ def harbors(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_loop_commands_and_a_harbor_task_train_four_steps(tmp_path):
+def test_a_loop_commands_and_a_harbor_task_train_four_steps(tmp_path, monkeypatch):
     pytest.importorskip("openai")
     (tmp_path / "dead").mkdir()
-    kinds = {"loop": {}, "command": {}, "dies": {"folder": str(tmp_path / "dead")}}
-    if shutil.which("bwrap"):
-        kinds["harbor"] = {"tasks": harbors(tmp_path)}
+    runtime = podman_double.Podman(tmp_path / "podman")
+    monkeypatch.setenv("PATH", f"{runtime.folder}:{os.environ['PATH']}")
+    kinds = {
+        "loop": {},
+        "command": {},
+        "dies": {"folder": str(tmp_path / "dead")},
+        "harbor": {"tasks": harbors(tmp_path)},
+    }
     rollouts = train(tmp_path, kinds, seconds=500)
     # The double's outputs are noise of any length, which these two kinds reward.
     assert len({one["reward"] for one in rollouts["command"]}) > 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
-from libra_jax.agents.environments.harness import commands, jobs, processes, scene, workspace
+from libra_jax.agents.environments.harness import commands, jobs, private_view, processes, workspace
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALL, _VERDICT, _VERDICT_BYTES = "call.json", "verdict", 2**22
@@ -123,7 +123,7 @@ class InChild:
         await deadlines.off_loop(_tell, told / _CALL, json.dumps(request))
         own = {"HOME": str(job.root / "home"), "TMPDIR": str(job.root / "tmp")}
         ended = await processes.run(
-            [*await deadlines.off_loop(scene.own_processes, job.root), self.python, _CHILD, str(told / _CALL)],
+            [*await deadlines.off_loop(private_view.own_processes, job.root), self.python, _CHILD, str(told / _CALL)],
             environment=commands.variables(self.settings, job.endpoint, own),
             cwd=job.work,
             root=job.root,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines
-from libra_jax.agents.environments.harness import jobs, processes, scene, workspace
+from libra_jax.agents.environments.harness import jobs, private_view, processes, workspace
 
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 """Variables of this process that an agent gets. Others may hold keys of the run's user."""
@@ -123,7 +123,7 @@ class Command:
             environment = {**os.environ, **inside}
         else:
             environment = variables(settings, job.endpoint, {**own, **places})
-            command = [*await deadlines.off_loop(scene.own_processes, root), *command]
+            command = [*await deadlines.off_loop(private_view.own_processes, root), *command]
         ended = await processes.run(
             command,
             environment=environment,

@@ -26,7 +26,6 @@ from libra_jax.agents.sandbox import pool
 from libra_jax.agents.tools import toolkit
 
 _INSIDE = Path(__file__).with_name("inside.py").read_text()
-_MAIN = "if __name__"
 _TASK_PLACE = f"/tmp/libra/{commands.TASK_NAME}"
 _PORT = 8080
 """Port of the gateway inside a sandbox. Each has a network of its own, and the gateway may be on another host."""
@@ -152,8 +151,7 @@ class Confined:
         job = dataclasses.replace(job, endpoint=endpoint)
         variables = {"LIBRA_TASK_FILE": _TASK_PLACE, **endpoint.environment(), **self.settings.variables}
         given = (job.filled(self.command), variables, {_TASK_PLACE: commands.task_text(job.public)}, _PORT, door)
-        # Without its last lines, which are for a program of that name.
-        return f"{_INSIDE.partition(_MAIN)[0]}\nimport json\nstart(*json.loads({json.dumps(given)!r}))\n"
+        return f"{_INSIDE}\nimport json\nstart(*json.loads({json.dumps(given)!r}))\n"
 
 
 def _pack(work: Path, most_bytes: int) -> bytes:

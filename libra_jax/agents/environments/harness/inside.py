@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 
 _CHUNK = 65536
@@ -48,7 +47,7 @@ def start(command: list[str], variables: dict[str, str], files: dict[str, str], 
             file.write(text)
     os.environ.update(variables)
     if door:
-        become(port, door, command)
+        _serve_gateway(port, door)
     _execute(command)
 
 
@@ -61,14 +60,9 @@ def _execute(command: list[str]) -> None:
         os._exit(127)
 
 
-def become(port: int, path: str, command: list[str]) -> None:
-    """Becomes the program, beside a process that listens for it. The program's end ends that process's namespace."""
+def _serve_gateway(port: int, path: str) -> None:
+    """Starts a process that listens for the program. The program's end ends that process's namespace."""
     listening = socket.create_server(("127.0.0.1", port), backlog=128)
     if os.fork() == 0:
         _forward(listening, path)
     listening.close()
-    _execute(command)
-
-
-if __name__ == "__main__":
-    become(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
