@@ -167,9 +167,6 @@ class Calculator:
 
     Args:
       max_characters: Largest length of an expression. A longer expression fails.
-
-    Raises:
-      ConfigError: The limit is not positive.
     """
 
     name = TOOL

@@ -83,9 +83,6 @@ def task_source(
       phases: Pairs (level, characters before the expression) that training tasks cycle through. They form a curriculum
         whose dialogues change their length. If given, `levels` is ignored.
       phase_tasks: Number of training tasks per phase.
-
-    Raises:
-      ConfigError: A path is given, or an argument is out of range.
     """
     source, field = "set task.source to libra_jax.agents.datasets:task_source", "task.arguments"
     config.check(not path, "task.path", f"the calculator reads no file; {source}")

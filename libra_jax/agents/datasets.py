@@ -64,11 +64,7 @@ class FileTasks:
         return self._make("", epoch, self._train[self._order(epoch)[place]])
 
     def evaluation_task(self, index: int) -> protocols.Task:
-        """Returns the held-out task with this index, in the file's order. Indices past the last task begin again.
-
-        Raises:
-          DataError: No task is held out.
-        """
+        """Returns the held-out task with this index, in the file's order. Indices past the last task begin again."""
         if not self._evaluation:
             raise protocols.DataError(
                 f"{self._path}: no task is held out for evaluation; give a holdout above 0 as "

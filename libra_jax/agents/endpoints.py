@@ -44,9 +44,6 @@ def create(
       retries: Number of retries of a request.
       field_name: Field of the config for errors.
       whose: Owner of the arguments for errors, such as "the judge's ".
-
-    Raises:
-      ConfigError: The package `openai` is missing, the key is not set, or an argument is invalid.
     """
     try:
         import openai  # imported here: it is optional and takes a second to import

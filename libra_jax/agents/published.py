@@ -71,9 +71,6 @@ def tasks(dataset: Dataset, path: str, split: str, count: Count) -> Iterator[Rec
       path: Path of its file or folder.
       split: Part of a folder to read.
       count: Updated with each row.
-
-    Raises:
-      DataError: Nothing can be read, or a column is missing. The message names the expected columns.
     """
     seen: dict[bytes, bytes] = {}
     for row in tables.rows(path, dataset.columns, split):

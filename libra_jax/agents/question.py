@@ -46,9 +46,6 @@ class QuestionEnvironment:
         number of both texts).
       calculator: Whether the policy may call the calculator before it answers.
       system: System message. Empty means none, or with the calculator a hint on how to call it.
-
-    Raises:
-      ConfigError: `match` is neither.
     """
 
     def __init__(self, match: str = "exact", calculator: bool = False, system: str = "") -> None:

@@ -6,7 +6,9 @@ A child, because an environment may start threads and processes and change this 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import cast
@@ -23,7 +25,6 @@ CLOSE_SECONDS = 5.0
 
 OURS = "libra_jax."
 """Beginning of the environments that ship, which are not played: some start sandboxes and other programs."""
-
 
 GIVEN = "; it was given the first task and the task's own answer"
 """Output of the first rollout, as the end of a sentence."""
@@ -57,13 +58,31 @@ class Posed:
     tools: tuple[str, ...]
 
 
-def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
-    """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset.
+@contextlib.asynccontextmanager
+async def _opened(
+    run: config.RunConfig, task: protocols.Task
+) -> AsyncIterator[tuple[guarded.Environment, toolkit.Toolkit] | None]:
+    """Makes the environment, and closes it. Yields None for a harness: it would ask a model, and there is none yet."""
+    async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
+        made = factories.environment_factory(run.task, tools)()
+        if factories.is_harness(made):
+            yield None
+            return
+        world = guarded.Environment(
+            cast("protocols.Environment", made),
+            task,
+            reset_seconds=run.task.reset_seconds,
+            step_seconds=run.task.tool_seconds,
+            wait_seconds=run.task.wait_seconds,
+        )
+        try:
+            yield world, tools
+        finally:
+            await world.close({})
 
-    Args:
-      run: configuration of the run.
-      task: the task.
-    """
+
+def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
+    """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset."""
     if run.tools.mcp or run.tools.mcp_file:
         return None
     with child.forked(_posed, run, task) as (_, receiver):
@@ -77,16 +96,11 @@ def _posed(run: config.RunConfig, task: protocols.Task, sender: connection.Conne
     """Sends the posed task, or None."""
 
     async def body() -> Posed | None:
-        async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
-            made = factories.environment_factory(run.task, tools)()
-            if factories.is_harness(made):
+        async with _opened(run, task) as opened:
+            if opened is None:
                 return None
-            world = _guarded(run, made, task)
-            try:
-                messages = await world.reset()
-            finally:
-                await world.close({})
-            told = [protocols.Message(message.role, message.content) for message in messages]
+            world, tools = opened
+            told = [protocols.Message(message.role, message.content) for message in await world.reset()]
             return Posed(tuple(told), tuple(schema["function"]["name"] for schema in tools.schemas))
 
     try:
@@ -95,27 +109,11 @@ def _posed(run: config.RunConfig, task: protocols.Task, sender: connection.Conne
         sender.send(None)
 
 
-def _guarded(run: config.RunConfig, made: object, task: protocols.Task) -> guarded.Environment:
-    return guarded.Environment(
-        cast("protocols.Environment", made),
-        task,
-        reset_seconds=run.task.reset_seconds,
-        step_seconds=run.task.tool_seconds,
-        wait_seconds=run.task.wait_seconds,
-    )
-
-
 def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | None:
     """Poses the task and answers it, and then once more with an empty output, which should earn nothing.
 
-    Returns what went wrong; None if nothing did, or if it is not played.
-
-    An environment that ships, and one whose tools are another program's (`tools.mcp`), is not played.
-
-    Args:
-      run: configuration of the run.
-      task: the task.
-      answer: the policy's only output in the first rollout.
+    Returns what went wrong; None if nothing did. An environment that ships, and one whose tools are another program's
+    (`tools.mcp`), is not played. `answer` is the policy's only output in the first rollout.
     """
     if run.task.environment.startswith(OURS) or run.tools.mcp or run.tools.mcp_file:
         return None
@@ -139,20 +137,16 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
     """Sends the first problem, or an empty text, and whether a run would certainly fail with it."""
 
     async def body(output: str) -> float:
-        async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
-            made = factories.environment_factory(run.task, tools)()
-            if factories.is_harness(made):  # it would ask a model, and there is none yet
+        async with _opened(run, task) as opened:
+            if opened is None:
                 return 0.0
-            world = _guarded(run, made, task)
-            try:
-                await world.reset()
-                result = await world.step(output)
-                reward = 0.0 if result.reward is None else result.reward
-                if not math.isfinite(reward):
-                    raise world.crash("step", f"gave a reward of {reward}, which is not a finite number")
-                return reward if result.done else 0.0
-            finally:
-                await world.close({})
+            world, _ = opened
+            await world.reset()
+            result = await world.step(output)
+            reward = 0.0 if result.reward is None else result.reward
+            if not math.isfinite(reward):
+                raise world.crash("step", f"gave a reward of {reward}, which is not a finite number")
+            return reward if result.done else 0.0
 
     problem, certain = "", True
     for output, given in ((answer, GIVEN), ("", SILENT)):

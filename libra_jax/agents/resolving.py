@@ -56,9 +56,6 @@ def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
       field: Config field that will hold the name, for errors.
       name: Readable name of the object. Empty: the object's own name.
       text: Text that identifies the object's content. A change makes it a different object. Empty: its source code.
-
-    Raises:
-      ConfigError: The object is not callable.
     """
     config.check(callable(found), field, f"{found!r} is not callable")
     module, own = getattr(found, "__module__", ""), getattr(found, "__qualname__", type(found).__name__)
@@ -208,11 +205,7 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
 
 @contextlib.contextmanager
 def named(name: str, field: str, call: str) -> Iterator[None]:
-    """Turns an error of a factory's product into a ConfigError that names factory, field and call.
-
-    Raises:
-      ConfigError: The call raised an error that is not a LibraError.
-    """
+    """Turns an error of a factory's product into a ConfigError that names factory, field and call."""
     try:
         yield
     except protocols.LibraError:

@@ -194,24 +194,24 @@ def _lines(file: Path) -> Iterator[Row]:
             # Some editors write a byte order mark in front of the first line.
             listed = _kind(file) == ".json" and lines.read(512).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
             lines.seek(0)
-            yield from _listed_rows(file, lines) if listed else _rows_by_line(file, lines)
+            for number, where, values in _items(file, lines) if listed else _json_lines(file, lines):
+                if not isinstance(values, dict):
+                    raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
+                yield Row(number, where, values)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise protocols.DataError(f"{file}: not a readable gzip file ({error})") from error
 
 
-def _listed_rows(file: Path, content: IO[bytes]) -> Iterator[Row]:
+def _items(file: Path, content: IO[bytes]) -> Iterator[tuple[int, str, Any]]:
     try:
         items = json.loads(content.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise protocols.DataError(f"{file}: not a JSON list ({error})") from error
     for number, values in enumerate(items, start=1):
-        where = f"{file}, item {number}"
-        if not isinstance(values, dict):
-            raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
-        yield Row(number, where, values)
+        yield number, f"{file}, item {number}", values
 
 
-def _rows_by_line(file: Path, lines: IO[bytes]) -> Iterator[Row]:
+def _json_lines(file: Path, lines: IO[bytes]) -> Iterator[tuple[int, str, Any]]:
     for number, line in enumerate(lines, start=1):
         # Skipped but counted, so that the number in a message is the one that an editor shows.
         if not line.strip():
@@ -225,9 +225,7 @@ def _rows_by_line(file: Path, lines: IO[bytes]) -> Iterator[Row]:
             raise protocols.DataError(f"{where}: not a JSON object ({error.msg}, column {error.colno})") from error
         except (ValueError, RecursionError) as error:
             raise protocols.DataError(f"{where}: not a JSON object ({error})") from error
-        if not isinstance(values, dict):
-            raise protocols.DataError(f"{where}: a JSON object is expected, not {type(values).__name__}")
-        yield Row(number, where, values)
+        yield number, where, values
 
 
 def _batches(file: Path, wanted: Sequence[str]) -> Iterator[Any]:

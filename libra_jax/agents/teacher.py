@@ -198,9 +198,6 @@ def served(
       seconds: deadline of one try of a request, in seconds.
       retries: number of retries (`endpoints.Endpoint`).
       concurrency: most requests under way.
-
-    Raises:
-      ConfigError: the package `openai` is missing, the key is not set, or an argument is invalid.
     """
     name = f"{FIELD}_arguments"
     configuration.check(concurrency > 0, name, f"concurrency must be positive, not {concurrency}")
@@ -227,11 +224,7 @@ def _arguments(config: configuration.AlgorithmConfig) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def opened(config: configuration.RunConfig, tokenizer: protocols.Tokenizer) -> AsyncIterator[Teacher | None]:
-    """Yields the teacher of a run, once it can score; None unless it is behind an endpoint.
-
-    Raises:
-      ConfigError: the server cannot score rollouts (`Teacher.start`).
-    """
+    """Yields the teacher of a run, once it can score; None unless it is behind an endpoint."""
     if not config.algorithm.teacher_served:
         yield None
         return

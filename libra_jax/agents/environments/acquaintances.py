@@ -57,9 +57,6 @@ def society(people: int = 2000, world: int = 0) -> tuple[Person, ...]:
     Args:
       people: Number of people.
       world: Number of the world. Different worlds have different people.
-
-    Raises:
-      ConfigError: `people` is less than 8 or more than `MOST_PEOPLE`.
     """
     field = "task.arguments.people"
     config.check(8 <= people <= MOST_PEOPLE, field, f"must lie in 8..{MOST_PEOPLE}, not {people}")
@@ -137,9 +134,6 @@ def task_source(
       world: Number of the world. Must equal the search tool's.
       asked: Facts to ask for: "City", "Job" or both.
       searches: Number of searches that a question takes: 1, 2 or both.
-
-    Raises:
-      ConfigError: A path is given, or an argument is out of range.
     """
     elsewhere = "these questions are generated; for a file set task.source to libra_jax.agents.datasets:task_source"
     config.check(not path, "task.path", elsewhere)
@@ -166,10 +160,6 @@ def write(folder: str | Path, people: int = 2000, world: int = 0) -> None:
       config.task.path = "<folder>/questions.jsonl"
       config.task.arguments = {"columns": ("lookups",)}
       config.tools.arguments = {"search": {"path": "<folder>/corpus.jsonl", ...}}
-
-    Raises:
-      ConfigError: An argument is out of range; see `society`.
-      OSError: The files cannot be written.
     """
     everybody, folder = society(people, world), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,6 @@ def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
     Args:
       path: Must be empty, because nothing is read.
       seed: Seed of the training stream.
-
-    Raises:
-      ConfigError: A path is given.
     """
     config.check(not path, "task.path", "episodes are drawn by seeds; no file is read")
 

@@ -55,9 +55,6 @@ class Game:
 
     Attributes:
       names: Names of the choices, in their order. Empty if moves are texts.
-
-    Raises:
-      ConfigError: The game cannot be made, or its observations or actions cannot be written as text.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -263,9 +260,6 @@ def environment(
       max_steps: Number of moves after which the episode is cut off with its reward so far. 0: only the environment ends
         the episode. Set at most `task.max_turns`, because a rollout that runs out of turns has reward 0.
       system: System message. Empty means none.
-
-    Raises:
-      ConfigError: An argument is invalid, the environment is unknown, or it is not a text environment.
     """
     config.check_choice(answer, ("final", "whole"), f"{_FIELD}.answer")
     episodes.check_reward(reward, max_steps)

@@ -82,9 +82,6 @@ def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), wi
       seed: Seed of the training stream.
       steps: Numbers of operations per problem, taken in turn. Each is 1 to 4.
       width: Number of characters to which prompts are padded. 0 suits pretrained models.
-
-    Raises:
-      ConfigError: A path is given, or an argument is out of range.
     """
     config.check(
         not path,

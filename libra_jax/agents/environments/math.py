@@ -126,9 +126,6 @@ def environment(
       processes: Number of processes that compare the answers of all rollouts.
       seconds: Processor seconds that one comparison may take. An answer that takes longer, or longer than half of a
         step's wall-clock time, is wrong, and `answer_overran` counts it.
-
-    Raises:
-      ConfigError: `math-verify` is not installed, or an argument is out of range.
     """
     verifier.check_installed()
     field = "task.environment_arguments"

@@ -250,9 +250,6 @@ def environment(
         raise `sessions`.
       arguments: Further arguments of the server's `reset`, besides the seed.
       system: System message. Empty means none.
-
-    Raises:
-      ConfigError: An argument is invalid, or the package `websockets` is missing.
     """
     try:
         import websockets.asyncio.client  # noqa: F401 - here: it is optional, and is missed before a run

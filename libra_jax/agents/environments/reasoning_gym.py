@@ -21,11 +21,7 @@ _REDRAWS = 64
 
 @functools.cache
 def package() -> Any:
-    """Returns the package `reasoning_gym`.
-
-    Raises:
-      ConfigError: The package is not installed.
-    """
+    """Returns the package `reasoning_gym`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies compares literals with "is"
@@ -61,9 +57,6 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
       seed: Seed of the training stream.
       name: Name of the task, for example "chain_sum".
       **arguments: Settings of the task's own config, for example `max_terms=3`. Plain values only.
-
-    Raises:
-      ConfigError: A path is given, the package is missing, or it refuses the name or the arguments.
     """
     told = "reasoning-gym reads no file; name a task as --config.task.arguments=\"{'name': 'chain_sum'}\""
     config.check(not path, "task.path", told)

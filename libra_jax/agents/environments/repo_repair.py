@@ -107,9 +107,6 @@ def environment(
         `task.tool_seconds`, because the unchanged repository may have to be judged too, and hanging code must not look
         like a hanging environment.
       most_mib: Largest size of a repository's files in MiB, before and after the rollout.
-
-    Raises:
-      ConfigError: An argument is out of range, or there is no tool.
     """
     field = "task.environment_arguments"
     config.check("{issue}" in prompt, f"{field}.prompt", "must hold {issue}, in whose place the issue is put")
@@ -150,9 +147,6 @@ def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> 
       payload: Payload of the task.
       names: Columns by their name in the payload.
       where: File and row, for errors.
-
-    Raises:
-      DataError: A path does not exist, a list is malformed, or the tests cannot be judged.
     """
     for name in ("repository", "tests"):
         place = payload.get(name)
@@ -206,10 +200,6 @@ def task_source(
         {"function": "package.module:name", "arguments": [...], "value": ...}, with "raises" instead of "value" for
         the name of an exception. Empty: the tests judge.
       holdout: Share of the distinct issues that are kept for evaluation, at least one. 0 means none.
-
-    Raises:
-      ConfigError: No path is given, or `holdout` is out of range.
-      DataError: The file is missing, empty or malformed, or names a path that does not exist. Has the file and the row.
     """
     names = {
         "repository": repository_column,

@@ -58,9 +58,6 @@ def environment(tools: toolkit.Toolkit, match: str = "em", system: str = "") -> 
       tools: Tools of the run.
       match: Metric that is the reward: "em" or "f1". Both are reported as metrics.
       system: System message, put before the description of the tools. Empty means none.
-
-    Raises:
-      ConfigError: `match` is neither.
     """
     config.check_choice(match, ("em", "f1"), "task.environment_arguments.match")
 

@@ -47,9 +47,6 @@ def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
     Args:
       path: Must be empty, because nothing is read.
       seed: Seed of the training stream.
-
-    Raises:
-      ConfigError: A path is given.
     """
     config.check(not path, "task.path", "questions of time zones are generated; no file is read")
 

@@ -87,11 +87,7 @@ class Verifier:
         self._closed = False
 
     async def open(self) -> None:
-        """Starts the processes.
-
-        Raises:
-          ConfigError: `math-verify` cannot be used.
-        """
+        """Starts the processes."""
         check_installed()
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._processes)))
 
@@ -204,11 +200,7 @@ class _Process:
         )
 
     async def told(self, seconds: float) -> dict[str, Any] | None:
-        """Returns the next line that the process writes. None if the process has ended.
-
-        Raises:
-          deadlines.Overdue: Nothing came within `seconds`.
-        """
+        """Returns the next line that the process writes. None if the process has ended."""
         assert self.process.stdout is not None
         line = await deadlines.within(seconds, self.process.stdout.readline())
         # A line without a newline was cut off by the end of the process.

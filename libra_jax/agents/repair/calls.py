@@ -43,9 +43,6 @@ def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[Call, ...]:
     Args:
       listed: Mappings with `function`, `arguments`, and either `value` or `raises`.
       where: Place of the list, for errors.
-
-    Raises:
-      DataError: The list is empty, or a mapping is malformed.
     """
     for call in listed:
         good = isinstance(call, Mapping) and isinstance(call.get("arguments"), list | tuple)

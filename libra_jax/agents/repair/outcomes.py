@@ -23,10 +23,6 @@ _WORDS: Mapping[str, Outcome] = {
 }  # fmt: skip
 
 
-class Unreadable(Exception):
-    """The text is not a JUnit report."""
-
-
 def dotted(name: str) -> str:
     """Returns a test's name in `unittest`'s form. The input may have pytest's form."""
     return name.removeprefix("src/").replace(".py::", ".").replace("::", ".").replace("/", ".")
@@ -35,17 +31,14 @@ def dotted(name: str) -> str:
 def of_junit(text: str) -> dict[str, Outcome]:
     """Returns the outcomes of a JUnit report. Of a test that appears several times, the worst one counts.
 
-    The report may come from an untrusted author, so entity declarations are refused.
-
-    Raises:
-      Unreadable: The text is not a JUnit report.
+    Raises ValueError if the text is none. Its author is not trusted, so entity declarations are refused.
     """
     if "<!DOCTYPE" in text or "<!ENTITY" in text:
-        raise Unreadable("the report declares entities")
+        raise ValueError("the report declares entities")
     try:
         root = ElementTree.fromstring(text)
     except (ElementTree.ParseError, ValueError, RecursionError) as error:
-        raise Unreadable(f"the report is no XML ({error})") from error
+        raise ValueError(f"the report is no XML ({error})") from error
     outcomes: dict[str, Outcome] = {}
     for case in root.iter("testcase"):
         name = dotted(".".join(filter(None, (case.get("classname"), case.get("name")))))

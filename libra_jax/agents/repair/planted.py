@@ -270,9 +270,6 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
       seed: Seed of the training stream.
       level: "easy", "module" or "package".
       kinds: Kinds of bugs, from `KINDS`. Empty: all kinds of the level.
-
-    Raises:
-      ConfigError: A path is given, or an argument is invalid.
     """
     config.check(not path, "task.path", "planted bugs are made up; files are repo_repair:task_source's")
     config.check_choice(level, LEVELS, "task.arguments.level")

@@ -139,9 +139,6 @@ def of_task(task: protocols.Task, field: str, most_bytes: int) -> Snapshot:
       task: The task.
       field: Name of the field. Its value has texts by path, or is the path of a directory or tar. Empty: no files.
       most_bytes: Most bytes of all files.
-
-    Raises:
-      DataError: The payload has no such field, or the files cannot be read.
     """
     given = task.payload.get(field) if field else {}
     if isinstance(given, str):

@@ -214,9 +214,6 @@ class _Bench:
         """Returns the findings on the original repository. This may take half of the seconds of a run.
 
         Rollouts that ask at the same time share one run. Findings without a result are not kept.
-
-        Raises:
-          _Died: The sandboxes died.
         """
         key = await deadlines.off_loop(digest, self.snapshot, self.snapshot.files, self.suite)
         task = self.known.get(key)
@@ -374,7 +371,7 @@ class _Examination:
             return Findings(problem="the runner wrote no report", forged=True)  # one that runs to its end does
         try:
             found = outcomes.printed(str(answer.get("printed", ""))) if junit is None else outcomes.of_junit(junit)
-        except outcomes.Unreadable as error:
+        except ValueError as error:
             return Findings(problem=str(error), forged=True)
         for name, good in self._controls.items():
             # Our own runner reports a module whose import failed, so its controls could not run. Other runners do not

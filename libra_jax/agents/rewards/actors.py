@@ -65,11 +65,7 @@ class Outcome:
 
 
 def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any]:
-    """Checks the arguments of a function's factory and returns the factory. Does not call it.
-
-    Raises:
-      ConfigError: The factory cannot be found, takes other arguments, or is the reward function itself.
-    """
+    """Checks the arguments of a function's factory and returns the factory. Does not call it."""
     field_name = f"reward.functions.{name}"
     factory = resolving.resolve(function.factory, f"{field_name}.factory")
     try:
@@ -85,11 +81,7 @@ def check(name: str, function: config.RewardFunctionConfig) -> Callable[..., Any
 
 
 def make(name: str, function: config.RewardFunctionConfig) -> tuple[Function, bool]:
-    """Returns the function that a factory makes, and whether the function takes a transcript.
-
-    Raises:
-      ConfigError: See `check`. Also if the factory raises, or if its result cannot be called with two arguments.
-    """
+    """Returns the function that a factory makes, and whether the function takes a transcript."""
     field_name = f"reward.functions.{name}"
     made = resolving.call(check(name, function), function.factory, function.arguments, f"{field_name}.arguments")
     where, called = f"{field_name}.factory", resolving.shown(function.factory, function.arguments)
@@ -127,11 +119,7 @@ class RewardWorker:
         self._given_up: set[object] = set()  # the calls of `_running` that nobody waits for
 
     async def start(self) -> dict[str, bool]:
-        """Makes the functions. Returns for each whether it takes a transcript.
-
-        Raises:
-          ConfigError: See `make`.
-        """
+        """Makes the functions. Returns for each whether it takes a transcript."""
         made = {name: await deadlines.off_loop(make, name, function) for name, function in self._config.items()}
         self._functions = {name: function for name, (function, _) in made.items()}
         return {name: takes_transcript for name, (_, takes_transcript) in made.items()}
@@ -299,12 +287,7 @@ class Pool:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> dict[str, bool]:
-        """Makes the actors. Returns for each function whether it takes a transcript.
-
-        Raises:
-          ConfigError: A factory cannot be called, or does not make a function of two arguments.
-          LibraError: An actor did not start.
-        """
+        """Makes the actors. Returns for each function whether it takes a transcript."""
         return (await all_of(self._make(place) for place in self._places))[0]
 
     async def ask(self, name: str, task: protocols.Task, given: str | scoring.Transcript, *, alone: bool) -> Outcome:

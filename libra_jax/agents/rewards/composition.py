@@ -39,10 +39,6 @@ async def opened(
       cluster: Cluster that makes the actors and ends them.
       note: Called with a sentence when an actor is restarted.
       start_seconds: Seconds that an actor may take to start.
-
-    Raises:
-      ConfigError: A factory cannot be called, or does not make a function of two arguments.
-      LibraError: An actor did not start.
     """
     if not reward.functions:
         yield None

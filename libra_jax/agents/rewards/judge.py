@@ -52,18 +52,7 @@ OWN_FIELDS = ("response", "text", "dialogue", "finish", "rubric", "lowest", "hig
 
 @dataclass(frozen=True)
 class Judge:
-    """Asks a model for a score; see `judge`.
-
-    Attributes:
-      endpoint: Server of the model.
-      request: Fields of every request, including the model.
-      prompt: Template of the question to the model.
-      fields: Fields that the prompt may mention besides the rollout's.
-      pattern: Regular expression whose group 1 is the score. None: the score is in a JSON object.
-      lowest: Lowest score that the model may give.
-      highest: Highest score that the model may give.
-      unreadable: Replies without a score since the last one with a score.
-    """
+    """Asks a model for a score. `judge` documents the fields."""
 
     endpoint: endpoints.Endpoint
     request: Mapping[str, Any]
@@ -72,7 +61,7 @@ class Judge:
     pattern: re.Pattern[str] | None
     lowest: float
     highest: float
-    unreadable: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # replies without a score since the last one with a score
 
     async def __call__(self, task: protocols.Task, transcript: scoring.Transcript) -> tuple[float, dict[str, float]]:
         """Returns the score, from 0 to 1, the number of tokens it cost, and the number of unreadable replies before.
@@ -189,9 +178,6 @@ def judge(
       retries: Number of retries of a request that timed out, did not connect, or was refused for the moment (408, 409,
         429, 5xx). See `endpoints.Endpoint` for the waits between them.
       request: Further fields of the request. Defaults: temperature 0 and at most 1024 tokens.
-
-    Raises:
-      ConfigError: The package `openai` is missing, the key is not set, or an argument is invalid.
     """
     endpoint = endpoints.create(
         base_url,

@@ -70,9 +70,6 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
     Factories that take longer than `TRY_SECONDS` are left to the run. A function that takes longer than
     `reward.seconds` has failed; one that is allowed more than `TRY_SECONDS`, and takes it, may fail. The functions
     after either are not tried.
-
-    Raises:
-      ConfigError: A factory raises, or does not make a function of two arguments.
     """
     if not reward.functions:
         return []

@@ -189,9 +189,6 @@ def make(
       image: Container image with Python 3.11 and bash. Only the container backend reads it.
       allow_unsafe: Permits the backend "none".
       door: Folder of the host whose sockets the sandboxes may connect to. Empty: none.
-
-    Raises:
-      ConfigError: The name is unknown, or a program that the backend needs is not installed.
     """
     config.check_choice(name, NAMES, "sandbox.backend")
     for path in packages:

@@ -36,11 +36,7 @@ _LONGEST_VIEW = 2**24
 
 
 def read_exactly(source: int, count: int) -> bytes:
-    """Reads `count` bytes from a descriptor.
-
-    Raises:
-      EOFError: The stream ended before `count` bytes were read.
-    """
+    """Reads `count` bytes from a descriptor."""
     pieces = bytearray()
     while len(pieces) < count:
         piece = os.read(source, min(count - len(pieces), 2**20))
@@ -195,11 +191,7 @@ INTERPRETERS = {"python": _python, "shell": _shell}
 
 
 def _save(most_bytes: int, workspace: str, target: BinaryIO) -> None:
-    """Writes the workspace's regular files as an archive. Links, pipes and unreadable files are left out.
-
-    Raises:
-      ValueError: The archive would be longer than `most_bytes`.
-    """
+    """Writes the workspace's regular files as an archive. Links, pipes and unreadable files are left out."""
     # A tar ends with padding. Each file takes at most a header, a long-name record and its own padding besides its
     # bytes.
     paths, left = [], most_bytes - 2 * tarfile.RECORDSIZE
@@ -263,11 +255,7 @@ def _edit(body: bytes, workspace: str) -> str:
 
 
 def _opened(path: str, given: str, flags: int) -> BinaryIO:
-    """Opens a regular file of the workspace.
-
-    Raises:
-      ValueError: The path is something else.
-    """
+    """Opens a regular file of the workspace."""
     # O_NONBLOCK: opening a pipe would otherwise wait for its other end. O_NOFOLLOW: the path may have become a link
     # since it was resolved. The type is checked on the open descriptor for the same reason.
     descriptor = os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)

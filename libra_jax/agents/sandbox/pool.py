@@ -81,9 +81,6 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
             workspace.
           packages: Directories of Python modules that code may import, read-only.
           image: Container image with Python 3.11 and bash, for the backend "container".
-
-        Raises:
-          ConfigError: An argument is invalid, or the backend is not installed.
         """
         config.check(0 < warm <= most, "sandbox.warm", f"must lie in 1..sandbox.most = {most}, not {warm}")
         self.limits = limits or limits_module.Limits()
@@ -128,11 +125,7 @@ class Sandbox(contextlib.AbstractAsyncContextManager["Sandbox"]):
         await self.close()
 
     async def start(self) -> None:
-        """Starts the warm sandboxes. The first one tells whether sandboxes work here, and in a control group.
-
-        Raises:
-          ConfigError: No sandbox can be started on this machine. The message has the backend's reason.
-        """
+        """Starts the warm sandboxes. The first one tells whether sandboxes work here, and in a control group."""
         try:
             # A delegated group can still refuse processes: the second try goes without one.
             for parent in dict.fromkeys((limits_module.delegated(), None)):
@@ -382,11 +375,7 @@ class Session(contextlib.AbstractAsyncContextManager["Session"]):
             await self._ready(patient=True)
 
     async def begin(self, files: bytes) -> None:
-        """Unpacks a tar into the workspace. If the sandbox is lost, its replacement starts with the same files.
-
-        Raises:
-          WorkerLost: The files could not be unpacked.
-        """
+        """Unpacks a tar into the workspace. If the sandbox is lost, its replacement starts with the same files."""
         self._files = files
         async with self._turn:
             # Without a sandbox yet, the first call unpacks the files into the one that it takes.

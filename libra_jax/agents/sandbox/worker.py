@@ -43,9 +43,6 @@ def pack(directory: Path, most_mib: int) -> bytes:
     Args:
       directory: A directory of the host.
       most_mib: Largest size of the archive in MiB.
-
-    Raises:
-      ConfigError: The path is not a directory, or its archive would be larger than `most_mib`.
     """
     if not directory.is_dir():
         raise protocols.ConfigError(f"the workspace {directory} is no directory of this host; name one that is")

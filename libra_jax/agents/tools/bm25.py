@@ -225,9 +225,6 @@ class Index:
 
     Attributes:
       passages: Number of passages.
-
-    Raises:
-      sqlite3.Error: The index cannot be read.
     """
 
     def __init__(self, path: Path, connections: int = 2, effort: int = 10_000) -> None:

@@ -113,11 +113,7 @@ _FORMER = {
 
 
 def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
-    """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name.
-
-    Raises:
-      ConfigError: The file cannot be read, or one of the two is not in the standard form.
-    """
+    """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name."""
     whole: list[tuple[object, str, bool]] = [(tools.mcp, "tools.mcp", True)] if tools.mcp else []
     if tools.mcp_file:
         path, field = Path(tools.mcp_file).expanduser(), "tools.mcp_file"
@@ -149,9 +145,6 @@ def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
       name: Name of the server.
       entry: Entry in the standard form.
       arguments: Our own settings of the server, from `tools.arguments`.
-
-    Raises:
-      ConfigError: The entry or an argument is invalid. The message names its place.
     """
     where, values, own = entry.where, entry.values, f"tools.arguments.{name}"
     if not isinstance(values, Mapping):
@@ -258,11 +251,7 @@ def _environment(spec: Spec) -> dict[str, str]:
 
 
 def package() -> Any:
-    """Returns the `mcp` package.
-
-    Raises:
-      ConfigError: The package is not installed, too old, or too new.
-    """
+    """Returns the `mcp` package."""
     try:
         import mcp  # imported here: it is optional and takes a second to import
     except ModuleNotFoundError as error:

@@ -61,9 +61,6 @@ class Server:
     Attributes:
       restarts: Number of restarts so far.
       open_seconds: Seconds that `open` may take.
-
-    Raises:
-      ConfigError: The entry is invalid, or the package `mcp` is missing.
     """
 
     def __init__(self, name: str, entry: mcp_connection.Entry, arguments: Mapping[str, object]) -> None:

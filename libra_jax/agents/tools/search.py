@@ -80,9 +80,6 @@ class Search:
     Attributes:
       open_seconds: Equal to `build_seconds`, for the toolkit.
       eager: True: a call changes nothing, so it may run before the output that contains it has ended.
-
-    Raises:
-      ConfigError: An argument is invalid. The message names it.
     """
 
     name = "search"

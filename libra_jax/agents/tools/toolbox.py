@@ -57,11 +57,7 @@ CALL = "async def call(self, arguments), which returns a protocols.ToolReturn or
 
 
 def check_kind(tool: Any) -> None:
-    """Refuses an object that is no `Tool`; what its other attributes hold is looked at later.
-
-    Raises:
-      ConfigError: an attribute is missing, or `call` is no async method.
-    """
+    """Refuses an object that is no `Tool`; what its other attributes hold is looked at later."""
     lacking = [name for name in ("name", "description", "parameters", "call") if not hasattr(tool, name)]
     whose = f"{type(tool).__module__}.{type(tool).__qualname__}"
     config.check(
@@ -79,9 +75,6 @@ def check_call(call: Any, tool: str) -> None:
     Args:
       call: the tool's attribute, or that of its class.
       tool: the tool, for the error.
-
-    Raises:
-      ConfigError: it is a plain function, or cannot be called.
     """
     inner = inspect.unwrap(call) if callable(call) else call
     awaited = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
@@ -102,9 +95,6 @@ class Toolbox:
       session: The argument.
       raised: Number of calls that a failure answered because they raised.
       any_eager: Whether calls of some tool may begin early.
-
-    Raises:
-      ConfigError: Two tools have the same name, a name or schema is invalid, or the limit is not positive.
     """
 
     def __init__(

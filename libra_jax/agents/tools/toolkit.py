@@ -87,9 +87,6 @@ class Toolkit:
       parallel: Number of calls of one output that are run.
       call_seconds: The argument.
       schemas: Schemas of the tools, as chat templates take them. Empty until the toolkit is open.
-
-    Raises:
-      ConfigError: A tool is unknown, or its factory refuses its arguments.
     """
 
     def __init__(
@@ -175,11 +172,7 @@ class Toolkit:
         return [said for _, shared in self._shared if isinstance(shared, ReadsFiles) for said in shared.missing()]
 
     async def sandbox(self) -> pool.Sandbox:
-        """Returns the run's sandbox pool. The first call starts it.
-
-        Raises:
-          ConfigError: No sandbox can be started on this machine.
-        """
+        """Returns the run's sandbox pool. The first call starts it."""
         async with self._starting:
             # Under the lock, or two rollouts that begin at once would start two pools.
             if self._sandbox is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hmac
 import inspect
 import json
@@ -53,7 +54,7 @@ class InProcess:
         verdict: object = None
         try:
             # A partial of an async function counts as async, so `call` takes both kinds.
-            call = deadlines.call(_bound(self.function, given), job.public, job.endpoint)
+            call = deadlines.call(functools.partial(self.function, **given), job.public, job.endpoint)
             verdict = await deadlines.within(settings.seconds, call)
         except deadlines.Overdue:
             status = None
@@ -62,9 +63,8 @@ class InProcess:
         except Exception as error:
             whose = f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}:"
             raise jobs.failure(f"{whose} it {resolving.raised(error)}", _names(error), type(error).__name__) from error
-        files, refused = await deadlines.off_loop(workspace.collect, job.work, settings.collect, settings.most_bytes)
-        done = jobs.Finished(job.task, status, seconds=loop.time() - began, verdict=verdict)
-        return dataclasses.replace(done, files=files, refused=refused)
+        ended = processes.Ended(status, seconds=loop.time() - began)
+        return await deadlines.off_loop(commands.finished, job, settings, ended, verdict)
 
 
 def _names(error: BaseException | None) -> str:
@@ -73,16 +73,6 @@ def _names(error: BaseException | None) -> str:
         return ""
     classes = [kind.__name__ for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)]
     return "\n".join([_names(error.__cause__ or error.__context__), *reversed(classes)])
-
-
-def _bound(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        async def awaited(task: protocols.Task, endpoint: protocols.Endpoint) -> object:
-            return await function(task, endpoint, **given)
-
-        return awaited
-    return lambda task, endpoint: function(task, endpoint, **given)
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ class InChild:
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
         """See `jobs.Runner`."""
-        told, key = job.root / "told", secrets.token_hex(32)
+        key, sealed = secrets.token_hex(32), job.root / "told" / _VERDICT
         request = {
             "function": self.function,
             "arguments": dict(self.arguments),
@@ -117,20 +107,19 @@ class InChild:
             "task": {**dataclasses.asdict(job.public), "payload": dict(job.public.payload)},
             "hidden": sorted(job.task.payload.keys() - set(job.public.payload)),
             "endpoint": dataclasses.asdict(job.endpoint),
-            "verdict": str(told / _VERDICT),
+            "verdict": str(sealed),
             "key": key,
         }
-        await deadlines.off_loop(_tell, told / _CALL, json.dumps(request))
-        own = {"HOME": str(job.root / "home"), "TMPDIR": str(job.root / "tmp")}
+        told = await deadlines.off_loop(workspace.tell, job.root, _CALL, json.dumps(request))
         ended = await processes.run(
-            [*await deadlines.off_loop(private_view.own_processes, job.root), self.python, _CHILD, str(told / _CALL)],
-            environment=commands.variables(self.settings, job.endpoint, own),
+            [*await deadlines.off_loop(private_view.own_processes, job.root), self.python, _CHILD, str(told)],
+            environment=commands.variables(self.settings, job.endpoint, workspace.own(job.root)),
             cwd=job.work,
             root=job.root,
             seconds=self.settings.seconds,
             most_bytes=self.settings.output_bytes,
         )
-        verdict = await deadlines.off_loop(_read_verdict, told / _VERDICT, key)
+        verdict = await deadlines.off_loop(_read_verdict, sealed, key)
         return await deadlines.off_loop(commands.finished, job, self.settings, ended, verdict)
 
 
@@ -145,8 +134,3 @@ def _read_verdict(path: Path, key: str) -> object:
     except (OSError, ValueError, RecursionError):
         return None
     return verdict
-
-
-def _tell(path: Path, text: str) -> None:
-    path.parent.mkdir()
-    path.write_text(text)

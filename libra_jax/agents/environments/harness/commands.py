@@ -22,18 +22,7 @@ TASK_NAME = "task.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all programs of a harness share.
-
-    Attributes:
-      seconds: deadline of the agent in seconds.
-      output_bytes: bytes of each output that are kept.
-      collect: patterns of the files that the scorer gets.
-      most_bytes: most bytes of the working directory's files.
-      fields: fields of the task's payload that the agent gets. Empty: `jobs.PROMPT_FIELDS`.
-      variables: further environment variables.
-      files: field of the payload with files for the working directory.
-      template: directory that is copied into the working directory.
-    """
+    """What all programs of a harness share. `factory.environment` has the fields; `template` is its `workspace`."""
 
     seconds: float
     output_bytes: int
@@ -51,13 +40,7 @@ def task_text(task: protocols.Task) -> str:
 
 
 def variables(settings: Settings, endpoint: protocols.Endpoint, places: Mapping[str, str]) -> dict[str, str]:
-    """Returns an agent's complete environment.
-
-    Args:
-      settings: settings with further variables, which come last.
-      endpoint: address of the session.
-      places: variables that name folders and files.
-    """
+    """Returns an agent's complete environment. `places` are variables that name folders and files."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {**kept, **places, **endpoint.environment(), **settings.variables}
 
@@ -94,35 +77,25 @@ class Container:
 
 @dataclass(frozen=True)
 class Command:
-    """Runs a command. See `jobs.Runner`.
-
-    Attributes:
-      command: words of the command, or a line for a shell; both with placeholders.
-      settings: what all programs share.
-      container: container in which it runs; None: outside of any.
-    """
+    """Runs a command, which has placeholders (`jobs.Job.filled`): in a container, or outside of any."""
 
     command: Sequence[str] | str
     settings: Settings
     container: Container | None = None
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
-        """See `jobs.Runner`."""
         settings, root = self.settings, job.root
         after: list[str] = []
-        told = root / "told"
-        await deadlines.off_loop(_tell, told, task_text(job.public))
+        told = await deadlines.off_loop(workspace.tell, root, TASK_NAME, task_text(job.public))
         command = job.filled(self.command)
-        shown = "/libra" if self.container else str(told)
-        places = {"LIBRA_TASK_FILE": f"{shown}/{TASK_NAME}"}
-        own = {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
+        places = {"LIBRA_TASK_FILE": f"/libra/{TASK_NAME}" if self.container else str(told)}
         if self.container is not None:
             inside = {**places, **job.endpoint.environment(), **settings.variables}
             command, after = self.container.wrapped(command, inside, root)
             # The runtime's client needs this process's own environment; the container gets only what `inside` names.
             environment = {**os.environ, **inside}
         else:
-            environment = variables(settings, job.endpoint, {**own, **places})
+            environment = variables(settings, job.endpoint, {**workspace.own(root), **places})
             command = [*await deadlines.off_loop(private_view.own_processes, root), *command]
         ended = await processes.run(
             command,
@@ -134,11 +107,6 @@ class Command:
             after=after,
         )
         return await deadlines.off_loop(finished, job, settings, ended)
-
-
-def _tell(folder: Path, task: str) -> None:
-    folder.mkdir()
-    (folder / TASK_NAME).write_text(task)
 
 
 def finished(job: jobs.Job, settings: Settings, ended: processes.Ended, verdict: object = None) -> jobs.Finished:

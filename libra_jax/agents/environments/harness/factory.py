@@ -94,9 +94,6 @@ def environment(
         the conventions of `libra_jax.agents.wire.status`.
       demonstrate: "package.module:function" that returns the solved dialogue of a task, for the warm start
         (`protocols.Demonstrator.demonstration`). Empty: none.
-
-    Raises:
-      ConfigError: An argument is invalid, or a program is not on this machine.
     """
     both = bool(command), bool(callable)
     config.check(sum(both) == 1, _FIELD, "must hold either 'command' or 'callable'")

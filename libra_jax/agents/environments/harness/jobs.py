@@ -24,11 +24,7 @@ _PLACE = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
 def public(task: protocols.Task, fields: Sequence[str]) -> protocols.Task:
-    """Returns the task as its agent sees it: with the named fields of its payload, or else with `PROMPT_FIELDS`.
-
-    Raises:
-      DataError: the payload lacks a named field.
-    """
+    """Returns the task as its agent sees it: with the named fields of its payload, or else with `PROMPT_FIELDS`."""
     if EVERY_FIELD in fields:
         return task
     for name in fields:
@@ -65,9 +61,6 @@ class Job:
 
         Placeholders are `{prompt_id}`, `{model}`, `{url}`, and `{NAME}` for each field of the task's payload. Other
         braces stay: they may be code. A command that is one string is run by a shell, and values in it are quoted.
-
-        Raises:
-          DataError: a whole word is a placeholder for a field that the task's payload lacks.
         """
         values = {**self.task.payload, "prompt_id": self.task.prompt_id}
         values |= {"model": self.endpoint.model, "url": self.endpoint.url}

@@ -68,11 +68,7 @@ async def agent(
 
 
 def client(endpoint: protocols.Endpoint) -> openai.AsyncOpenAI:
-    """Returns a client of a session. Close it, or use it as `async with`.
-
-    Raises:
-      ConfigError: the package `openai` is missing.
-    """
+    """Returns a client of a session. Close it, or use it as `async with`."""
     try:
         import openai
     except ModuleNotFoundError as error:

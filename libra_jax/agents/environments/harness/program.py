@@ -28,16 +28,7 @@ class AgentHarness:
     machine's voids the attempt (`protocols.AttemptVoided`): another exit status, a missed deadline unless `overdue` is
     "score", a scorer that raises. A program that does not start is a crash, which is retried and never scored.
 
-    Attributes:
-      name: what the config calls the agent, for errors.
-      runner: runs the agent.
-      scorer: scores it.
-      settings: what all programs share.
-      exits: exit statuses that are scored.
-      overdue: "crash" or "score": what a missed deadline is.
-      most: agents that run at once; further ones wait, and their deadline has not begun.
-      read_status: reads the outcome of tool calls.
-      demonstration: solves tasks for the warm start; absent if there is nothing that does.
+    `factory.environment` documents the fields.
     """
 
     name: str

@@ -21,23 +21,27 @@ def fresh() -> Path:
     return root
 
 
-def fill(root: Path, template: str, files: snapshots.Snapshot) -> None:
-    """Copies a template into the folder's working directory, and writes files there.
+def own(root: Path) -> dict[str, str]:
+    """Returns the variables that name an agent's own folders."""
+    return {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp")}
 
-    Raises:
-      DataError: a path leads out of the folder.
-    """
+
+def tell(root: Path, name: str, text: str) -> Path:
+    """Writes a file next to the agent's folders, which tells it what to do. Returns its path."""
+    (root / "told").mkdir()
+    (root / "told" / name).write_text(text)
+    return root / "told" / name
+
+
+def fill(root: Path, template: str, files: snapshots.Snapshot) -> None:
+    """Copies a template into the folder's working directory, and writes files there."""
     if template:
         shutil.copytree(template, root / "work", symlinks=True, dirs_exist_ok=True)
     lay(files, root / "work")
 
 
 def lay(files: snapshots.Snapshot, folder: Path) -> None:
-    """Writes files into a folder. Paths that lead out of the folder are refused.
-
-    Raises:
-      DataError: a path leads out of the folder.
-    """
+    """Writes files into a folder. Paths that lead out of the folder are refused."""
     for path in (*files.files, *files.links):
         if not snapshots.is_inside(path):
             raise protocols.DataError(f"the path {path!r} of a task's file leads out of its folder")
