@@ -76,7 +76,6 @@ class FakeEngine(protocols.RolloutEngine):
         self._alive = False
 
     async def start(self) -> protocols.EngineInfo:
-        """Starts to serve."""
         # Created here, because asyncio's primitives belong to the loop that runs the engine.
         self._free = asyncio.Semaphore(self._slots)
         self._go = asyncio.Event()
@@ -104,7 +103,6 @@ class FakeEngine(protocols.RolloutEngine):
             raise protocols.LibraError(f"engine {self.name}: {problem}")
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
-        """Streams the script's continuation. See `protocols.RolloutEngine`."""
         self._check()
         room = self._max_context - len(request.token_ids)
         if room <= 0:
@@ -154,12 +152,10 @@ class FakeEngine(protocols.RolloutEngine):
         raise protocols.LibraError(f"engine {self.name} keeps no keys and values of {request.request_id}")
 
     async def pause(self) -> None:
-        """Freezes decoding; requests are kept."""
         self._check()
         self._go.clear()
 
     async def resume(self) -> None:
-        """Resumes decoding."""
         self._check()
         self._go.set()
 
@@ -173,18 +169,15 @@ class FakeEngine(protocols.RolloutEngine):
         self._version = protocols.NO_VERSION
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """Opens the transport (first weight verb)."""
         self._check()
         self._transport_open = True
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Starts an update (second weight verb)."""
         self._check(self._transport_open, "start_weight_update came before init_weight_transfer")
         self._check(self._updating is None, f"version {self._updating} is still being loaded")
         self._updating, self._chunks, self._expected_chunks = policy_version, set(), None
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Records the chunk (third weight verb)."""
         self._check(
             chunk.policy_version == self._updating,
             f"a chunk of version {chunk.policy_version} came while loading {self._updating}",
@@ -193,7 +186,6 @@ class FakeEngine(protocols.RolloutEngine):
         self._expected_chunks = chunk.count
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Checks that every chunk has arrived, and switches to the version (fourth weight verb)."""
         self._check(policy_version == self._updating, f"version {policy_version} was not being loaded")
         self._check(
             self._expected_chunks == len(self._chunks),
@@ -202,12 +194,10 @@ class FakeEngine(protocols.RolloutEngine):
         self._version, self._updating = policy_version, None
 
     async def health(self) -> Mapping[str, float]:
-        """Returns the requests running and waiting, and the tokens emitted so far."""
         self._check()
         return {"running": self._running, "waiting": self._waiting, "tokens": self._emitted}
 
     async def shutdown(self) -> None:
-        """Stops serving. Idempotent."""
         if self._alive:
             self.kill()
 
@@ -231,19 +221,12 @@ def create(
     """Makes the double from the arguments of the real engine (`vllm_engine.create`), most of which it ignores.
 
     Args:
-      name: name of the instance.
-      model_config: unused.
       rollout: fields of `config.RolloutConfig`, of which slots, max_context and stream_interval have an effect.
       tensor_parallel: degree to report, without further effect.
       seed: unused, because instances differ in it and a rollout may move between them.
-      cpu_cores: unused.
-      log_path: unused.
-      hybrid: unused.
-      lora: unused.
       script: `"module:function"` of a `Script`. Empty stands for `scramble`.
       tokens_per_second: rate of one request, in event-loop seconds.
       fail_after_tokens: number of tokens over all requests after which the engine dies. None disables this.
-      accelerator: name of the accelerator to report.
       kind: class of the double.
     """
     del model_config, seed, cpu_cores, log_path, hybrid, lora

@@ -134,11 +134,7 @@ class VllmEngine(protocols.RolloutEngine):
         self._reason = "it is not running"
 
     async def start(self) -> protocols.EngineInfo:
-        """Starts vLLM's processes (about 20 s) off the event loop.
-
-        Raises:
-          WorkerLost: vLLM did not start; the message has its reason.
-        """
+        """Starts vLLM's processes (about 20 s) off the event loop."""
         loop = asyncio.get_running_loop()
         self._death: asyncio.Future[None] = loop.create_future()
         # The cluster may set other variables from then on.
@@ -189,13 +185,7 @@ class VllmEngine(protocols.RolloutEngine):
         return self._engine
 
     async def _call(self, what: str, work: Awaitable[T]) -> T:
-        """Awaits a call into the engine's processes, which never answer if they die meanwhile.
-
-        Raises:
-          WorkerLost: the engine died, or one of several workers failed. After such a failure, vLLM 0.32 leaves the
-            others' answers in its queues and takes them for answers to the next calls.
-          LibraError: the engine refused.
-        """
+        """Awaits a call into the engine's processes, which never answer if they die meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait((task, self._death), return_when=asyncio.FIRST_COMPLETED)
@@ -211,17 +201,12 @@ class VllmEngine(protocols.RolloutEngine):
             raise self._lost()
         problem = f"could not {what}: {_sentence(error)}"
         if self._tensor_parallel > 1:
+            # One worker failed. vLLM 0.32 leaves the others' answers in its queues, as answers to the next calls.
             self._die(f"it {problem}")
             raise self._lost()
         raise protocols.LibraError(f"engine {self.name} {problem}") from None
 
     async def generate(self, request: protocols.GenerationRequest) -> AsyncIterator[protocols.TokenDelta]:
-        """Streams the continuation. The last delta has a finish reason. Closing the iterator aborts the request.
-
-        Raises:
-          WorkerLost: the engine died, during the request or before.
-          LibraError: the context has no room for another token, or holds a token that the model does not have.
-        """
         engine = self._serving()
         room = self._rollout.max_context - len(request.token_ids)
         if room <= 0:
@@ -268,12 +253,7 @@ class VllmEngine(protocols.RolloutEngine):
                     await engine.abort(queue.request_id, internal=True)
 
     async def hand_over(self, request: protocols.GenerationRequest) -> Mapping[str, Any]:
-        """Keeps the context's keys and values for another engine. See `vllm_launch`; this has never run.
-
-        Raises:
-          WorkerLost: the engine died.
-          LibraError: the engine keeps nothing.
-        """
+        """Keeps the context's keys and values for another engine. See `vllm_launch`; this has never run."""
         prompt = engine_inputs.tokens_input(list(request.token_ids))
         remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         # The request only fills keys and values; its one token is dropped.
@@ -305,7 +285,6 @@ class VllmEngine(protocols.RolloutEngine):
         await self._call("pause", self._serving().engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
-        """Resumes decoding."""
         await self._call("resume", self._serving().resume_generation())
 
     async def sleep(self) -> None:
@@ -329,7 +308,7 @@ class VllmEngine(protocols.RolloutEngine):
         await self.health()
 
     async def init_weight_transfer(self, transport: Mapping[str, Any]) -> None:
-        """Opens the weight transport (first weight verb). The CUDA transports connect later, at their first chunk."""
+        """Opens the weight transport. The CUDA transports connect later, at their first chunk."""
         kind = transport.get("kind")
         if kind != self._rollout.transport:
             raise protocols.ConfigError(
@@ -341,7 +320,6 @@ class VllmEngine(protocols.RolloutEngine):
             await self._call("open the weight transport", self._serving().init_weight_transfer_engine(request))
 
     async def start_weight_update(self, policy_version: int) -> None:
-        """Prepares every layer for new weights (second weight verb)."""
         engine = self._serving()
         if self._loading:
             # An update that was refused midway has left vLLM's session open.
@@ -351,12 +329,6 @@ class VllmEngine(protocols.RolloutEngine):
         self._loading = True
 
     async def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Loads one chunk (third weight verb).
-
-        Raises:
-          WorkerLost: the engine died, or (with several workers) the bytes are damaged.
-          LibraError: a tensor is not the model's by name or shape, or the bytes are damaged.
-        """
         engine = self._serving()
         if not self._update.add(chunk):
             return
@@ -372,12 +344,6 @@ class VllmEngine(protocols.RolloutEngine):
         self._loading = True
 
     async def finish_weight_update(self, policy_version: int) -> None:
-        """Serves the new weights: tokens sampled from now on carry `policy_version` (fourth weight verb).
-
-        Raises:
-          WorkerLost: the engine died.
-          LibraError: a chunk or a tensor is missing.
-        """
         engine = self._serving()
         self._update.finish(policy_version)
         await self._call("finish its weight update", engine.finish_weight_update(weight_version=str(policy_version)))
@@ -392,7 +358,6 @@ class VllmEngine(protocols.RolloutEngine):
         return {"running": float(self._running), "paused": float(paused)}
 
     async def shutdown(self) -> None:
-        """Ends and reaps every process of the engine. Kills those that do not end in time. Idempotent."""
         loop = asyncio.get_running_loop()
         if self._starting is not None:
             while not self._starting.done():

@@ -103,9 +103,6 @@ def core_binding(cpu_cores: str, workers: int) -> str:
       cpu_cores: the value itself, or "auto". "auto" does not bind a single worker, so that several engines share the
         cores. It gives each of several workers its part of the cores that this process may use.
       workers: number of worker processes (the tensor-parallel degree).
-
-    Raises:
-      ConfigError: the machine has fewer cores than workers, or a core does not exist.
     """
     if cpu_cores not in ("auto", "nobind"):
         config.check_cores(tuple(int(core) for core in re.findall(r"\d+", cpu_cores)), "rollout.cores")
@@ -125,17 +122,7 @@ def core_binding(cpu_cores: str, workers: int) -> str:
 class Launch:
     """The processes of one engine. Methods block; `start` runs on `STARTER`.
 
-    Args:
-      name: name of the instance, for errors.
-      model_config: content of the model's config.json.
-      rollout: the run's rollout settings.
-      tensor_parallel: number of worker processes.
-      seed: seed of the engine's sampler.
-      cpu_cores: see `core_binding`.
-      log_path: file for the output of vLLM's processes. If empty, the output is kept for error messages only.
-      hybrid: True if the engine will be put to sleep.
-      lora: adapter that weight syncs bring; rank 0 for none.
-      return_routing: the engine returns the experts of every token.
+    Its arguments are those of `vllm_engine.create`.
 
     Attributes:
       sleeps: True if it uses memory that vLLM can free.
@@ -186,11 +173,7 @@ class Launch:
     def start(self, spawned: Callable[[], None] = lambda: None) -> async_llm.AsyncLLM:
         """Starts the processes. Returns once they serve.
 
-        Args:
-          spawned: called on this thread once vLLM's core process has inherited the environment variables.
-
-        Raises:
-          LibraError: vLLM refused; the message has its reason.
+        Calls `spawned` on this thread once vLLM's core process has inherited the environment variables.
         """
         window = contextlib.ExitStack()
 

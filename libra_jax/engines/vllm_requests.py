@@ -21,13 +21,9 @@ UNTRAINED = "default"
 def sampling_params(
     sampling: protocols.SamplingParams, room: int, kv_source: Mapping[str, Any] | None, routed_tokens: int = 0
 ) -> vllm.SamplingParams:
-    """Returns vLLM's sampling parameters under the log-prob contract.
+    """Returns vLLM's sampling parameters under the log-prob contract, of a request (`protocols.GenerationRequest`).
 
-    Args:
-      sampling: sampling settings of the request.
-      room: maximum number of tokens that the engine's context has left.
-      kv_source: result of another engine's `hand_over`, to take keys and values from; None: prefill the context.
-      routed_tokens: number of first tokens whose experts are not wanted.
+    `room` is the number of tokens that the engine's context has left.
     """
     # Never a per-request seed: on CPU the engine crashes if a seeded sample is discarded (vLLM 0.32).
     return vllm.SamplingParams(

@@ -230,12 +230,7 @@ class Sender:
             self._source.finish()
 
     def end(self) -> None:
-        """Waits until everything is sent, and frees the snapshot.
-
-        Raises:
-          DeadlineMissed: the instances did not take it in time. Their group is aborted.
-          LibraError: sending failed.
-        """
+        """Waits until everything is sent, and frees the snapshot. Aborts a group whose instances miss the deadline."""
         if self._thread is not None:
             self._thread.join(self._seconds)
             if self._thread.is_alive():

@@ -62,11 +62,7 @@ class Checker:
         self._indices, self._names, self._arriving = set(), set(), ""
 
     def add(self, chunk: protocols.WeightChunk) -> bool:
-        """Checks a chunk before it is loaded. Returns False if the engine holds its tensors already.
-
-        Raises:
-          LibraError: the chunk is of another version, or a tensor is not the model's by name or shape.
-        """
+        """Checks a chunk before it is loaded. Returns False if the engine holds its tensors already."""
         if chunk.policy_version != self.version:
             self._refuse(f"a chunk of version {chunk.policy_version} came while version {self.version} is loaded")
         for entry in chunk.entries:
@@ -88,11 +84,7 @@ class Checker:
         return True
 
     def finish(self, version: int) -> None:
-        """Checks that the update is complete, before it takes effect. `confirm` follows once the workers serve it.
-
-        Raises:
-          LibraError: a chunk or a tensor is missing.
-        """
+        """Checks that the update is complete, before it takes effect. `confirm` follows once the workers serve it."""
         if version != self.version:
             self._refuse(f"version {version} was to be served while version {self.version} is loaded")
         if len(self._indices) != self._count or not self._count:
@@ -111,13 +103,7 @@ class Checker:
 
 
 def payload(chunk: protocols.WeightChunk, name: str, scale: float | None = None) -> dict[str, Any]:
-    """Returns the chunk as plain values, for the weight-transfer engine of the workers of instance `name`.
-
-    Args:
-      chunk: the chunk.
-      name: name of the instance.
-      scale: factor of the adapter's product; None without an adapter.
-    """
+    """Returns the chunk as plain values (`MemfdUpdateInfo`), for the workers of instance `name`."""
     # vLLM's own CUDA engines define the payload of their transports; the sender has written it into the address.
     if chunk.transport["kind"] != "memfd":
         return dict(chunk.transport["instances"][name]["update_info"])
@@ -194,12 +180,7 @@ class MemfdWeightTransferEngine(base.WeightTransferEngine[MemfdInitInfo, MemfdUp
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: MemfdUpdateInfo) -> None:
-        """Loads one chunk's tensors.
-
-        Raises:
-          SharedMemoryError: the trainer's memory cannot be reached.
-          ValueError: the bytes differ from the checksum.
-        """
+        """Loads one chunk's tensors, after a check of their bytes."""
         memory = self._peers.map(update_info.transport)
         if update_info.checksum is not None:
             digest = memfd.digest(memoryview(memory)[: update_info.nbytes])
