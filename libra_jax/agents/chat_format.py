@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from libra_jax import protocols
 from libra_jax.agents import control_tokens, hugging_face, output_parsers, thoughts, tokenizers
-from libra_jax.agents import messages as messages_lib
 
 
 class Parsers(NamedTuple):
@@ -52,10 +51,16 @@ def parsers_of(template: str, header: str) -> Parsers:
     return Parsers(tool, reasoning)
 
 
-# The character tokenizer ----------------------------------------------------------------------------------------------
+class _Format:
+    """What both chat formats do alike. Without a maker of parsers, outputs' text passes through."""
+
+    def __init__(self, tokenizer: protocols.Tokenizer, parsing: output_parsers.Parsing | None = None) -> None:
+        self.decode = tokenizer.decode
+        self.parser = parsing or output_parsers.text_parsing(tokenizer)
+        self.stop_token_ids = tokenizer.stop_token_ids
 
 
-class CharacterFormat:
+class CharacterFormat(_Format):
     """The chat format of the character tokenizer.
 
     Its template writes the messages one after the other, so each dialogue that goes on extends the one before. It
@@ -64,43 +69,20 @@ class CharacterFormat:
     """
 
     def __init__(self, tokenizer: tokenizers.CharacterTokenizer, parsing: output_parsers.Parsing | None = None) -> None:
-        """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
+        super().__init__(tokenizer, parsing)
         self._tokenizer = tokenizer
-        self._parsing = parsing or output_parsers.text_parsing(tokenizer)
-        self.stop_token_ids = tokenizer.stop_token_ids
 
     def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
-        """Returns the tokens of a whole dialogue, up to the assistant's role token.
-
-        Raises:
-          DataError: A message has an unknown role.
-        """
         del tools
         return self._tokenizer.render(messages, first=True, generation_prompt=True)
 
     def extend(
         self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
     ) -> list[int] | None:
-        """Returns the tokens of the messages after the first `known`, up to the assistant's role token.
-
-        Raises:
-          DataError: A message has an unknown role.
-        """
         return self.render(messages[known:], tools)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of these tokens."""
-        return self._tokenizer.decode(token_ids)
 
-    def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        """Returns a parser for one output."""
-        return self._parsing(tools, context)
-
-
-# Hugging Face ---------------------------------------------------------------------------------------------------------
-
-
-class HuggingFaceFormat:
+class HuggingFaceFormat(_Format):
     """The chat format of a Hugging Face tokenizer: its chat template.
 
     Tokens of a whole dialogue equal those that vLLM's chat endpoint gives the model, but for control tokens that a
@@ -110,20 +92,13 @@ class HuggingFaceFormat:
     def __init__(
         self, tokenizer: hugging_face.HuggingFaceTokenizer, parsing: output_parsers.Parsing | None = None
     ) -> None:
-        """Takes the tokenizer, and a maker of parsers. Without one, text passes through."""
+        super().__init__(tokenizer, parsing)
         self._tokenizer = tokenizer
-        self._parsing = parsing or output_parsers.text_parsing(tokenizer)
-        self.stop_token_ids = tokenizer.stop_token_ids
         # A listed token that the vocabulary lacks has no text.
         self._ends = tuple(filter(None, (tokenizer.decode([token]) for token in self.stop_token_ids)))
 
     def render(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> list[int]:
-        """Returns the tokens of a whole dialogue, up to the header after which the assistant writes.
-
-        Raises:
-          DataError: The template refuses the messages.
-        """
-        return self._tokenizer.encode(self._text(messages, tools))
+        return self._tokenizer.encode(self._tokenizer.dialogue(messages, tools))
 
     def extend(
         self, messages: Sequence[protocols.Message], known: int, tools: Sequence[protocols.ToolSpec]
@@ -135,37 +110,19 @@ class HuggingFaceFormat:
         - of the output, its reasoning, content and calls have to be there still. White space does not count, nor how
           the template writes the calls' JSON, because the sampled tokens stay;
         - the text after the output is taken as it is.
-
-        Returns:
-          The tokens; None if the text differs.
-
-        Raises:
-          DataError: The template refuses the messages.
         """
-        output = messages[known - 1]
-        seen, whole = self._text(messages[: known - 1], tools), self._text(messages, tools)
+        seen = self._tokenizer.dialogue(messages[: known - 1], tools)
+        whole = self._tokenizer.dialogue(messages, tools)
         if not whole.startswith(seen):
             return None
-        written, after = self._split(whole[len(seen) :])
-        if after is None or not self._keeps(output, written):
+        text = whole[len(seen) :]
+        ends = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
+        if not ends:
             return None
-        return self._tokenizer.encode_after_turn(after)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of these tokens."""
-        return self._tokenizer.decode(token_ids)
-
-    def parser(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        """Returns a parser for one output."""
-        return self._parsing(tools, context)
-
-    def _split(self, text: str) -> tuple[str, str | None]:
-        """Returns the text before and after the first stop token's text. The latter is None without one."""
-        found = [(at, end) for end in self._ends if (at := text.find(end)) >= 0]
-        if not found:
-            return text, None
-        at, end = min(found)
-        return text[:at], text[at + len(end) :]
+        at, end = min(ends)
+        if not self._keeps(messages[known - 1], text[:at]):
+            return None
+        return self._tokenizer.encode_after_turn(text[at + len(end) :])
 
     def _keeps(self, output: protocols.Message, written: str) -> bool:
         """Returns whether the template has written all of an output."""
@@ -175,10 +132,3 @@ class HuggingFaceFormat:
         if any(end in part for end in self._ends for part in (*parts, *(call.arguments for call in output.tool_calls))):
             return False
         return all("".join(part.split()) in squeezed for part in parts)
-
-    def _text(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec]) -> str:
-        """Returns the template's text of a dialogue, up to the header after which the assistant writes."""
-        return self._tokenizer.dialogue(
-            [messages_lib.for_template(message) for message in messages],
-            [messages_lib.tool_for_template(tool) for tool in tools],
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from libra_jax import protocols
@@ -130,23 +130,16 @@ class HuggingFaceTokenizer:
         return not self._refusal
 
     def check_incremental(self) -> None:
-        """Checks that the template can be applied to increments.
-
-        Raises:
-          DataError: It cannot; the message shows what differs.
-        """
+        """Raises DataError, which shows what differs, if the template cannot be applied to increments."""
         if self._refusal:
             raise protocols.DataError(self._refusal)
 
-    def dialogue(self, messages: _Dialogue, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Returns the text of a whole dialogue, up to the header after which the assistant writes.
-
-        Messages and tools have the form that chat templates take.
-
-        Raises:
-          DataError: The template refuses the dialogue.
-        """
-        return self._apply(self._cut(messages), True, tools if self._controls is None else self._controls.cut(tools))
+    def dialogue(self, messages: Sequence[protocols.Message], tools: Sequence[protocols.ToolSpec] = ()) -> str:
+        """Returns the text of a whole dialogue, up to the header after which the assistant writes."""
+        offered: Sequence[Mapping[str, Any]] = [message_forms.tool_for_template(tool) for tool in tools]
+        if self._controls is not None:
+            offered = self._controls.cut(offered)
+        return self._apply(self._cut(messages), True, offered)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text that a template has written, with nothing added."""
@@ -194,8 +187,7 @@ class HuggingFaceTokenizer:
         return self._apply(_PREFIX[:1], True).removeprefix(self._apply(_PREFIX[:1], False))
 
     def render(self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool) -> list[int]:
-        """Returns the tokens that `messages` add to the context. If not `first`, they follow an output's stop token."""
-        increment = self._cut(map(message_forms.for_template, messages))
+        increment = self._cut(messages)
         # Only here the template may write what belongs to the start of a text.
         if first:
             return self.encode(self._apply(increment, generation_prompt))
@@ -211,7 +203,7 @@ class HuggingFaceTokenizer:
         thought, is left out: a demonstration shows what its author wrote. If the template opens a thought, the content
         closes it, because an answer in a thought is none.
         """
-        asked, said = (self._cut(map(message_forms.for_template, part)) for part in (before, [output]))
+        asked, said = self._cut(before), self._cut([output])
 
         def text(increment: _Dialogue, generation_prompt: bool) -> str:
             if first:
@@ -235,11 +227,10 @@ class HuggingFaceTokenizer:
             written = f"\n{thoughts.MARKS[opening.rstrip()]}\n\n{written}"
         return self._encode_after(header, written + self._turn_end)
 
-    def _cut(self, messages: Iterable[Mapping[str, Any]]) -> _Dialogue:
-        """Returns messages that spell no control token."""
-        if self._controls is None:
-            return list(messages)
-        return [self._controls.cut(message, message["role"]) for message in messages]
+    def _cut(self, messages: Sequence[protocols.Message]) -> _Dialogue:
+        """Returns messages in the template's form, which spell no control token."""
+        forms = map(message_forms.for_template, messages)
+        return [form if self._controls is None else self._controls.cut(form, form["role"]) for form in forms]
 
     def _apply(self, messages: _Dialogue, generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         def rendered(messages: _Dialogue) -> str:

@@ -6,8 +6,7 @@ import array
 import dataclasses
 import hashlib
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from libra_jax import protocols
 from libra_jax.agents import thoughts
@@ -19,13 +18,14 @@ BY_MARKS = "marks"
 """Name of the parser that takes the thought at an output's beginning out of the content, by `agents.thoughts`."""
 
 
-class Parsing(Protocol):
-    """Makes a parser for each output."""
+Parsing = Callable[[Sequence[protocols.ToolSpec], Sequence[int]], protocols.OutputParser]
+"""Makes a parser for each output (`ChatFormat.parser`)."""
 
-    def __call__(self, tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        """Returns a parser for one output, as `ChatFormat.parser` does."""
-        ...
+ReadWhole = Callable[[str, Sequence[int]], tuple[str, str, Sequence[protocols.ToolCall]]]
+"""Reads a whole output, or what of it follows its thought, from its text and tokens.
 
+Returns reasoning, content and calls. Calls have the id that the model wrote, or none.
+"""
 
 _CALL_MARK = re.compile(r"<[^\s\d=]")
 """A mark of a call or the like."""
@@ -33,14 +33,6 @@ _CALL_MARK = re.compile(r"<[^\s\d=]")
 _OFTEN = 16
 """Number of waiting tokens up to which each further one is tried. Beyond, at powers of two: a run of bytes that are no
 text would cost the square of its length."""
-
-
-class Decoder(Protocol):
-    """Decodes tokens; a tokenizer and a chat format do."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of these tokens."""
-        ...
 
 
 class TextStream:
@@ -51,7 +43,7 @@ class TextStream:
     depend on how the output is cut into pieces.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: protocols.Tokenizer | protocols.ChatFormat) -> None:
         self._decoder = decoder
         self._before: list[int] = []
         self._before_text = ""
@@ -88,14 +80,6 @@ class TextStream:
     def finish(self) -> str:
         """Returns the text of tokens that still wait for the rest of a character."""
         return self._take(self._ahead, self._text(self._ahead)) if self._ahead else ""
-
-
-class ReadWhole(Protocol):
-    """Reads a whole output, or what of it follows its thought."""
-
-    def __call__(self, text: str, token_ids: Sequence[int]) -> tuple[str, str, Sequence[protocols.ToolCall]]:
-        """Returns reasoning, content and calls. Calls have the id that the model wrote, or none."""
-        ...
 
 
 class MessageParser:
@@ -136,12 +120,10 @@ class MessageParser:
         self._said: dict[str, list[str]] = {"reasoning": [], "content": []}
 
     def feed(self, token_ids: Sequence[int]) -> Sequence[protocols.MessageDelta]:
-        """Returns the parts of the message that further tokens complete."""
         self._tokens += token_ids
         return self._next(self._stream.feed(token_ids))
 
     def finish(self) -> tuple[Sequence[protocols.MessageDelta], protocols.Message]:
-        """Returns the parts that were held back, and the whole message."""
         deltas = self._next(self._stream.finish(), last=True)
         calls: list[protocols.ToolCall] = []
         if self._read is not None:
@@ -213,12 +195,7 @@ class MessageParser:
 
 def text_parsing(tokenizer: protocols.Tokenizer, *, thinks: bool = False) -> Parsing:
     """Returns a maker of parsers that leave calls in the content, and thoughts unless `thinks`."""
-
-    def parser(tools: Sequence[protocols.ToolSpec], context: Sequence[int]) -> protocols.OutputParser:
-        del tools
-        return MessageParser(tokenizer, context, thinks=thinks)
-
-    return parser
+    return lambda tools, context: MessageParser(tokenizer, context, thinks=thinks)
 
 
 def call_id(context: Sequence[int], output: Sequence[int], index: int) -> str:

@@ -16,7 +16,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from libra_jax import protocols
-from libra_jax.agents import hugging_face, output_parsers, thoughts
+from libra_jax.agents import hugging_face, messages, output_parsers, thoughts
 
 # A call that does not parse is everyday here, and stays in the content. vLLM writes a stack trace for each.
 for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):
@@ -33,11 +33,7 @@ _OWN_FORMAT = ("openai", "openai_gptoss")
 
 
 def check_names(tool_parser: str, reasoning_parser: str) -> None:
-    """Checks the names of a tool parser and a reasoning parser; empty for none.
-
-    Raises:
-      ConfigError: vLLM has no parser of the name; the message suggests the nearest.
-    """
+    """Raises ConfigError if vLLM has no such tool parser or reasoning parser; an empty name stands for none."""
     for field, name, known in (
         ("tool_parser", tool_parser, ToolParserManager.list_registered()),
         ("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered()),
@@ -125,16 +121,8 @@ def _call(call: FunctionCall) -> protocols.ToolCall:
 
 
 def _request(tools: Sequence[protocols.ToolSpec]) -> ChatCompletionRequest:
-    offered = [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
-        }
-        for tool in tools
-    ]
-    return ChatCompletionRequest(
-        messages=[], model="", tools=offered or None, tool_choice="auto" if offered else "none"
-    )
+    offered = list(map(messages.tool_for_template, tools)) or None
+    return ChatCompletionRequest(messages=[], model="", tools=offered, tool_choice="auto" if offered else "none")
 
 
 class _Vocabulary:

@@ -160,7 +160,7 @@ def test_a_template_that_is_not_incremental_still_renders_whole_dialogues(tmp_pa
     asked = [protocols.Message("user", "hi")]
     whole = loaded.render(asked, first=True, generation_prompt=True)
     assert loaded.decode(whole) == "<|im_start|>user1hi<|im_end|>"
-    assert loaded.dialogue([{"role": "user", "content": "hi"}]) == loaded.decode(whole)
+    assert loaded.dialogue(asked) == loaded.decode(whole)
     with pytest.raises(protocols.DataError, match="not incremental"):
         loaded.render(asked, first=False, generation_prompt=True)
     folder = save(tmp_path, counting)
