@@ -50,13 +50,7 @@ def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments
 def demonstrated_tasks(settings: config.RunConfig, tasks: protocols.TaskSource) -> protocols.TaskSource:
     """Returns the tasks that the warm start demonstrates: the run's own, or others if `warm_start.arguments` is set.
 
-    Args:
-      settings: Configuration of the run.
-      tasks: The run's own tasks.
-
-    Raises:
-      ConfigError: `task.source` does not take the arguments.
-      DataError: The source's file cannot be used.
+    Raises as `task_source`.
     """
     own = settings.warm_start.arguments
     if not (own and settings.warm_start.steps):
@@ -76,12 +70,8 @@ def _parameters(factory: Callable[..., object]) -> Mapping[str, inspect.Paramete
         return None
 
 
-def is_harness(made: protocols.Environment | protocols.Harness) -> TypeGuard[protocols.Harness]:
+def is_harness(made: object) -> TypeGuard[protocols.Harness]:
     """Returns whether an object drives its rollouts itself (`protocols.Harness`), instead of being stepped."""
-    return _drives(made)
-
-
-def _drives(made: object) -> bool:
     return callable(getattr(made, "run", None)) and not callable(getattr(made, "step", None))
 
 
@@ -121,7 +111,7 @@ def environment_factory(
 def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
     called = resolving.shown(task.environment)
     makes = called if called == kind.__name__ else f"{called} makes a {kind.__name__}, which"
-    for method in ("run", "close") if _drives(made) else ("reset", "step", "close"):
+    for method in ("run", "close") if is_harness(made) else ("reset", "step", "close"):
         config.check(callable(getattr(made, method, None)), "task.environment", f"{makes} has no method {method}")
 
 

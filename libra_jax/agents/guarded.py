@@ -8,10 +8,13 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
+
+if TYPE_CHECKING:
+    from libra_jax.agents import loop
 
 _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
 """Fields of `config.task` with the deadlines of methods. All other methods have `reset_seconds`."""
@@ -30,23 +33,14 @@ class Environment:
     Args:
       environment: The user's environment.
       task: Task of the rollout. Errors name it.
-      reset_seconds: Deadline in seconds of `reset`, `close`, `snapshot` and `restore`.
-      step_seconds: Deadline in seconds of `step`.
-      wait_seconds: Deadline in seconds of `ready`.
+      limits: Limits with the deadlines of the methods.
     """
 
-    def __init__(
-        self,
-        environment: protocols.Environment,
-        task: protocols.Task,
-        *,
-        reset_seconds: float,
-        step_seconds: float,
-        wait_seconds: float,
-    ) -> None:
+    def __init__(self, environment: protocols.Environment, task: protocols.Task, limits: loop.Limits) -> None:
         self._environment = environment
         self._task = task
-        self._reset_seconds, self._step_seconds, self._wait_seconds = reset_seconds, step_seconds, wait_seconds
+        self._reset_seconds, self._step_seconds = limits.reset_seconds, limits.tool_seconds
+        self._wait_seconds = limits.wait_seconds
         kind = type(environment)
         self._name = f"{kind.__module__}:{kind.__qualname__}"
 
@@ -112,7 +106,6 @@ class Environment:
         return result
 
     async def close(self, metrics: dict[str, float]) -> None:
-        """Closes the environment (`close`)."""
         await close(self._environment.close, self._reset_seconds, metrics)
 
     def crash(self, verb: str, problem: str) -> protocols.EnvironmentCrashed:

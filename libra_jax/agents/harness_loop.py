@@ -262,7 +262,7 @@ class _Rollout:
                 answer=thoughts.split(dialogue[-1].content).answer.strip() if dialogue and finish == "answered" else "",
                 finish=finish,
                 messages=dialogue,
-                tools=loop.returns(outputs),
+                tools=progress.returns(outputs),
                 metrics=metrics,
                 environment_reward=own,
             )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
-from libra_jax.agents import guarded, progress, resolving, thoughts, wire
+from libra_jax.agents import guarded, progress, resolving, thoughts
 from libra_jax.agents.rewards import scoring
 
 
@@ -50,10 +50,6 @@ class Limits:
     rollout_seconds: float = 0.0
     answer_tokens: int = 0
     options: protocols.SamplingOptions = protocols.NO_OPTIONS
-
-
-_FROM_BEST = ("success", "failure", "timeout")
-"""Outcomes of tools. Of several in one turn, the worst counts."""
 
 
 async def run_rollout(
@@ -95,13 +91,7 @@ async def run_rollout(
       TaskRefused: The chat template refuses a message of the environment, or the prompt leaves no room to answer.
       RewardFailed: The reward function broke, or gave a reward that is not a finite number.
     """
-    world = guarded.Environment(
-        environment,
-        task,
-        reset_seconds=limits.reset_seconds,
-        step_seconds=limits.tool_seconds,
-        wait_seconds=limits.wait_seconds,
-    )
+    world = guarded.Environment(environment, task, limits)
     # A resumed rollout that had ended before: only its fresh environment is left to close.
     if trajectory.finish is not None and trajectory.reward is not None:
         await world.close(trajectory.metrics)
@@ -312,12 +302,7 @@ class _Rollout:
             raise progress.ReplayDiffers
         answers, turn = result.tool_returns, self.trajectory.turns[self.walk.turn]
         if answers:
-            # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
-            turn.tool = "+".join(sorted({answer.tool for answer in answers}))
-            turn.status = max((answer.status for answer in answers), key=_FROM_BEST.index)
-            turn.call = "+".join(sorted({answer.call for answer in answers if answer.call}))
-            errors = (each.error or wire.error(each.content) for each in answers if each.status != "success")
-            turn.error = next(filter(None, errors), "")
+            progress.record_returns(turn, answers)
         # Of several concurrent returns, some may include waits for others.
         told = answers[0].seconds if len(answers) == 1 else 0.0
         # A replayed turn keeps the seconds that it took the first time.
@@ -350,10 +335,8 @@ class _Rollout:
             return None
         self.walk.append(tokens, protocols.TokenSource.TOOL)
         self.messages += said
-        turn = self.trajectory.turns[self.walk.turn]
-        if not answers or turn.tool is None or turn.status is None:
-            return protocols.CausalState("environment", len(tokens), "success")
-        return protocols.CausalState(turn.tool, len(tokens), turn.status, turn.call, turn.error)
+        states = progress.returns([self.trajectory.turns[self.walk.turn]] if answers else [])
+        return states[0] if states else protocols.CausalState("environment", len(tokens), "success")
 
     # The end ----------------------------------------------------------------------------------------------------
 
@@ -383,7 +366,7 @@ class _Rollout:
             answer=thoughts.split(self.messages[-1].content).answer.strip() if finish == "answered" else "",
             finish=finish,
             messages=tuple(self.messages),
-            tools=returns(turns),
+            tools=progress.returns(turns),
             # A scorer does not see whether the rollout was interrupted, so that an interruption changes no reward.
             metrics={name: value for name, value in self.metrics.items() if name != "replay_differs"},
             environment_reward=float(own) if guarded.is_finite(own) else None,
@@ -405,15 +388,6 @@ def turn_metrics(turns: Sequence[protocols.Turn], reward: float, finish: str) ->
         "rewarded_after_tool": float(after_tool),
         "answered": float(finish == "answered"),
     }
-
-
-def returns(turns: Sequence[protocols.Turn]) -> tuple[protocols.CausalState, ...]:
-    """Returns what the tools of these turns returned, in order."""
-    return tuple(
-        protocols.CausalState(turn.tool, turn.payload_tokens, turn.status, turn.call, turn.error)
-        for turn in turns
-        if turn.tool is not None and turn.status is not None
-    )
 
 
 async def score(scorer: scoring.Scorer, task: protocols.Task, transcript: scoring.Transcript) -> scoring.Score:

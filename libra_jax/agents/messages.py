@@ -21,8 +21,7 @@ _FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *_REASONING)
 def from_dict(item: Any) -> protocols.Message:
     """Returns the message that a dict in OpenAI's form holds. Fields that are empty or None count as absent.
 
-    Raises:
-      DataError: A part of the message cannot be kept. The caller knows the row.
+    Raises DataError if a part of the message cannot be kept. The caller knows the row.
     """
     if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
         raise protocols.DataError(f"{item!r:.80} is no message with role and content")
@@ -64,10 +63,7 @@ def _text(content: Any, whose: str, *, optional: bool) -> str:
 def _call(call: Any, whose: str) -> protocols.ToolCall:
     function = call.get("function") or call if isinstance(call, Mapping) else {}
     value = function.get("arguments") if isinstance(function, Mapping) else None
-    try:
-        value = json.loads(value or "{}") if isinstance(value, str) or value is None else value
-    except (ValueError, RecursionError):
-        value = None
+    value = json_object(value or "{}") if isinstance(value, str) or value is None else value
     if not isinstance(value, Mapping) or not isinstance(function.get("name"), str):
         raise protocols.DataError(
             f'{whose} has the call {call!r:.80}; a call is {{"id": ..., "type": "function", "function": '
@@ -127,8 +123,13 @@ def tool_for_template(tool: protocols.ToolSpec) -> Mapping[str, Any]:
 
 def _arguments(call: protocols.ToolCall) -> Mapping[str, Any]:
     """Returns a call's arguments as an object; empty if their text is no JSON object, as in vLLM."""
+    return json_object(call.arguments) or {}
+
+
+def json_object(text: str) -> Mapping[str, Any] | None:
+    """Returns the JSON object that a text is; None for any other text."""
     try:
-        value = json.loads(call.arguments or "{}")
-    except (json.JSONDecodeError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # the latter: nested too deeply
+        return None
+    return value if isinstance(value, dict) else None

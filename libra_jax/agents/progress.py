@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import output_parsers, thoughts
+from libra_jax.agents import output_parsers, thoughts, wire
 from libra_jax.agents.sandbox import limits
 
 
@@ -180,6 +180,29 @@ def opening(tokenizer: protocols.Tokenizer, token_ids: Sequence[int], start: int
     Environments and rewards read this text before the output. Without it, a thought would pass for an answer.
     """
     return thoughts.opening(tokenizer.decode(token_ids[max(0, start - thoughts.TOKENS) : start]))
+
+
+_FROM_BEST = ("success", "failure", "timeout")
+"""Outcomes of tools. Of several in one turn, the worst counts."""
+
+
+def record_returns(turn: protocols.Turn, answers: Sequence[protocols.ToolReturn]) -> None:
+    """Records in a turn what its tools returned, at least one."""
+    # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
+    turn.tool = "+".join(sorted({answer.tool for answer in answers}))
+    turn.status = max((answer.status for answer in answers), key=_FROM_BEST.index)
+    turn.call = "+".join(sorted({answer.call for answer in answers if answer.call}))
+    errors = (answer.error or wire.error(answer.content) for answer in answers if answer.status != "success")
+    turn.error = next(filter(None, errors), "")
+
+
+def returns(turns: Sequence[protocols.Turn]) -> tuple[protocols.CausalState, ...]:
+    """Returns what the tools of these turns returned, in order."""
+    return tuple(
+        protocols.CausalState(turn.tool, turn.payload_tokens, turn.status, turn.call, turn.error)
+        for turn in turns
+        if turn.tool is not None and turn.status is not None
+    )
 
 
 def written(tokenizer: protocols.Tokenizer, trajectory: protocols.Trajectory) -> str:

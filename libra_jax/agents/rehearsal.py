@@ -68,13 +68,7 @@ async def _opened(
         if factories.is_harness(made):
             yield None
             return
-        world = guarded.Environment(
-            cast("protocols.Environment", made),
-            task,
-            reset_seconds=run.task.reset_seconds,
-            step_seconds=run.task.tool_seconds,
-            wait_seconds=run.task.wait_seconds,
-        )
+        world = guarded.Environment(cast("protocols.Environment", made), task, factories.limits(run))
         try:
             yield world, tools
         finally:

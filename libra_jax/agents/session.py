@@ -17,12 +17,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import lines, loop, outputs, wire
-
-ReadStatus = Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]
-"""Reads tool and outcome from a message (`protocols.ReadsStatus.status`)."""
-
-_FROM_BEST = ("success", "failure", "timeout")
+from libra_jax.agents import lines, loop, outputs, progress, wire
 
 
 class Session:
@@ -56,7 +51,7 @@ class Session:
         form: protocols.ChatFormat,
         sampler: protocols.Sampler,
         limits: loop.Limits,
-        read_status: ReadStatus,
+        read_status: wire.ReadStatus,
         heard: Callable[[], None] = lambda: None,
         strict: bool = False,
     ) -> None:
@@ -316,9 +311,7 @@ class Session:
     ) -> protocols.CausalState:
         """Returns what the messages after the line's last output say of its tools. Records it in the output's turn."""
         calls = {call.call_id: call for call in line.messages[line.outputs[-1].messages - 1].tool_calls}
-        found: list[tuple[str, protocols.ToolStatus]] = []
-        did: set[str] = set()
-        errors: list[str] = []
+        answers: list[protocols.ToolReturn] = []
         first = next(iter(calls.values()), None)
         if first is not None and added and added[0].role == "user" and all(item.role != "tool" for item in added):
             # An agent without the role "tool": what comes first answers the call.
@@ -329,21 +322,16 @@ class Session:
             if read is not None:
                 tool, outcome = read
                 marked = message.tool_call_id in failed_calls and outcome == "success"
-                found.append((tool, "failure" if marked else outcome))
-                did.add(wire.call(made))
-                if found[-1][1] != "success":
-                    errors.append(wire.error(message.content))
+                outcome = "failure" if marked else outcome
+                answers.append(protocols.ToolReturn(tool, outcome, message.content, call=wire.call(made)))
         turn = line.segment.turns[len(line.outputs) - 1]
         turn.payload_tokens = payload_tokens
         # A replayed turn keeps the seconds that it took the first time.
         turn.tool_seconds = turn.tool_seconds or self._clock() - line.answered_at
-        if not found:
+        if not answers:
             return protocols.CausalState("environment", payload_tokens, "success")
-        # Each tool's name once and in a fixed order, so that a replayed turn has the same causal state.
-        worst = max((status for _, status in found), key=_FROM_BEST.index)
-        turn.tool, turn.status = "+".join(sorted({tool for tool, _ in found})), worst
-        turn.call, turn.error = "+".join(sorted(filter(None, did))), next(filter(None, errors), "")
-        return protocols.CausalState(turn.tool, payload_tokens, worst, turn.call, turn.error)
+        progress.record_returns(turn, answers)
+        return progress.returns([turn])[0]
 
     # Outputs --------------------------------------------------------------------------------------------------------
 

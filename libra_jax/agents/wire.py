@@ -6,12 +6,14 @@ agents. A harness with conventions of its own has a method `status` (`protocols.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from libra_jax import protocols
-from libra_jax.agents import resolving
+from libra_jax.agents import messages, resolving
+
+ReadStatus = Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]
+"""Reads tool and outcome from a message (`protocols.ReadsStatus.status`)."""
 
 _HEAD = 400
 """Characters at each end of a return that are searched for the words of a failure."""
@@ -87,11 +89,8 @@ def call(made: protocols.ToolCall | None) -> str:
     """Returns what a call that runs a command does: test, edit, install or read; nothing for all others."""
     if made is None or len(made.arguments) > 2**20:
         return ""
-    try:
-        arguments = json.loads(made.arguments)
-    except (ValueError, RecursionError):
-        return ""
-    command = arguments.get("command", arguments.get("cmd")) if isinstance(arguments, Mapping) else None
+    arguments = messages.json_object(made.arguments) or {}
+    command = arguments.get("command", arguments.get("cmd"))
     if not isinstance(command, str):
         return ""
     return next((name for name, pattern in _CALLS if pattern.search(command[:_ERROR_ENDS])), "")
@@ -100,17 +99,13 @@ def call(made: protocols.ToolCall | None) -> str:
 def _says_error(text: str) -> bool:
     if not text.lstrip().startswith("{") or len(text) > 2**20:
         return False
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, Mapping) and bool(value.get("error"))
+    return bool((messages.json_object(text) or {}).get("error"))
 
 
 def checked(
     read: Callable[[protocols.ToolCall | None, protocols.Message], object],
     crash: Callable[[str, str], protocols.EnvironmentCrashed],
-) -> Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]:
+) -> ReadStatus:
     """Returns a harness's own `status` that crashes its rollout if it raises or returns something else.
 
     Args:

@@ -48,13 +48,7 @@ async def run_rollout(
         raise protocols.ConfigError(
             "config.task.max_seconds: seconds of rollouts with several segments are not simulated; set it to 0"
         )
-    world = guarded.Environment(
-        environment,
-        task,
-        reset_seconds=limits.reset_seconds,
-        step_seconds=limits.tool_seconds,
-        wait_seconds=limits.wait_seconds,
-    )
+    world = guarded.Environment(environment, task, limits)
     rollout = _Rollout(_scripted(trajectory), world, tokenizer, sampler, limits)
     try:
         await rollout.run()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.agents import arithmetic, guarded, question, thoughts, wire
+from libra_jax.agents import arithmetic, guarded, loop, question, thoughts, wire
 from libra_jax.agents.environments import episodes, math, search_qa
 from libra_jax.agents.rewards import judge
 from libra_jax.agents.tools import formats, toolkit
@@ -132,8 +132,8 @@ def test_a_grader_that_hangs_leaves_the_event_loop_and_keeps_the_deadline(module
     async def body():
         async with toolkit.Toolkit(config.ToolsConfig(), config.SandboxConfig()) as tools:
             task = protocols.Task("t", {"prompt": "?", "answer": "42"})
-            seconds = {"reset_seconds": 60.0, "step_seconds": 0.2, "wait_seconds": 60.0}
-            environment = guarded.Environment(make(tools), task, **seconds)
+            limits = loop.Limits(1, 1, 1, tool_seconds=0.2, temperature=1.0)
+            environment = guarded.Environment(make(tools), task, limits)
             await environment.reset()
             try:
                 with pytest.raises(protocols.EnvironmentCrashed, match=r"step took more than 0\.2 s"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from libra_jax import protocols, turns
-from libra_jax.agents import deadlines, session
+from libra_jax.agents import deadlines, wire
 from libra_jax.agents.environments.harness import commands, jobs, processes, scoring, workspace
 from libra_jax.agents.repair import snapshots
 
@@ -38,7 +38,7 @@ class AgentHarness:
     exits: Sequence[int]
     overdue: str
     most: int
-    read_status: session.ReadStatus
+    read_status: wire.ReadStatus
     demonstrate: dataclasses.InitVar[Callable[[protocols.Task], Sequence[protocols.Message]] | None] = None
     _task: asyncio.Task[protocols.Outcome] | None = field(default=None, init=False)
 
