@@ -5,6 +5,7 @@ import asyncio
 import fractions
 import re
 
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def test_small_powers_are_exact(base, exponent):
 
 
 @given(st.text(max_size=60) | st.text("0123456789+-*/(). ", max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=property_counts.examples(100, 300))
 def test_no_text_makes_the_calculator_do_anything_but_answer_or_fail(text):
     told = arithmetic.carry_out(text, 60)
     status, content = told.status, told.content
@@ -224,7 +225,7 @@ def test_levels_choose_the_patterns_and_a_wrong_one_is_named():
 
 
 @given(st.integers(16, 18), st.integers(0, 2000))
-@settings(max_examples=100)
+@settings(max_examples=property_counts.examples(40, 100))
 def test_every_solvable_expression_fits_and_every_overlong_one_does_not(max_characters, index):
     task = calculator.task_source(seed=1, max_characters=max_characters).task(index)
     failing = index % 16 == 15

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import loop_doubles as doubles
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,7 +120,7 @@ def test_an_attempt_that_was_cut_off_holds_no_place_while_it_is_scored_and_close
 
 
 @given(st.integers(9, 60))
-@settings(max_examples=60)
+@settings(max_examples=property_counts.examples(25, 60))
 def test_no_context_outgrows_its_limit(max_context):
     limits = loop.Limits(max_turns=4, max_tokens=40, max_context=max_context, tool_seconds=5.0, temperature=1.0)
     trajectory, sampler = doubles.attempt(["<tool_call>12*34</tool_call>", "408"], limits=limits)
@@ -235,7 +236,7 @@ def test_a_scorer_that_raises_or_gives_nonsense_is_a_crash_that_names_the_task()
 
 
 @given(st.integers(0, 400))
-@settings(max_examples=60)
+@settings(max_examples=property_counts.examples(25, 60))
 def test_a_demonstration_is_token_for_token_a_perfect_policys_attempt(index):
     task = calculator.task_source(seed=3).task(index)
     environment = calculator.environment()

@@ -1,8 +1,9 @@
 """Tokenizers: text round trips, and chat templates that are applied to increments only."""
 
+import property_counts
 import pytest
 from chat_templates import save
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
@@ -65,6 +66,7 @@ def test_printable_text_and_call_marks_survive_a_round_trip(text):
     assert len(tokens) == len(plain) + text.count("<tool_call>") + text.count("</tool_call>")
 
 
+@settings(max_examples=property_counts.examples(30, 100))
 @given(st.text())
 def test_any_text_becomes_tokens_of_the_vocabulary_and_none_that_forge_a_turn(text):
     tokens = CHARACTER.encode(text + "<|im_end|><|tool|>")

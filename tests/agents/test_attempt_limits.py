@@ -5,6 +5,7 @@ import dataclasses
 
 import dialogue_doubles
 import loop_doubles as doubles
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def test_an_answer_with_the_last_token_counts():
 
 
 @given(st.integers(1, 19), st.data())
-@settings(max_examples=80)
+@settings(max_examples=property_counts.examples(30, 80))
 def test_an_attempt_cut_anywhere_ends_at_the_same_token(most, data):
     outputs = ["<tool_call>12*</tool_call>", CALL, "408"]
     allowed = limits(rollout_tokens=most)
@@ -180,7 +181,7 @@ def test_of_several_returns_the_longest_give_most():
 
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=3), st.integers(20, 300), st.integers(1, 60))
-@settings(max_examples=100)
+@settings(max_examples=property_counts.examples(40, 100))
 def test_a_shown_return_leaves_the_room_or_is_shown_whole(lengths, max_context, answer_tokens):
     allowed = limits(answer_tokens=answer_tokens, max_context=max_context)
     trajectory, _ = doubles.attempt(["go", "done"], environment=Talks(*lengths), limits=allowed)
@@ -196,7 +197,7 @@ def test_a_shown_return_leaves_the_room_or_is_shown_whole(lengths, max_context, 
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=property_counts.examples(15, 40))
 def test_a_cut_return_is_replayed_as_it_was_cut(data):
     allowed = limits(answer_tokens=30)
     whole, _ = doubles.attempt(["go", "done"], environment=Talks(500), limits=allowed)

@@ -4,6 +4,7 @@ import json
 import re
 import time
 
+import property_counts
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -102,7 +103,7 @@ def streamed(draw, name):
 
 
 @given(streamed("hermes"))
-@settings(max_examples=200)
+@settings(max_examples=property_counts.examples(60, 200))
 @example(['<tool_call>{"x', '</tool_call>"', "</tool_call>", "<tool_call>{}</tool_call><tool_call>"])
 def test_hermes_is_read_the_same_however_its_text_is_cut(pieces):
     text = "".join(pieces)
@@ -110,7 +111,7 @@ def test_hermes_is_read_the_same_however_its_text_is_cut(pieces):
 
 
 @given(streamed("tags"))
-@settings(max_examples=200)
+@settings(max_examples=property_counts.examples(60, 200))
 @example(["<search>a</search", ">", "<think><add>", "</think>", "<add>"])
 def test_tags_are_read_the_same_however_their_text_is_cut(pieces):
     text = "".join(pieces)
@@ -198,7 +199,7 @@ WORDS = st.lists(
 
 
 @given(WORDS.filter(bool), st.dictionaries(WORDS, VALUES | WORDS, max_size=3))
-@settings(max_examples=100)
+@settings(max_examples=property_counts.examples(40, 100))
 def test_hermes_reads_back_any_call_that_it_writes(name, arguments):
     written = formats.named("hermes").write(name, arguments)
     assert read(f"text{written}{written}", "hermes") == [formats.Call(name, arguments)] * 2
@@ -266,7 +267,7 @@ EDITS = st.fixed_dictionaries(
 
 
 @given(st.tuples(st.just("python"), st.fixed_dictionaries({"code": MARKUP})) | st.tuples(st.just("edit"), EDITS))
-@settings(max_examples=150)
+@settings(max_examples=property_counts.examples(50, 150))
 def test_tags_read_back_any_call_that_they_write(written):
     name, arguments = written
     tags = formats.named("tags")

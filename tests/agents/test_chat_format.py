@@ -3,8 +3,9 @@
 import itertools
 
 import chat_templates
+import property_counts
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import protocols
@@ -161,6 +162,7 @@ OUTPUTS = st.builds(said, TEXTS) | st.builds(lambda text: said(text, calls=[CALL
 NEXT = st.builds(returned, TEXTS) | st.builds(protocols.Message, st.just("user"), TEXTS)
 
 
+@settings(max_examples=property_counts.examples(30, 100))
 @given(st.lists(st.tuples(OUTPUTS, NEXT), min_size=1, max_size=3), st.sampled_from(["PLAIN", "THINKS"]))
 def test_output_and_extension_give_the_whole_dialogue_in_the_templates_writing(made, rounds, name):
     """Where an output is what the template itself would write."""

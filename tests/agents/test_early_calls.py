@@ -5,6 +5,7 @@ import dataclasses
 
 import dialogue_doubles
 import loop_doubles as doubles
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,7 +92,7 @@ TEXTS = st.lists(
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(1, 20))
-@settings(max_examples=60)
+@settings(max_examples=property_counts.examples(25, 60))
 def test_hearing_changes_nothing_but_when_calls_begin(outputs, delta):
     def ended(eager):
         look = dialogue_doubles.Clocked(eager=eager, seconds=0.3)
@@ -149,14 +150,14 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
 @given(st.text(max_size=60), SIZES)
-@settings(max_examples=150)
+@settings(max_examples=property_counts.examples(50, 150))
 def test_no_character_is_told_in_parts(text, sizes):
     pieces, _ = heard([*text.encode(), 256], sizes)
     assert "".join(pieces) == text.rstrip("\ufffd") or "".join(pieces) == text
 
 
 @given(st.lists(st.sampled_from([0x41, 0x80, 0xC3, 0xA9, 0xE2, 0x82, 0xF0, 0x9F, 0x98]), max_size=60), SIZES)
-@settings(max_examples=150)
+@settings(max_examples=property_counts.examples(50, 150))
 def test_bytes_that_are_no_text_are_told_as_the_whole_is_decoded(tokens, sizes):
     pieces, _ = heard(tokens, sizes)
     assert bytes(tokens).decode(errors="replace").startswith("".join(pieces))

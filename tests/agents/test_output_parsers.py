@@ -2,6 +2,7 @@
 
 import itertools
 
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,7 +56,7 @@ def streamed(tokens, cuts, stop, **arguments):
     read=st.sampled_from([None, calls_between_marks]),
     streams=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=property_counts.examples(120, 400))
 def test_the_parts_of_a_stream_are_the_message_in_its_order(output, cuts, stop, thinks, opened, read, streams):
     tokens, context = TOKENIZER.encode(output), TOKENIZER.encode("a <think>\n" if opened else "a")
     arguments = {"context": context, "thinks": thinks, "read": read, "streams": streams}

@@ -4,6 +4,7 @@ import asyncio
 import copy
 
 import loop_doubles as doubles
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ def same(one, two):
 
 
 @given(st.integers(0, len(WHOLE.token_ids)))
-@settings(max_examples=150)
+@settings(max_examples=property_counts.examples(50, 150))
 def test_an_attempt_cut_anywhere_goes_on_to_the_same_end(count):
     left = cut(WHOLE, count)
     resumed, sampler = doubles.attempt(OUTPUTS, trajectory=left)
@@ -59,7 +60,7 @@ def test_an_attempt_cut_anywhere_goes_on_to_the_same_end(count):
 
 
 @given(st.integers(1, 60), st.integers(1, 60))
-@settings(max_examples=60)
+@settings(max_examples=property_counts.examples(25, 60))
 def test_retained_tokens_count_against_the_turns_limit(count, max_tokens):
     limits = loop.Limits(max_turns=4, max_tokens=max_tokens, max_context=200, tool_seconds=5.0, temperature=1.0)
     whole, _ = doubles.attempt(["9" * 100], limits=limits)

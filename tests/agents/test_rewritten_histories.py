@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 
+import property_counts
 import pytest
 import session_doubles as doubles
 from hypothesis import given, settings
@@ -106,7 +107,7 @@ rewrite_sets = st.sets(st.sampled_from(REWRITES)).filter(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=property_counts.examples(50, 150))
 @given(script=st.lists(outputs, min_size=1, max_size=4), rewrites=rewrite_sets, failed=st.booleans())
 def test_a_rewritten_history_goes_on_in_its_segment(script, rewrites, failed):
     async def test() -> None:

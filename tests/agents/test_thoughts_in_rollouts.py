@@ -5,6 +5,7 @@ import dataclasses
 import chat_templates
 import dialogue_doubles
 import loop_doubles as doubles
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,7 +87,7 @@ TEXTS = st.lists(st.sampled_from([CALL, "<think>", "</think>", "x"]), max_size=5
 
 
 @given(TEXTS, st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=property_counts.examples(25, 60))
 def test_a_template_that_opens_the_thought_is_as_a_policy_that_does(output, eager):
     calls, _ = looked(output, eager=eager, tokenizer=doubles.OpensThoughts())
     assert calls == looked(f"<think>\n{output}", eager=eager, tokenizer=doubles.TOKENIZER)[0]

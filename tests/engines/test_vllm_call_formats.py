@@ -2,6 +2,7 @@
 
 import json
 
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +59,7 @@ def ours(text, size):
 
 
 @given(CALLS.filter(bool), st.integers(1, 40))
-@settings(max_examples=150)
+@settings(max_examples=property_counts.examples(40, 150))
 def test_well_formed_outputs_hold_the_calls_that_vllm_finds(calls, size):
     written = [
         f"{text}<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"

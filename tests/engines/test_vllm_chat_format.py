@@ -7,6 +7,7 @@ import pathlib
 import re
 
 import chat_templates
+import property_counts
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,8 +174,6 @@ PARSERS = (
     ("llama3_json", "marks"),
     ("hermes", "deepseek_r1"),
 )
-EXAMPLES = 30 if settings.default.derandomize else 1000
-"""Outputs for each parser; more with --hypothesis-profile explore."""
 JSON_CALL = '<tool_call>\n{"name": "search", "arguments": {"q":"a é😀","n": 1}}\n</tool_call>'
 XML_CALL = (
     "<tool_call>\n<function=search>\n<parameter=q>\na é\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
@@ -263,7 +262,7 @@ def read(make, tokens, cuts=(), context=(7,), tools=TOOLS):
 
 @pytest.mark.parametrize("names", PARSERS)
 @given(output=OUTPUTS, cuts=st.lists(st.integers(0, 999), max_size=6), offered=st.booleans(), opened=st.booleans())
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=property_counts.examples(12, 1000))
 def test_a_streams_parts_are_the_message_that_vllm_reads(names, output, cuts, offered, opened, thinks):
     tools = TOOLS if offered else ()
     context = thinks.encode("<|im_start|>assistant\n" + "<think>\n" * opened)
