@@ -67,11 +67,7 @@ class ControlTokens:
         return [self.cut(item, role) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a template's text with cut control tokens in it.
-
-        Raises:
-          DataError: The tokenizer cannot write its control tokens as text.
-        """
+        """Returns the tokens of a template's text with cut control tokens in it."""
         try:
             backend, ids = self._escaped
         except Exception as error:  # the many forms of a tokenizer fail in many ways

@@ -18,12 +18,7 @@ TRIAL_CLOSE_SECONDS = 30.0
 
 
 def task_source(task: config.TaskConfig, seed: int, field: str = "task.arguments") -> protocols.TaskSource:
-    """Returns the tasks of `task.source`.
-
-    Args:
-      task: Settings with the source and its arguments.
-      seed: Seed of the run.
-      field: Setting that an error about the arguments names.
+    """Returns the tasks of `task.source`. An error about the arguments names `field`.
 
     Raises:
       ConfigError: The factory cannot be found or called, or `task.path` is set but the factory takes no path.
@@ -80,9 +75,7 @@ def environment_factory(
 ) -> Callable[[], protocols.Environment | protocols.Harness]:
     """Returns a function that makes a fresh environment of `task.environment` at each call. Makes none itself.
 
-    Args:
-      task: Settings with the environment.
-      tools: Tools of the run, passed to a factory that has a parameter `tools`. None only if no environment is used.
+    The run's tools are passed to a factory that has a parameter `tools`. They are None only if no environment is used.
 
     Raises:
       ConfigError: The factory cannot be found, takes other arguments, or is a class that lacks a method.
@@ -121,13 +114,7 @@ async def demonstrator(
 ) -> AsyncIterator[protocols.Demonstrator | None]:
     """Makes one environment, to check that this works, and lends it as the demonstrator. Always closes it.
 
-    Args:
-      task: Settings with the environment.
-      tools: The run's open tools.
-      needed: Whether demonstrations are needed. If not, the environment is closed at once.
-
-    Yields:
-      The environment if it is needed and has a method `demonstration`, otherwise None.
+    Yields the environment if demonstrations are needed and it has a method `demonstration`, otherwise None.
 
     Raises:
       ConfigError: The factory cannot be found or called, or does not make an environment.

@@ -78,23 +78,13 @@ async def run_harness(
     reward is 0 unless `reward` gives another.
 
     A harness is silent while none of its requests is under way. It may be silent for `limits.reset_seconds` before its
-    first request and for `limits.tool_seconds` afterwards. One that is silent for longer has crashed.
+    first request and for `limits.tool_seconds` afterwards.
 
-    Args:
-      trajectory: empty for a new rollout, else the trajectory of an aborted rollout, cut off anywhere.
-      task: task of the rollout.
-      harness: drives the rollout. Closed in every case.
+    Args (the others are those of `loop.run_rollout`):
+      harness: drives the rollout. Closed in every case. One that breaks or is silent for too long has crashed.
       host: what the session needs.
-      tokenizer: decodes the rollout for a scorer.
-      sampler: source of tokens.
-      limits: limits of the rollout.
-      reward: scores every finished rollout, with its own deadlines. None: the harness's reward counts.
-      score_void: a voided attempt has the reward 0, because another one went before.
-
-    Raises:
-      AttemptVoided: the agent's side left nothing to score, and `score_void` is False.
-      EnvironmentCrashed: the harness broke, was silent for too long, or gave a reward that is not a finite number.
-      RewardFailed: the reward function broke, or gave a reward that is not a finite number.
+      score_void: a voided attempt has the reward 0, because another one went before. Else AttemptVoided is raised if
+        the agent's side left nothing to score.
     """
     kind = type(harness)
     name = f"harness {kind.__module__}:{kind.__qualname__}, task {task.prompt_id}"
@@ -174,11 +164,7 @@ class _Rollout:
         watch: progress.Stopwatch,
         turn: turns.Turn,
     ) -> None:
-        """Waits until the harness ends, the rollout's time is up, or the session breaks.
-
-        Raises:
-          EnvironmentCrashed: the harness was silent for too long, or waited too long for what other rollouts hold.
-        """
+        """Waits until the harness ends, the rollout's time is up, or the session breaks."""
         limits, clock = self.limits, asyncio.get_running_loop().time
         began = clock()
         while not work.done() and not opened.broken.done() and not watch.over():

@@ -42,11 +42,7 @@ class Walk:
         return self.position == len(self._trajectory.token_ids)
 
     def append(self, tokens: Sequence[int], source: protocols.TokenSource) -> None:
-        """Accounts for text. Compares it with the retained tokens, and appends the part beyond them.
-
-        Raises:
-          ReplayDiffers: The retained tokens are different.
-        """
+        """Accounts for text. Appends what goes beyond the retained tokens; raises `ReplayDiffers` if those differ."""
         end = self.position + len(tokens)
         retained = self._trajectory.token_ids[self.position : end]
         sources = self._trajectory.sources[self.position : end]
@@ -57,10 +53,7 @@ class Walk:
         self.position = end
 
     def record(self, end: int, began: float) -> None:
-        """Accounts for an output up to `end`.
-
-        Fills in the retained turn, or adds a new turn if the output has tokens.
-        """
+        """Accounts for an output up to `end`, in the retained turn or, if the output has tokens, in a new one."""
         generated, turns = end - self.position, self._trajectory.turns
         self.position = end
         self.generated += generated
@@ -159,10 +152,7 @@ def cut_to_fit(
     Args:
       answers: Returns, in order.
       tokens: Counts the tokens of returns as rendered. More characters are assumed to need more tokens.
-      room: Number of tokens that the returns may take.
-
-    Returns:
-      The returns. None if there is no room even for the marks.
+      room: Number of tokens that the returns may take. None is returned if there is no room even for the marks.
     """
 
     def cut(most: int) -> Sequence[protocols.ToolReturn]:

@@ -33,12 +33,7 @@ class Samples:
     tokenizer: protocols.Tokenizer
 
     def of_step(self, step: int, groups: Sequence[protocols.Group]) -> list[dict[str, Any]]:
-        """Returns records of a step's rollouts, best first.
-
-        Args:
-          step: Training step, as in `metrics.jsonl`.
-          groups: Groups that the step trained on.
-        """
+        """Returns records of rollouts that a step trained on, best first."""
         rollouts = [(trajectory, group) for group in groups for trajectory in group.rollouts]
         chosen = choose([trajectory for trajectory, _ in rollouts], self.count, self.seed)
         groups_by_id = {trajectory.trajectory_id: group for trajectory, group in rollouts}
@@ -51,12 +46,7 @@ class Samples:
         return records
 
     def of_evaluation(self, version: int, rollouts: Sequence[protocols.Trajectory]) -> list[dict[str, Any]]:
-        """Returns records of an evaluation's rollouts, best first.
-
-        Args:
-          version: Evaluated policy version, which is the number of steps that made it.
-          rollouts: Rollouts that were scored.
-        """
+        """Returns records of an evaluation's rollouts, best first. The version is the number of steps that made it."""
         identity = {"step": version, "evaluation": True, "policy_version": version, "group_id": None}
         return [
             identity | {"rank": rank, "of": len(rollouts)} | self._record(trajectory)
@@ -130,10 +120,7 @@ def choose(rollouts: Sequence[protocols.Trajectory], count: int, seed: int) -> l
 
     The choice depends only on rewards, ids and the seed, so a repeated step chooses the same rollouts.
 
-    Args:
-      rollouts: Finished rollouts. Rollouts without a reward rank last.
-      count: Number of rollouts. 1 chooses the best alone.
-      seed: Seed that orders rollouts of equal reward.
+    A count of 1 chooses the best alone. Rollouts without a reward rank last.
     """
 
     def order(trajectory: protocols.Trajectory) -> tuple[float, int, str]:

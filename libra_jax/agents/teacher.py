@@ -104,12 +104,6 @@ class Teacher:
                 )
 
     async def log_probs(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns the log-probability of each token after those before it; 0 for the first.
-
-        Raises:
-          TeacherFailed: the server failed, and its retries failed too.
-          ConfigError: the server refuses the request, or answers something else than log-probabilities.
-        """
         if len(token_ids) < 2:
             return [0.0] * len(token_ids)
         async with self.places:
@@ -153,8 +147,7 @@ class Teacher:
 def _read(content: bytes, token_ids: Sequence[int]) -> tuple[list[float], list[str | None]]:
     """Reads a reply of vLLM: `{"choices": [{"prompt_logprobs": [null, {"<id>": {"logprob": x, ...}}, ...]}]}`.
 
-    Raises:
-      ValueError: it is no such reply; the message continues a sentence about the server.
+    The ValueError of any other reply continues a sentence about the server.
     """
     try:
         choice: Any = json.loads(content)["choices"][0]

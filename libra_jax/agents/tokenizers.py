@@ -34,11 +34,12 @@ _CALL_MARKS = re.compile(r"(</?tool_call>)")
 class CharacterTokenizer:
     """A tokenizer with one token per character.
 
-    Printable ASCII and newline keep their ASCII codes, and special tokens have codes below 10.
+    Printable ASCII and newline keep their ASCII codes, and special tokens have codes below 10. Every other character
+    becomes one unknown token, shown as U+FFFD like tokens outside the vocabulary. Of the special tokens, only the
+    tool-call marks are recognised in text, so content cannot forge a role or end a turn.
 
-    The template writes each message as a role token, the content and `<|im_end|>`. The generation prompt is the
-    assistant's role token. Every other character becomes one unknown token, shown as U+FFFD. Of the special tokens,
-    only the tool-call marks are recognised in text, so content cannot forge a role or end a turn.
+    The template writes each message as a role token, the content and `<|im_end|>`. Calls and reasoning are part of the
+    content. The generation prompt is the assistant's role token.
     """
 
     vocab_size = 128
@@ -53,7 +54,6 @@ class CharacterTokenizer:
             self._text[code] = text
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of plain text. `<tool_call>` and `</tool_call>` are one token each."""
         tokens: list[int] = []
         for piece in _CALL_MARKS.split(text):
             if piece in ("<tool_call>", "</tool_call>"):
@@ -63,20 +63,12 @@ class CharacterTokenizer:
         return tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, with special tokens spelled out. Tokens outside the vocabulary become U+FFFD."""
         known = range(self.vocab_size)
         return "".join(self._text[token] if token in known else "\ufffd" for token in token_ids)
 
     def render(
         self, messages: Sequence[protocols.Message], *, first: bool, generation_prompt: bool
     ) -> list[int]:  # this template has no text that belongs to the start only
-        """Returns the tokens that `messages` add to the context: a role token, the content and a stop token for each.
-
-        Calls and reasoning are part of the content.
-
-        Raises:
-          DataError: The template does not know a role.
-        """
         del first
         tokens: list[int] = []
         for message in messages:
@@ -93,7 +85,6 @@ class CharacterTokenizer:
     def render_output(
         self, before: Sequence[protocols.Message], output: protocols.Message, *, first: bool
     ) -> list[int]:
-        """Returns the tokens of an assistant's message and a stop token."""
         del before, first
         return [*self.encode(message_forms.for_character(output)), _SPECIAL["<|im_end|>"]]
 
@@ -103,11 +94,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def listed_ends(model_path: str) -> list[int]:
-    """Returns the stop tokens in a model's generation_config.json, or else in its config.json, as transformers does.
-
-    Raises:
-      DataError: A file is not JSON, or lists something else than tokens.
-    """
+    """Returns the stop tokens in a model's generation_config.json, or else in its config.json, as transformers does."""
     for file in (pathlib.Path(model_path) / name for name in ("generation_config.json", "config.json")):
         try:
             values = json.loads(file.read_text()) if model_path and file.is_file() else {}
@@ -161,15 +148,7 @@ def load(
 def create(task: config.TaskConfig, model_path: str, *, incremental: bool = True) -> protocols.Tokenizer:
     """Returns the tokenizer that `task.tokenizer` names: "character", a directory, or (if empty) the model's own.
 
-    Args:
-      task: Settings of the task.
-      model_path: Directory of the model, or empty.
-      incremental: Whether the template has to be incremental, as the native loop needs it. A `ChatFormat` needs no
-        such template.
-
-    Raises:
-      ConfigError: The name is neither.
-      DataError: The directory cannot be used.
+    Raises ConfigError if the name is neither, and DataError as `load`. A `ChatFormat` needs no incremental template.
     """
     if task.tokenizer == "character":
         return CharacterTokenizer()
@@ -189,12 +168,9 @@ def create(task: config.TaskConfig, model_path: str, *, incremental: bool = True
 def demonstration_trajectory(
     task: protocols.Task, demonstrator: protocols.Demonstrator, tokenizer: protocols.Tokenizer
 ) -> protocols.Trajectory:
-    """Returns the tokens of a solved dialogue, rendered exactly as the live loop renders them.
+    """Returns the tokens of a solved dialogue (`dialogue_trajectory`), rendered exactly as the live loop renders them.
 
-    The loss covers the assistant's tokens, including stop tokens.
-
-    Raises:
-      EnvironmentCrashed: The dialogue does not begin with a prompt and end with an answer of the assistant.
+    Raises EnvironmentCrashed if the dialogue does not begin with a prompt and end with an answer of the assistant.
     """
     messages = list(demonstrator.demonstration(task))
     if len(messages) < 2 or messages[0].role == "assistant" or messages[-1].role != "assistant":
@@ -209,10 +185,8 @@ def dialogue_trajectory(
 ) -> protocols.Trajectory:
     """Returns the tokens of a dialogue. The loss covers the assistant's tokens, including stop tokens.
 
-    Messages after the last one of the assistant are left out.
-
-    Raises:
-      DataError: The dialogue begins with the assistant or has no message of it, or the template refuses a message.
+    Messages after the last one of the assistant are left out. Raises DataError if the dialogue begins with the
+    assistant or has no message of it, or if the template refuses a message.
     """
     if not messages or messages[0].role == "assistant" or all(item.role != "assistant" for item in messages):
         raise protocols.DataError("a dialogue must begin with a prompt, and have an answer of the assistant")

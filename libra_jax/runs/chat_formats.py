@@ -13,10 +13,6 @@ def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> 
 
     The native loop adds increments to a dialogue, so its template has to be incremental. A harness sends whole
     dialogues, and takes any template.
-
-    Raises:
-      ConfigError: the tokenizer's name or the environment's factory is wrong.
-      DataError: the tokenizer cannot be used, or its template is not incremental and the environment is no harness.
     """
     made = tokenizers.create(config.task, config.model.path, incremental=False)
     if (
@@ -30,15 +26,9 @@ def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> 
 
 
 def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -> protocols.ChatFormat:
-    """Returns the chat format of a tokenizer.
+    """Returns the chat format of a tokenizer, with the parsers that the settings name.
 
-    Args:
-      tokenizer: the character tokenizer or a Hugging Face tokenizer.
-      settings: names of the parsers, `tool_parser` and `reasoning_parser`.
-
-    Raises:
-      ConfigError: vLLM has no parser of a name, or the parser cannot read the tokenizer's tokens.
-      DataError: the tokenizer is of another kind.
+    Raises ConfigError if vLLM has no parser of a name, or the parser cannot read the tokenizer's tokens.
     """
     if isinstance(tokenizer, tokenizers.CharacterTokenizer):
         # The calculator's calls are expressions between Hermes's marks, and stay in the text.
