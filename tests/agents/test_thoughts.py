@@ -1,7 +1,5 @@
 """What of an output is thought and what is answer, by the marks in it and by the end of its context."""
 
-import time
-
 import pytest
 
 from libra_jax.agents import thoughts
@@ -51,14 +49,3 @@ ENDS = {
 @pytest.mark.parametrize(("end", "opening"), ENDS.items())
 def test_a_context_opens_a_thought_where_the_template_does(end, opening):
     assert thoughts.opening(f"<|user|>what is <think>?{end}") == opening
-
-
-def test_an_output_is_split_in_time_of_its_length():
-    def seconds(count):
-        began = time.perf_counter()
-        for piece in ("<think>", "</think>a", "<think>a</think>", "<"):
-            thoughts.split(piece * count)
-        return time.perf_counter() - began
-
-    seconds(1000)
-    assert seconds(40_000) < 400 * max(seconds(1000), 1e-3)
