@@ -21,6 +21,7 @@ import glob
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -88,7 +89,7 @@ class Scratch:
                         for segment in SHARED_MEMORY.glob(f"{glob.escape(meeting.name)}-*"):
                             with contextlib.suppress(OSError):
                                 segment.unlink()
-                    shutil.rmtree(file.parent, ignore_errors=True)
+                    remove(file.parent)
                 finally:
                     os.close(lock)
         while True:
@@ -109,10 +110,19 @@ class Scratch:
 
     def close(self) -> None:
         """Removes the folder and its content. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove(self.path)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder as far as possible. It may lack rights, or nest deeper than Python recurs."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.is_dir() and not folder.is_symlink():
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], capture_output=True)
 
 
 _making = threading.Lock()

@@ -127,6 +127,13 @@ def test_files_beyond_the_limit_are_refused_and_not_a_crash():
     assert "2097152 bytes" in harness_doubles.judge.seen.refused
 
 
+def test_folders_that_are_nested_too_deeply_are_refused_and_removed():
+    line = 'pwd; python3 -c \'import os\nfor _ in range(1200): os.mkdir("a"); os.chdir("a")\''
+    harness_doubles.run(command=line, collect=["*"], score=f"{HERE}:judge")
+    assert "recursion" in harness_doubles.judge.seen.refused
+    assert not Path(harness_doubles.judge.seen.output.strip()).parent.exists()
+
+
 @pytest.mark.parametrize("path", ["../out", "/etc/out", "a/../../out"])
 def test_files_of_a_task_stay_inside_the_folder(path):
     with pytest.raises(protocols.DataError, match="leads out of its folder"):

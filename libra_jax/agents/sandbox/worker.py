@@ -11,14 +11,13 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import signal
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, scratch
 from libra_jax.agents import deadlines
 from libra_jax.agents.sandbox import backends, supervisor
 from libra_jax.agents.sandbox import limits as limits_module
@@ -360,4 +359,4 @@ def _discard(launch: backends.Launch) -> None:
     for descriptor in launch.descriptors:
         os.close(descriptor)
     if launch.directory:
-        shutil.rmtree(launch.directory, ignore_errors=True)
+        scratch.remove(Path(launch.directory))

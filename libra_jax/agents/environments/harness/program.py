@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from libra_jax import protocols, turns
+from libra_jax import protocols, scratch, turns
 from libra_jax.agents import deadlines, wire
 from libra_jax.agents.environments.harness import commands, jobs, processes, scoring, workspace
 from libra_jax.agents.repair import snapshots
@@ -104,7 +104,7 @@ class AgentHarness:
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:  # a sandbox
             raise protocols.EnvironmentCrashed(f"{whose} it lost a worker: {error}") from error
         finally:
-            await processes.uncancelled(deadlines.off_loop(workspace.remove, root))
+            await processes.uncancelled(deadlines.off_loop(scratch.remove, root))
 
 
 async def _settled(running: asyncio.Task[protocols.Outcome]) -> None:

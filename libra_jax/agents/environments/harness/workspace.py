@@ -71,7 +71,7 @@ def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[
         return {}, "the agent put a link in the place of its working directory"
     try:
         found = snapshots.Snapshot.read(work, most_bytes).files
-    except (protocols.DataError, OSError) as error:
+    except (protocols.DataError, OSError, RecursionError) as error:  # the last one: folders that are nested too deeply
         return {}, str(error)
     return wanted(found, patterns), ""
 
@@ -81,13 +81,3 @@ def wanted(files: Mapping[str, snapshots.File], patterns: Sequence[str]) -> dict
     return {
         path: file for path, file in files.items() if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
     }
-
-
-def remove(root: Path) -> None:
-    """Removes a folder as far as possible. An agent may have taken rights to it away."""
-
-    def retry(_: object, path: str, __: object) -> None:
-        Path(path).parent.chmod(0o700)
-
-    shutil.rmtree(root, onerror=retry)
-    shutil.rmtree(root, ignore_errors=True)
