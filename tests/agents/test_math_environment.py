@@ -84,20 +84,22 @@ def test_an_answer_that_takes_longer_than_its_step_has_is_wrong_and_counted_and_
     assert (result.reward, result.metrics["answer_overran"]) == (0.0, 1.0)
 
 
-def test_no_step_waits_for_the_verifier_to_start():
-    async def body():
-        async with kit() as tools:
-            await math.environment(tools, processes=2).reset(protocols.Task("t", {"prompt": "?", "answer": "1"}))
-            return len(workers())
+@pytest.fixture
+def unused(monkeypatch):
+    """No process starts, and a comparison fails: an answer that equals an accepted text needs none."""
 
-    assert asyncio.run(body()) == 2
+    async def opened(self):
+        pass
 
-
-def test_a_text_equal_to_the_answer_needs_no_comparison(monkeypatch):
     async def refused(*_):
         raise AssertionError("it was compared")
 
+    monkeypatch.setattr(verifier.Verifier, "open", opened)
     monkeypatch.setattr(verifier.Verifier, "check", refused)
+
+
+@pytest.mark.usefixtures("unused")
+def test_a_text_equal_to_the_answer_needs_no_comparison():
     (result,) = judged(("<answer>(2, 3]</answer>", "(2, 3]"))
     assert result.reward == 1.0
 
@@ -115,14 +117,27 @@ def _words(process):
     return []
 
 
-def test_a_process_that_dies_is_infrastructure_and_another_takes_its_place():
+def test_a_process_that_dies_stands_still_or_is_given_up_is_replaced_and_no_answer_is_mixed_up():
     async def body():
-        checker = verifier.Verifier(processes=1)
+        checker = verifier.Verifier(processes=1, seconds=30.0)
         await checker.open()
-        (process,) = workers()
-        process.kill()
+        workers()[0].kill()
         with pytest.raises(protocols.EnvironmentCrashed, match="ended with status -9 as it compared one"):
             await checker.check("2", ["3"])
+        assert (await checker.check("\\boxed{3}", ["3"])).right
+        workers()[0].suspend()
+        checker._wall_seconds = 0.5
+        with pytest.raises(protocols.EnvironmentCrashed, match=r"stood still for 0\.5 s"):
+            await checker.check("2", ["3"])
+        checker._wall_seconds = 50.0
+        assert (await checker.check("\\boxed{3}", ["3"])).right
+        (process,) = workers()
+        given_up = asyncio.create_task(checker.check(ENDLESS, ["3"]))
+        await asyncio.sleep(0.3)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert given_up.cancelled()
+        assert await sandboxes.gone([process]) == []
         assert (await checker.check("\\boxed{3}", ["3"])).right
         await checker.close()
         await checker.close()
@@ -133,47 +148,15 @@ def test_a_process_that_dies_is_infrastructure_and_another_takes_its_place():
     asyncio.run(body())
 
 
-def test_a_process_that_stands_still_is_infrastructure_and_another_takes_its_place():
+def test_a_reset_starts_the_processes_and_checks_wait_for_one_and_get_their_own_answers():
     async def body():
-        checker = verifier.Verifier(processes=1, wall_seconds=0.5)
-        await checker.open()
-        workers()[0].suspend()
-        with pytest.raises(protocols.EnvironmentCrashed, match=r"stood still for 0\.5 s"):
-            await checker.check("2", ["3"])
-        checker._wall_seconds = 50.0
-        assert (await checker.check("\\boxed{3}", ["3"])).right
-        await checker.close()
-        assert workers() == []
-
-    asyncio.run(body())
-
-
-def test_a_check_that_is_given_up_leaves_no_process_and_no_answer_for_the_next():
-    async def body():
-        checker = verifier.Verifier(processes=1, seconds=30.0)
-        await checker.open()
-        (process,) = workers()
-        given_up = asyncio.create_task(checker.check(ENDLESS, ["3"]))
-        await asyncio.sleep(0.3)
-        given_up.cancel()
-        await asyncio.wait([given_up])
-        assert given_up.cancelled()
-        assert await sandboxes.gone([process]) == []
-        assert (await checker.check("\\boxed{3}", ["3"])).right
-        await checker.close()
-        assert workers() == []
-
-    asyncio.run(body())
-
-
-def test_checks_wait_for_a_process_and_each_has_its_own_answer():
-    async def body():
-        checker = verifier.Verifier(processes=2)
-        await checker.open()
-        findings = await asyncio.gather(*(checker.check(f"\\boxed{{{n}}}", [str(n % 5)]) for n in range(30)))
-        assert len(workers()) == 2
-        await checker.close()
-        return [finding.right for finding in findings]
+        async with kit() as tools:
+            await math.environment(tools, processes=2).reset(protocols.Task("t", {"prompt": "?", "answer": "1"}))
+            assert len(workers()) == 2, "no step waits for them"
+            checker = await tools.kept((verifier.Verifier, 2, 4.0), None)
+            findings = await asyncio.gather(*(checker.check(f"\\boxed{{{n}}}", [str(n % 5)]) for n in range(30)))
+            assert len(workers()) == 2
+            return [finding.right for finding in findings]
 
     assert asyncio.run(body()) == [n < 5 for n in range(30)]
 
@@ -236,6 +219,7 @@ def test_limits_that_cannot_be_are_refused(arguments, problem):
 WORKED = [{"tool": "calculator", "arguments": {"expression": "6*7"}, "returned": "42"}]
 
 
+@pytest.mark.usefixtures("unused")
 @pytest.mark.parametrize("style", ["hermes", "tags"])
 @pytest.mark.parametrize("describe", [True, False])
 def test_a_demonstration_is_what_the_environment_would_say_and_is_rewarded(style, describe):
@@ -265,6 +249,7 @@ def test_a_task_without_a_worked_solution_says_so_where_a_demonstration_is_asked
         environment.demonstration(protocols.Task("t", {"prompt": "?", "answer": "1"}))
 
 
+@pytest.mark.usefixtures("unused")
 def test_a_prompt_of_messages_is_posed_as_it_is():
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
 
