@@ -84,12 +84,14 @@ async def _through_coordinator(sampler: streams.Streams, config: configuration.R
         sampler.open(trajectory, group_id=index, dispatch_version=0)
         try:
             await agent_loop.run_rollout(
-                trajectory=trajectory,
-                task=protocols.Task(name, {"prompt": PROMPTS[index]}),
-                environment=workload.OneTurn(),
-                tokenizer=tokenizer,
-                sampler=sampler,
-                limits=limits,
+                agent_loop.RolloutSetup(
+                    trajectory=trajectory,
+                    task=protocols.Task(name, {"prompt": PROMPTS[index]}),
+                    tokenizer=tokenizer,
+                    sampler=sampler,
+                    limits=limits,
+                ),
+                workload.OneTurn(),
             )
         finally:
             sampler.finish(name)

@@ -60,18 +60,9 @@ def _refusals(opened: session.Session) -> str:
 
 
 async def run_harness(
-    *,
-    trajectory: protocols.Trajectory,
-    task: protocols.Task,
-    harness: protocols.Harness,
-    host: Host,
-    tokenizer: protocols.Tokenizer,
-    sampler: protocols.Sampler,
-    limits: loop.Limits,
-    reward: scoring.Scorer | None = None,
-    score_void: bool = False,
+    setup: loop.RolloutSetup, harness: protocols.Harness, host: Host, *, score_void: bool = False
 ) -> protocols.Trajectory:
-    """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
+    """Runs a rollout to its end, from the current state of its trajectory, and returns that same object.
 
     The counterpart of `loop.run_rollout` for harnesses, with the same results: `trajectory.reward`, `trajectory.finish`
     and the same metrics, and `hints`, `hint/<name>` and `refused_requests` beside them. If the rollout met a limit, the
@@ -80,34 +71,29 @@ async def run_harness(
     A harness is silent while none of its requests is under way. It may be silent for `limits.reset_seconds` before its
     first request and for `limits.tool_seconds` afterwards.
 
-    Args (the others are those of `loop.run_rollout`):
+    Args:
+      setup: the rollout's trajectory, task, sampler and so on. The tokenizer only decodes what a scorer reads.
       harness: drives the rollout. Closed in every case. One that breaks or is silent for too long has crashed.
       host: what the session needs.
       score_void: a voided attempt has the reward 0, because another one went before. Else AttemptVoided is raised if
         the agent's side left nothing to score.
     """
-    kind = type(harness)
-    name = f"harness {kind.__module__}:{kind.__qualname__}, task {task.prompt_id}"
+    trajectory, kind = setup.trajectory, type(harness)
+    name = f"harness {kind.__module__}:{kind.__qualname__}, task {setup.task.prompt_id}"
     try:
         if trajectory.finish is None or trajectory.reward is None:
-            await _Rollout(trajectory, task, harness, host, tokenizer, sampler, limits, reward, name, score_void).run()
+            await _Driven(**vars(setup), harness=harness, host=host, name=name, score_void=score_void).run()
     finally:
-        await guarded.close(harness.close, limits.reset_seconds, trajectory.metrics)
+        await guarded.close(harness.close, setup.limits.reset_seconds, trajectory.metrics)
     return trajectory
 
 
-@dataclass
-class _Rollout:
-    """One rollout, continued from the current state of its trajectory."""
+@dataclass(kw_only=True)
+class _Driven(loop.RolloutSetup):
+    """A rollout that a harness drives, continued from the current state of its trajectory."""
 
-    trajectory: protocols.Trajectory
-    task: protocols.Task
     harness: protocols.Harness
     host: Host
-    tokenizer: protocols.Tokenizer
-    sampler: protocols.Sampler
-    limits: loop.Limits
-    reward: scoring.Scorer | None
     name: str
     score_void: bool
 

@@ -10,7 +10,7 @@ the rollout starts over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra_jax import protocols
@@ -52,18 +52,30 @@ class Limits:
     options: protocols.SamplingOptions = protocols.NO_OPTIONS
 
 
-async def run_rollout(
-    *,
-    trajectory: protocols.Trajectory,
-    task: protocols.Task,
-    environment: protocols.Environment,
-    tokenizer: protocols.Tokenizer,
-    sampler: protocols.Sampler,
-    limits: Limits,
-    reward: scoring.Scorer | None = None,
-    status: Callable[[str], None] | None = None,
-) -> protocols.Trajectory:
-    """Runs one rollout to its end, from the current state of `trajectory`, and returns that same object.
+@dataclass(kw_only=True)
+class RolloutSetup:
+    """What a rollout needs besides what drives it.
+
+    Attributes:
+      trajectory: Empty for a new rollout. Otherwise the trajectory of an aborted rollout, cut off anywhere.
+      task: Task of the rollout.
+      tokenizer: Tokenizer. Its template is applied to increments only.
+      sampler: Source of tokens. Its `tool_called` is called after each output sampled here, before the step, the
+        scoring or the end. Its `tool_returned` is called after a step if another output follows.
+      limits: Limits of the rollout.
+      reward: Scores every finished rollout, with its own deadlines. None: the environment's reward counts.
+    """
+
+    trajectory: protocols.Trajectory
+    task: protocols.Task
+    tokenizer: protocols.Tokenizer
+    sampler: protocols.Sampler
+    limits: Limits
+    reward: scoring.Scorer | None = None
+
+
+async def run_rollout(setup: RolloutSetup, environment: protocols.Environment) -> protocols.Trajectory:
+    """Runs a rollout to its end, from the current state of its trajectory, and returns that same object.
 
     At the end, `trajectory.reward` and `trajectory.finish` are set. If the policy did not answer within its limits (any
     finish but "answered"), the reward is 0, unless `reward` gives another. `task.cut_off` tells whether the trainer
@@ -74,53 +86,40 @@ async def run_rollout(
     `replay_differs` (1 if retained tokens had to be dropped) and, if returns may be cut, `returns_cut`.
 
     Args:
-      trajectory: Empty for a new rollout. Otherwise the trajectory of an aborted rollout, cut off anywhere.
-      task: Task of the rollout.
+      setup: The rollout's trajectory, task, sampler and so on.
       environment: Fresh environment. Its `reset` is called again if a replay differed. Its plain functions run on
         threads, so that deadlines hold for them too. While a step runs a tool, its `running_tool` names the tool. Only
         then may the step time out as a tool; a step that hangs otherwise is a crash.
-      tokenizer: Tokenizer. Its template is applied to increments only.
-      sampler: Source of tokens. Its `tool_called` is called after each output sampled here, before the step, the
-        scoring or the end. Its `tool_returned` is called after a step if another output follows.
-      limits: Limits of the rollout.
-      reward: Scores every finished rollout, with its own deadlines. None: the environment's reward counts.
-      status: Called with a few words on what the rollout is doing.
 
     Raises:
       EnvironmentCrashed: The environment broke, or gave a reward that is not a finite number.
       TaskRefused: The chat template refuses a message of the environment, or the prompt leaves no room to answer.
       RewardFailed: The reward function broke, or gave a reward that is not a finite number.
     """
-    world = guarded.Environment(environment, task, limits)
+    trajectory = setup.trajectory
+    world = guarded.Environment(environment, setup.task, setup.limits)
     # A resumed rollout that had ended before: only its fresh environment is left to close.
     if trajectory.finish is not None and trajectory.reward is not None:
         await world.close(trajectory.metrics)
         return trajectory
-    rollout = _Rollout(trajectory, task, world, tokenizer, sampler, limits, reward, status or (lambda _: None))
+    stepped = _Stepped(**vars(setup), environment=world)
     try:
         try:
-            await rollout.run()
+            await stepped.run()
         except progress.ReplayDiffers:
             # The retained tokens belong to another dialogue than the one that this environment holds.
             trajectory.clear()
-            await rollout.run(replay_differs=True)
+            await stepped.run(replay_differs=True)
     finally:
         await world.close(trajectory.metrics)
     return trajectory
 
 
-@dataclass
-class _Rollout:
-    """One rollout, continued from the current state of its trajectory."""
+@dataclass(kw_only=True)
+class _Stepped(RolloutSetup):
+    """A rollout whose environment is stepped, continued from the current state of its trajectory."""
 
-    trajectory: protocols.Trajectory
-    task: protocols.Task
     environment: guarded.Environment
-    tokenizer: protocols.Tokenizer
-    sampler: protocols.Sampler
-    limits: Limits
-    reward: scoring.Scorer | None
-    status: Callable[[str], None]
 
     async def run(self, *, replay_differs: bool = False) -> None:
         """Alternates outputs and steps until the rollout is over.
@@ -134,7 +133,6 @@ class _Rollout:
         self.metrics = {"replay_differs": float(replay_differs)}
         if self.limits.answer_tokens:
             self.metrics["returns_cut"] = 0.0
-        self.status("opening")
         await self._open()
         while (spent := self._spent()) is None:
             output, sampled = await self._output()
@@ -227,7 +225,6 @@ class _Rollout:
         if sampled:
             # Retained turns from here on describe an output that is sampled again or continued.
             del trajectory.turns[self.walk.turn :]
-            self.status(f"generating, turn {self.walk.turn + 1}")
             stopped = await self._sample(start, room)
         end = len(trajectory.token_ids) if sampled else start + kept
         self.walk.record(end, began)
@@ -291,9 +288,7 @@ class _Rollout:
         if sampled:
             await self.sampler.tool_called(self.trajectory)
         if self.environment.optional("ready") is not None:
-            self.status(f"waiting, turn {self.walk.turn + 1}")
             await self.environment.ready(output)
-        self.status(f"tool, turn {self.walk.turn + 1}")
         loop = asyncio.get_running_loop()
         began = loop.time()
         result = await self.environment.step(output)
@@ -344,7 +339,6 @@ class _Rollout:
         # Taken before a scorer replaces it: the environment's own reward is recorded, too.
         own = float(reward) if guarded.is_finite(reward) else None
         if self.reward is not None:
-            self.status("scoring")
             reward = await self._score(self.reward, finish, reward)
         elif not guarded.is_finite(reward):
             raise self.environment.crash("step", f"gave the reward {reward!r}, which is not a finite number")
@@ -355,7 +349,6 @@ class _Rollout:
         trajectory.metrics.update(self.metrics)
         trajectory.metrics.update(turn_metrics(trajectory.turns, reward, finish))
         trajectory.reward, trajectory.finish, trajectory.environment_reward = float(reward), finish, own
-        self.status(f"{finish}, reward {float(reward):g}")
 
     async def _score(self, scorer: scoring.Scorer, finish: str, own: float | None) -> float:
         """Returns the scorer's reward. The scorer has its own deadlines."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import abc
 import asyncio
 import collections
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from libra_jax import protocols
 from libra_jax.agents import factories, harness_loop, resolving
@@ -25,22 +25,8 @@ MakeTrajectory = Callable[[str, str], protocols.Trajectory]
 """Makes an empty trajectory from its id and its prompt's id."""
 
 
-class RunRollout(Protocol):
-    """Runs one rollout to its end (`agents.loop.run_rollout`)."""
-
-    async def __call__(
-        self,
-        *,
-        trajectory: protocols.Trajectory,
-        task: protocols.Task,
-        environment: protocols.Environment,
-        tokenizer: protocols.Tokenizer,
-        sampler: protocols.Sampler,
-        limits: agent_loop.Limits,
-        reward: scoring.Scorer | None = None,
-    ) -> protocols.Trajectory:
-        """Runs the rollout from the current state of `trajectory`, and returns that same object."""
-        ...
+RunRollout = Callable[[agent_loop.RolloutSetup, protocols.Environment], Awaitable[protocols.Trajectory]]
+"""Runs one rollout to its end (`agents.loop.run_rollout`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,18 +138,23 @@ class Rollouts(Runner):
         self._voids: collections.Counter[str] = collections.Counter()
 
     def take_voids(self) -> collections.Counter[str]:
-        """Returns the number of rollouts that crashed since the last call, by prompt id."""
         taken, self._voids = self._voids, collections.Counter()
         return taken
 
     def take_counts(self) -> protocols.StreamCounts:
-        """Returns the counts of the rollouts' streams since the last call."""
         return self._streams.take_counts()
 
     async def run(self, order: protocols.RolloutOrder) -> None:
-        """Runs the rollout until it has a reward (`Runner.run`)."""
-        trajectory, task = order.trajectory, order.task
-        limits, retries = factories.limits(self._config, order.temperature), self._config.task.environment_retries
+        trajectory = order.trajectory
+        setup = agent_loop.RolloutSetup(
+            trajectory=trajectory,
+            task=order.task,
+            tokenizer=self._agent.tokenizer,
+            sampler=self._streams,
+            limits=factories.limits(self._config, order.temperature),
+            reward=self._agent.reward,
+        )
+        retries = self._config.task.environment_retries
         # Of this process's event loop, whose clock turns are timed by.
         trajectory.goes_on_at(asyncio.get_running_loop().time())
         voided = False
@@ -176,7 +167,7 @@ class Rollouts(Runner):
                 return
             self._streams.open(trajectory, order.group_id, order.dispatch_version)
             try:
-                await self._run_once(trajectory, task, limits, score_void=voided or retry == retries)
+                await self._run_once(setup, score_void=voided or retry == retries)
                 return
             except protocols.EnvironmentCrashed as crash:
                 # By prompt, so that a single prompt that breaks the environment stands out.
@@ -194,16 +185,10 @@ class Rollouts(Runner):
             finally:
                 self._streams.finish(trajectory.trajectory_id)
 
-    async def _run_once(
-        self, trajectory: protocols.Trajectory, task: protocols.Task, limits: agent_loop.Limits, *, score_void: bool
-    ) -> None:
+    async def _run_once(self, setup: agent_loop.RolloutSetup, *, score_void: bool) -> None:
         """Runs the rollout in one fresh environment. Raises EnvironmentCrashed if it or its factory crashes.
 
-        Args:
-          trajectory: trajectory of the rollout.
-          task: its task.
-          limits: its limits.
-          score_void: an attempt that the agent's own side voids has the reward 0.
+        If `score_void`, a rollout that the agent's own side voids has the reward 0.
         """
         try:
             environment = self._agent.make_environment()
@@ -216,28 +201,10 @@ class Rollouts(Runner):
                 raise protocols.LibraError(
                     f"{self._config.task.environment} is a harness, and this run has no gateway."
                 )
-            await harness_loop.run_harness(
-                trajectory=trajectory,
-                task=task,
-                harness=environment,
-                host=self._agent.host,
-                tokenizer=self._agent.tokenizer,
-                sampler=self._streams,
-                limits=limits,
-                reward=self._agent.reward,
-                score_void=score_void,
-            )
+            await harness_loop.run_harness(setup, environment, self._agent.host, score_void=score_void)
             self._tell_remarks(self._agent.host.remarks)
             return
-        await self._agent.run_rollout(
-            trajectory=trajectory,
-            task=task,
-            environment=cast("protocols.Environment", environment),
-            tokenizer=self._agent.tokenizer,
-            sampler=self._streams,
-            limits=limits,
-            reward=self._agent.reward,
-        )
+        trajectory = await self._agent.run_rollout(setup, cast("protocols.Environment", environment))
         # Noted once: after a restart this may concern every rollout that was in flight.
         if trajectory.metrics.get("replay_differs") and not self._noted:
             self._noted = True

@@ -14,53 +14,32 @@ from typing import NamedTuple
 from libra_jax import protocols
 from libra_jax.agents import guarded
 from libra_jax.agents import loop as agent_loop
-from libra_jax.agents.rewards import scoring
 from libra_jax.simulator import trajectory as counted
 
 
-async def run_rollout(
-    *,
-    trajectory: protocols.Trajectory,
-    task: protocols.Task,
-    environment: protocols.Environment,
-    tokenizer: protocols.Tokenizer,
-    sampler: protocols.Sampler,
-    limits: agent_loop.Limits,
-    reward: scoring.Scorer | None = None,
-) -> protocols.Trajectory:
+async def run_rollout(setup: agent_loop.RolloutSetup, environment: protocols.Environment) -> protocols.Trajectory:
     """Runs a scripted rollout to its end; one of a single segment runs in the agent loop (`agents.loop`).
 
     Raises:
       EnvironmentCrashed: the environment broke.
       ConfigError: a limit is set that counts seconds of rollouts, which is not simulated for several segments.
     """
-    if not _scripted(trajectory).script.segments:
-        return await agent_loop.run_rollout(
-            trajectory=trajectory,
-            task=task,
-            environment=environment,
-            tokenizer=tokenizer,
-            sampler=sampler,
-            limits=limits,
-            reward=reward,
-        )
+    trajectory, limits = setup.trajectory, setup.limits
+    assert isinstance(trajectory, counted.Trajectory)
+    if not trajectory.script.segments:
+        return await agent_loop.run_rollout(setup, environment)
     if limits.rollout_seconds:
         raise protocols.ConfigError(
             "config.task.max_seconds: seconds of rollouts with several segments are not simulated; set it to 0"
         )
-    world = guarded.Environment(environment, task, limits)
-    rollout = _Rollout(_scripted(trajectory), world, tokenizer, sampler, limits)
+    world = guarded.Environment(environment, setup.task, limits)
+    rollout = _Rollout(trajectory, world, setup.tokenizer, setup.sampler, limits)
     try:
         await rollout.run()
     finally:
         rollout.cancel()
         await world.close(trajectory.metrics)
     return trajectory
-
-
-def _scripted(made: protocols.Trajectory) -> counted.Trajectory:
-    assert isinstance(made, counted.Trajectory)
-    return made
 
 
 class _Answer(NamedTuple):

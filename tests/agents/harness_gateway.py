@@ -51,11 +51,13 @@ async def play(made, task, host, write, limits=LIMITS):
     """Runs one rollout of a harness whose model writes by a function of its context."""
     trajectory = protocols.Trajectory(f"{task.prompt_id}/0", task.prompt_id)
     return await harness_loop.run_harness(
-        trajectory=trajectory,
-        task=task,
-        harness=made,
-        host=host,
-        tokenizer=tokenizers.CharacterTokenizer(),
-        sampler=session_doubles.Writer(write),
-        limits=limits,
+        loop.RolloutSetup(
+            trajectory=trajectory,
+            task=task,
+            tokenizer=tokenizers.CharacterTokenizer(),
+            sampler=session_doubles.Writer(write),
+            limits=limits,
+        ),
+        made,
+        host,
     )

@@ -77,14 +77,9 @@ def attempt(outputs, *, sampler=None, **arguments):
 
 async def run(*, task=None, environment=None, limits=LIMITS, trajectory=None, tokenizer=TOKENIZER, **arguments):
     trajectory = trajectory if trajectory is not None else protocols.Trajectory("t/0", "t")
-    result = await loop.run_rollout(
-        trajectory=trajectory,
-        task=task or task_of(),
-        environment=environment or calculator.environment(prompt_width=0, return_width=0),
-        tokenizer=tokenizer,
-        limits=limits,
-        **arguments,
-    )
+    task, environment = task or task_of(), environment or calculator.environment(prompt_width=0, return_width=0)
+    setup = loop.RolloutSetup(trajectory=trajectory, task=task, tokenizer=tokenizer, limits=limits, **arguments)
+    result = await loop.run_rollout(setup, environment)
     assert result is trajectory
     return result
 

@@ -242,12 +242,14 @@ def test_what_closes_an_environment_is_cut_off_by_a_second_cancellation_only(can
         environment.running_tool = "search"
         attempt = asyncio.ensure_future(
             loop.run_rollout(
-                trajectory=protocols.Trajectory("t/0", "t"),
-                task=doubles.task_of(),
-                environment=environment,
-                tokenizer=doubles.TOKENIZER,
-                sampler=doubles.ScriptedSampler(["slow"]),
-                limits=doubles.LIMITS,
+                loop.RolloutSetup(
+                    trajectory=protocols.Trajectory("t/0", "t"),
+                    task=doubles.task_of(),
+                    tokenizer=doubles.TOKENIZER,
+                    sampler=doubles.ScriptedSampler(["slow"]),
+                    limits=doubles.LIMITS,
+                ),
+                environment,
             )
         )
         await stepping.wait()

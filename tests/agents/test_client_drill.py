@@ -245,13 +245,9 @@ def play(client: Client, tmp_path) -> tuple[protocols.Trajectory, Policy]:
         host = harness_loop.Host(gateway, lambda: form)
         try:
             await harness_loop.run_harness(
-                trajectory=trajectory,
-                task=task,
-                harness=made,
-                host=host,
-                tokenizer=tokenizer,
-                sampler=policy,
-                limits=LIMITS,
+                loop.RolloutSetup(trajectory=trajectory, task=task, tokenizer=tokenizer, sampler=policy, limits=LIMITS),
+                made,
+                host,
             )
         finally:
             await serving.stop()

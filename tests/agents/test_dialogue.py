@@ -101,12 +101,14 @@ def test_attempts_beyond_the_sandboxes_wait_for_one_and_see_no_time_out():
 
     async def attempt(tools):
         return await loop.run_rollout(
-            trajectory=protocols.Trajectory("t", "one"),
-            task=TASK,
-            environment=dialogue.Dialogue(tools, pose, score),
-            tokenizer=doubles.TOKENIZER,
-            sampler=doubles.ScriptedSampler([run, "42"]),
-            limits=limits,
+            loop.RolloutSetup(
+                trajectory=protocols.Trajectory("t", "one"),
+                task=TASK,
+                tokenizer=doubles.TOKENIZER,
+                sampler=doubles.ScriptedSampler([run, "42"]),
+                limits=limits,
+            ),
+            dialogue.Dialogue(tools, pose, score),
         )
 
     async def body():
@@ -153,12 +155,14 @@ def test_a_turn_has_all_its_tools_names_and_the_worst_of_what_came_of_them(outpu
         limits = loop.Limits(max_turns=3, max_tokens=200, max_context=600, tool_seconds=0.5, temperature=1.0)
         async with tools:
             trajectory = await loop.run_rollout(
-                trajectory=protocols.Trajectory("t", "one"),
-                task=TASK,
-                environment=environment,
-                tokenizer=doubles.TOKENIZER,
-                sampler=sampler,
-                limits=limits,
+                loop.RolloutSetup(
+                    trajectory=protocols.Trajectory("t", "one"),
+                    task=TASK,
+                    tokenizer=doubles.TOKENIZER,
+                    sampler=sampler,
+                    limits=limits,
+                ),
+                environment,
             )
         return trajectory, [event for event in sampler.events if isinstance(event, protocols.CausalState)]
 

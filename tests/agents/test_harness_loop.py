@@ -49,14 +49,16 @@ def run(body, *, writer=None, trajectory=None, reward=None, make=Asking, **limit
 
     async def main() -> None:
         await harness_loop.run_harness(
-            trajectory=trajectory,
-            task=TASK,
-            harness=harness,
-            host=harness_loop.Host(gateway, doubles.Characters),
-            tokenizer=doubles.CHARACTERS,
-            sampler=writer() if writer else doubles.Writer(lambda context: "seven"),
-            limits=dataclasses.replace(LIMITS, **limits),
-            reward=reward,
+            loop.RolloutSetup(
+                trajectory=trajectory,
+                task=TASK,
+                tokenizer=doubles.CHARACTERS,
+                sampler=writer() if writer else doubles.Writer(lambda context: "seven"),
+                limits=dataclasses.replace(LIMITS, **limits),
+                reward=reward,
+            ),
+            harness,
+            harness_loop.Host(gateway, doubles.Characters),
         )
 
     try:

@@ -43,12 +43,14 @@ POLICIES = {
 async def native(task, write, limits, **arguments):
     trajectory = protocols.Trajectory(f"{task.prompt_id}/0", task.prompt_id)
     return await loop.run_rollout(
-        trajectory=trajectory,
-        task=task,
-        environment=calculator.environment(**arguments),
-        tokenizer=tokenizers.CharacterTokenizer(),
-        sampler=session_doubles.Writer(write),
-        limits=limits,
+        loop.RolloutSetup(
+            trajectory=trajectory,
+            task=task,
+            tokenizer=tokenizers.CharacterTokenizer(),
+            sampler=session_doubles.Writer(write),
+            limits=limits,
+        ),
+        calculator.environment(**arguments),
     )
 
 

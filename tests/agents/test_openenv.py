@@ -83,12 +83,14 @@ def attempt(outputs, server=None, limits=WIDE, count=1, **arguments):
     async def one(url, number):
         trajectory = protocols.Trajectory(f"t/{number}", "t")
         return await loop.run_rollout(
-            trajectory=trajectory,
-            task=protocols.Task("t", {"seed": 6}),
-            environment=openenv.environment(url=url, **arguments),
-            tokenizer=loop_doubles.TOKENIZER,
-            sampler=loop_doubles.ScriptedSampler(outputs),
-            limits=limits,
+            loop.RolloutSetup(
+                trajectory=trajectory,
+                task=protocols.Task("t", {"seed": 6}),
+                tokenizer=loop_doubles.TOKENIZER,
+                sampler=loop_doubles.ScriptedSampler(outputs),
+                limits=limits,
+            ),
+            openenv.environment(url=url, **arguments),
         )
 
     async def body():

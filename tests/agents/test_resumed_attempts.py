@@ -118,12 +118,14 @@ def test_cancelling_an_attempt_closes_its_environment_and_ends_its_step():
     async def main():
         running = asyncio.create_task(
             loop.run_rollout(
-                trajectory=protocols.Trajectory("t/0", "t"),
-                task=doubles.task_of(),
-                environment=environment,
-                tokenizer=doubles.TOKENIZER,
-                sampler=doubles.ScriptedSampler(["x"]),
-                limits=doubles.LIMITS,
+                loop.RolloutSetup(
+                    trajectory=protocols.Trajectory("t/0", "t"),
+                    task=doubles.task_of(),
+                    tokenizer=doubles.TOKENIZER,
+                    sampler=doubles.ScriptedSampler(["x"]),
+                    limits=doubles.LIMITS,
+                ),
+                environment,
             )
         )
         for _ in range(20):

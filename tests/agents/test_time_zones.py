@@ -30,12 +30,14 @@ def test_a_demonstration_is_what_the_server_and_the_loop_make_of_its_outputs():
         shown = time_zones.environment(kit).demonstration(task)
         outputs = [message.content for message in shown if message.role == "assistant"]
         return await loop.run_rollout(
-            trajectory=protocols.Trajectory("t/0", "t"),
-            task=task,
-            environment=time_zones.environment(kit),
-            tokenizer=loop_doubles.TOKENIZER,
-            sampler=loop_doubles.ScriptedSampler(outputs),
-            limits=loop.Limits(max_turns=3, max_tokens=160, max_context=768, tool_seconds=10.0, temperature=1.0),
+            loop.RolloutSetup(
+                trajectory=protocols.Trajectory("t/0", "t"),
+                task=task,
+                tokenizer=loop_doubles.TOKENIZER,
+                sampler=loop_doubles.ScriptedSampler(outputs),
+                limits=loop.Limits(max_turns=3, max_tokens=160, max_context=768, tool_seconds=10.0, temperature=1.0),
+            ),
+            time_zones.environment(kit),
         )
 
     async def body():

@@ -135,12 +135,14 @@ async def _attempt(sampler: streams.Streams, shape: Shape) -> None:
     )
     try:
         made = await agent_loop.run_rollout(
-            trajectory=trajectory,
-            task=protocols.Task(name, {"prompt": "1+1"}),
-            environment=workload.OneTurn(),
-            tokenizer=tokenizers.CharacterTokenizer(),
-            sampler=sampler,
-            limits=limits,
+            agent_loop.RolloutSetup(
+                trajectory=trajectory,
+                task=protocols.Task(name, {"prompt": "1+1"}),
+                tokenizer=tokenizers.CharacterTokenizer(),
+                sampler=sampler,
+                limits=limits,
+            ),
+            workload.OneTurn(),
         )
     finally:
         sampler.finish(name)

@@ -169,12 +169,14 @@ class _Load:
             self._sampler.open(trajectory, group_id=number, dispatch_version=0)
             try:
                 await agent_loop.run_rollout(
-                    trajectory=trajectory,
-                    task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
-                    environment=workload.OneTurn(),
-                    tokenizer=workload.NeverStops(),
-                    sampler=self._sampler,
-                    limits=limits,
+                    agent_loop.RolloutSetup(
+                        trajectory=trajectory,
+                        task=protocols.Task(name, {"prompt": f"{number % 1000}*7"}),
+                        tokenizer=workload.NeverStops(),
+                        sampler=self._sampler,
+                        limits=limits,
+                    ),
+                    workload.OneTurn(),
                 )
             finally:
                 self._sampler.finish(name)
