@@ -50,6 +50,18 @@ def test_a_folder_is_removed_with_what_is_in_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_leftover_of_folders_nested_too_deeply_stops_no_other_process(tmp_path):
+    left = tmp_path / f"{scratch.PREFIX}dead"
+    left.mkdir(mode=0o700)
+    (left / scratch.LOCK).touch()
+    script = "import os, sys; os.chdir(sys.argv[1]); [(os.mkdir('a'), os.chdir('a')) for _ in range(1200)]"
+    subprocess.run([sys.executable, "-c", script, left], check=True)
+    try:
+        assert scratch.Scratch().path.is_dir()
+    finally:
+        subprocess.run(["rm", "-rf", left], check=True)  # pytest's own removal fails, too
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mode", [0o700, 0o2770], ids=["plain", "of a group"])
 def test_what_a_killed_process_left_goes_with_the_next_and_what_lives_stays(mode, tmp_path):
