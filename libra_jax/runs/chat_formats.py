@@ -15,14 +15,15 @@ def policy_tokenizer(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> 
     dialogues, and takes any template.
     """
     made = tokenizers.create(config.task, config.model.path, incremental=False)
-    if (
-        isinstance(made, hugging_face.HuggingFaceTokenizer)
-        and not made.incremental
-        # Made to see its kind, and never begun.
-        and not factories.is_harness(factories.environment_factory(config.task, tools)())
-    ):
+    if isinstance(made, hugging_face.HuggingFaceTokenizer) and not made.incremental and not drives(config, tools):
         made.check_incremental()
     return made
+
+
+def drives(config: libra_config.RunConfig, tools: toolkit.Toolkit) -> bool:
+    """Returns whether the run's environment is a harness, whose agent writes dialogues as it likes."""
+    # Made to see its kind, and never begun.
+    return factories.is_harness(factories.environment_factory(config.task, tools)())
 
 
 def make(tokenizer: protocols.Tokenizer, settings: libra_config.GatewayConfig) -> protocols.ChatFormat:

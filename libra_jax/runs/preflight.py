@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -23,6 +24,7 @@ from libra_jax.models import adapters, feasibility, weight_files
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, memory
 from libra_jax.runs import chat_formats, wiring
+from libra_jax.training import segments
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 serves on CPU (vllm/v1/attention/backends/cpu_attn.py); others die at their first token."""
@@ -129,8 +131,27 @@ def warn(config: libra_config.RunConfig) -> None:
                 f"config.model.preset: {model.preset} has no effect, because model.path={model.path} counts, and has "
                 f"{parameters / 1e6:,.0f} M parameters, not {preset / 1e6:,.0f} M; leave one of the two out"
             )
-    for sentence in found:
+    for sentence in [*found, *_forks(config)]:
         print(f"warning: {sentence}.", file=sys.stderr)
+
+
+def _forks(config: libra_config.RunConfig) -> list[str]:
+    """Warns of settings that end a run if an agent's rollout has several segments, or too many tokens for any row.
+
+    A harness may fork its dialogue at any request. Whether its agent does so, no check before the run can know.
+    """
+    row = max((config.trainer.row_tokens, *config.trainer.row_buckets))
+    most = config.task.max_turns * config.rollout.max_context
+    ends = [
+        f"config.{field}: {reason}; a rollout with a fork ends" for field, reason in segments.refusing(config).items()
+    ]
+    for sentence in segments.looking_at_whole(config.algorithm) if most > row else ():
+        ends.append(f"{sentence}; rows of {most} tokens hold any (trainer.row_buckets), and one longer than {row} ends")
+    with contextlib.suppress(protocols.LibraError):  # a run says what is wrong with its environment
+        if ends and chat_formats.drives(config, toolkit.Toolkit(config.tools, config.sandbox)):
+            agent = resolving.shown(config.task.environment)
+            return [f"{sentence} the run, and agents of {agent} may fork their dialogues" for sentence in ends]
+    return []
 
 
 def _check_shape(config: libra_config.RunConfig, shape: model_config.TransformerConfig) -> None:

@@ -24,23 +24,38 @@ def check(config: config_lib.RunConfig, trajectories: Sequence[protocols.Traject
       ConfigError: a setting does not; the message names the setting and a trajectory.
     """
     several = next((trajectory for trajectory in trajectories if trajectory.branches), None)
-    if several is None:
-        return
-    algorithm = config.algorithm
-    refused = {
-        "critic.enabled": (config.critic.enabled, "a value is that of the rest of one sequence"),
-        "algorithm.kl_in_reward": (
-            algorithm.kl_in_reward and algorithm.advantage == "reinforce_plus_plus",
-            "a token's return has the penalties of all later tokens, and segments have no order",
-        ),
-    }
-    for field, (is_set, reason) in refused.items():
+    for field, reason in refusing(config).items() if several is not None else ():
         config_lib.check(
-            not is_set,
+            False,
             field,
             f"trajectory {several.trajectory_id} has {len(several.segments)} segments, and {reason}; switch it off, or "
             "use an environment whose rollouts have one segment",
         )
+
+
+def refusing(config: config_lib.RunConfig) -> dict[str, str]:
+    """Returns the settings that take no rollout of several segments, each with the reason."""
+    algorithm, refused = config.algorithm, dict[str, str]()
+    if config.critic.enabled:
+        refused["critic.enabled"] = "a value is that of the rest of one sequence"
+    if algorithm.kl_in_reward and algorithm.advantage == "reinforce_plus_plus":
+        reason = "a token's return has the penalties of all later tokens, and segments have no order"
+        refused["algorithm.kl_in_reward"] = reason
+    return refused
+
+
+def looking_at_whole(config: config_lib.AlgorithmConfig) -> list[str]:
+    """Returns the settings that look at whole rollouts, as sentences that begin with the field."""
+    looking = {
+        "baseline": config.baseline == "minimum_variance",
+        "loss": config.loss in ("gspo", "gmpo"),
+        "correction_level": config.correction_level != "token",
+        "ess_scaling": config.ess_scaling != "off",
+        "balance_coefficient": config.balance_coefficient > 0,
+    }
+    return [
+        f"config.algorithm.{name}: {getattr(config, name)} looks at whole rollouts" for name in looking if looking[name]
+    ]
 
 
 def reward_offsets(
@@ -81,19 +96,11 @@ def check_whole(
     Raises:
       ConfigError: a rollout was; the message names the setting and the trajectory.
     """
-    for name, looks in (
-        ("baseline", config.baseline == "minimum_variance"),
-        ("loss", config.loss in ("gspo", "gmpo")),
-        ("correction_level", config.correction_level != "token"),
-        ("ess_scaling", config.ess_scaling != "off"),
-        ("balance_coefficient", config.balance_coefficient > 0),
-    ):
-        for example in packed.split() if looks else ():
-            config_lib.check(
-                False,
-                f"algorithm.{name}",
-                f"{getattr(config, name)} looks at whole rollouts, and trajectory "
-                f"{trajectories[example].trajectory_id} is longer than a row; add a longer row to trainer.row_buckets",
+    for sentence in looking_at_whole(config):
+        for example in packed.split():
+            raise protocols.ConfigError(
+                f"{sentence}, and trajectory {trajectories[example].trajectory_id} is longer than a row; add a longer "
+                "row to trainer.row_buckets"
             )
 
 

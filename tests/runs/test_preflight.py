@@ -506,3 +506,39 @@ def test_a_teacher_that_is_no_directory_is_refused_by_its_field():
     algorithm = config.AlgorithmConfig(teacher="/nowhere/teacher", kl_coefficient=0.1)
     with pytest.raises(protocols.DataError, match=r"algorithm\.teacher: /nowhere/teacher: no such .*; .* URL"):
         preflight.validate(config.RunConfig(algorithm=algorithm), need_weights=False)
+
+
+class Forking:
+    """A harness, whose agent may fork its dialogue."""
+
+    async def run(self, task, endpoint):
+        return protocols.Outcome(0.0)
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"algorithm": config.AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)},
+            "config.algorithm.loss: gspo looks at whole rollouts; rows of 2048 tokens hold any (trainer.row_buckets), "
+            "and one longer than 512 ends the run, and agents of ",
+        ),
+        (
+            {"critic": config.CriticConfig(enabled=True), "algorithm": config.AlgorithmConfig(advantage="gae")},
+            "config.critic.enabled: a value is that of the rest of one sequence; a rollout with a fork ends the run, ",
+        ),
+    ],
+)
+def test_settings_that_end_a_run_at_an_agents_fork_are_warned_of(settings, sentence, capsys):
+    rows = config.TrainerConfig(row_buckets=(2048,))
+    for environment, trainer, told in (
+        (f"{__name__}:Forking", config.TrainerConfig(), True),
+        (f"{__name__}:Forking", rows, "row" not in sentence),
+        (config.TaskConfig().environment, config.TrainerConfig(), False),
+    ):
+        task = config.TaskConfig(environment=environment)
+        preflight.warn(config.RunConfig(task=task, trainer=trainer, **settings))
+        assert (f"warning: {sentence}" in capsys.readouterr().err) == told
