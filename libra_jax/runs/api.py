@@ -1,8 +1,9 @@
-"""Trains, evaluates, simulates and plans from a Python program: `import libra_jax`, and launch/train.py's core."""
+"""Trains, evaluates, simulates and plans: the functions of `import libra_jax`, and launch/train.py's core."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -10,11 +11,12 @@ import shutil
 import sys
 import tempfile
 import threading
+import types
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from libra_jax import config as libra_config
 from libra_jax import deadlines, protocols
@@ -27,7 +29,6 @@ from libra_jax.planning import search
 from libra_jax.runs import curve, dry_run, objects, planned, preflight, wiring, workdirs
 from libra_jax.simulator import comparison, scripts, settings
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 TRACEBACK_VARIABLE = "LIBRA_JAX_TRACEBACK"
@@ -95,39 +96,18 @@ class Evaluated:
     metrics: Mapping[str, float]
 
 
-def _plain(function: Callable[P, T]) -> Callable[P, T]:
-    """Shortens the traceback of the function's LibraErrors, whose sentence says what to change."""
+class _Plain(contextlib.ContextDecorator):
+    """Shortens the traceback of LibraErrors, whose sentence says what to change."""
 
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except protocols.LibraError as error:
-            _shorten(error)
-            raise
+    def __enter__(self) -> None:
+        pass
 
-    return wrapped
-
-
-def _plain_async(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Does for a coroutine what `_plain` does for a function."""
-
-    @functools.wraps(function)
-    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await function(*args, **kwargs)
-        except protocols.LibraError as error:
-            _shorten(error)
-            raise
-
-    return wrapped
-
-
-def _shorten(error: protocols.LibraError) -> None:
-    if os.environ.get(TRACEBACK_VARIABLE):
-        return
-    error.__cause__, error.__suppress_context__ = None, True
-    error.__traceback__ = None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: types.TracebackType | None
+    ) -> None:
+        if isinstance(error, protocols.LibraError) and not os.environ.get(TRACEBACK_VARIABLE):
+            error.__cause__, error.__suppress_context__ = None, True
+            error.__traceback__ = None
 
 
 async def start(
@@ -174,7 +154,6 @@ async def start(
             workdirs.release(Path(workdir) if workdir else workdirs.default(named))
 
 
-@_plain_async
 async def train_async(
     config: libra_config.RunConfig,
     *,
@@ -185,27 +164,28 @@ async def train_async(
     allow_changes: Sequence[str] = (),
     opened: Callable[[Path], None] = lambda _: None,
 ) -> Trained:
-    """Trains on the running event loop: `libra_jax.train_async`."""
-    named = objects.with_objects(config, environment, reward, tasks)
-    found = hub.resolved(named, download=True)
-    if found.problems:
-        raise protocols.DataError("; ".join(found.problems))
-    preflight.validate(found.config, need_weights=True)
-    # On a thread, because a caller's event loop goes on meanwhile.
-    await deadlines.off_loop(dry_run.try_rewards, found.config)
-    preflight.warn(found.config)
-    folders: list[Path] = []
+    """Trains a policy on the running event loop; otherwise as `train`. A cancelled call ends the run's workers."""
+    with _Plain():
+        named = objects.with_objects(config, environment, reward, tasks)
+        found = hub.resolved(named, download=True)
+        if found.problems:
+            raise protocols.DataError("; ".join(found.problems))
+        preflight.validate(found.config, need_weights=True)
+        # On a thread, because a caller's event loop goes on meanwhile.
+        await deadlines.off_loop(dry_run.try_rewards, found.config)
+        preflight.warn(found.config)
+        folders: list[Path] = []
 
-    def note(folder: Path) -> None:
-        folders.append(folder)
-        opened(folder)
+        def note(folder: Path) -> None:
+            folders.append(folder)
+            opened(folder)
 
-    place = None if workdir is None else str(workdir)
-    summary = await start(named, found.config, workdir=place, allow_changes=tuple(allow_changes), opened=note)
-    return Trained(folders[0], folders[0] / "model", summary)
+        place = None if workdir is None else str(workdir)
+        summary = await start(named, found.config, workdir=place, allow_changes=tuple(allow_changes), opened=note)
+        return Trained(folders[0], folders[0] / "model", summary)
 
 
-@_plain
+@_Plain()
 def train(
     config: libra_config.RunConfig,
     *,
@@ -215,7 +195,27 @@ def train(
     workdir: str | Path | None = None,
     allow_changes: Sequence[str] = (),
 ) -> Trained:
-    """Trains and returns when the run has ended: `libra_jax.train`."""
+    """Trains a policy and returns when the run has ended; in a notebook, the cell shows the reward's curve meanwhile.
+
+    Called again with the same config and objects, a run goes on from its last checkpoint. A script calls this under
+    `if __name__ == "__main__":`, because vLLM's processes import the script again.
+
+    Args:
+      config: the run's configuration. Objects below replace what its names stand for.
+      environment: class or function that makes a fresh environment (`protocols.Environment`). Without it, given tasks
+        are questions with an `answer`, scored by exact match.
+      reward: function of (task, text) or (task, transcript) that scores a rollout in place of the environment. To add
+        to the environment's score, add `transcript.environment_reward`.
+      tasks: mappings with a `prompt`, 5% of which are held out, or a `protocols.TaskSource`.
+      workdir: the run's directory; None: `runs/<name>-<hash of config>`.
+      allow_changes: settings in which the run may go on otherwise than it began, such as "optimizer.learning_rate".
+
+    Returns:
+      The workdir, the directory of the trained weights, and rewards by step.
+
+    Raises:
+      LibraError: something is wrong with the run; one sentence names the field, file or worker.
+    """
 
     folders: list[Path] = []
     drawn = curve.Curve()
@@ -310,7 +310,6 @@ def _trainer_part(checkpoint: checkpoint_store.Stored | None) -> str | None:
     return None if checkpoint is None else str(checkpoint.manifest.parent / checkpoint.record["trainer"])
 
 
-@_plain_async
 async def evaluate_async(
     config: libra_config.RunConfig,
     *,
@@ -319,34 +318,35 @@ async def evaluate_async(
     reward: objects.RewardFunction | None = None,
     tasks: objects.Tasks | None = None,
 ) -> Evaluated:
-    """Evaluates on the running event loop: `libra_jax.evaluate_async`."""
-    named = objects.with_objects(config, environment, reward, tasks, holdout=1.0)
-    checkpoint = None
-    if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
-        # It reads and verifies whole files, which would freeze a notebook's event loop.
-        finding = deadlines.off_loop(checkpoint_store.find, Path(model))
-        found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
-        if found.stored is None:
-            raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
-        tell_skipped(found)
-        checkpoint = found.stored
-    elif model is not None:
-        named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
-    scored, tokenizer = await score(named, checkpoint)
-    rollouts = [
-        Rollout(
-            rollout.prompt_id,
-            rollout.reward or 0.0,
-            progress.written(tokenizer, rollout),
-            tokenizer.decode(rollout.token_ids),
-        )
-        for rollout in scored.rollouts
-    ]
-    metrics = {name.removeprefix("evaluation/"): value for name, value in scored.metrics.items()}
-    return Evaluated(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
+    """Scores a model on the running event loop; otherwise as `evaluate`. A cancelled call ends the workers."""
+    with _Plain():
+        named = objects.with_objects(config, environment, reward, tasks, holdout=1.0)
+        checkpoint = None
+        if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
+            # It reads and verifies whole files, which would freeze a notebook's event loop.
+            finding = deadlines.off_loop(checkpoint_store.find, Path(model))
+            found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
+            if found.stored is None:
+                raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")
+            tell_skipped(found)
+            checkpoint = found.stored
+        elif model is not None:
+            named = dataclasses.replace(named, model=dataclasses.replace(named.model, path=str(model)))
+        scored, tokenizer = await score(named, checkpoint)
+        rollouts = [
+            Rollout(
+                rollout.prompt_id,
+                rollout.reward or 0.0,
+                progress.written(tokenizer, rollout),
+                tokenizer.decode(rollout.token_ids),
+            )
+            for rollout in scored.rollouts
+        ]
+        metrics = {name.removeprefix("evaluation/"): value for name, value in scored.metrics.items()}
+        return Evaluated(metrics["accuracy"], rollouts, int(metrics["unscored"]), metrics)
 
 
-@_plain
+@_Plain()
 def evaluate(
     config: libra_config.RunConfig,
     *,
@@ -355,7 +355,26 @@ def evaluate(
     reward: objects.RewardFunction | None = None,
     tasks: objects.Tasks | None = None,
 ) -> Evaluated:
-    """Evaluates and returns the scores: `libra_jax.evaluate`."""
+    """Scores a model on tasks and returns when all are scored. Trains and saves nothing.
+
+    Each task gets `evaluation.attempts` rollouts. The engines, the tools and the limits are those of the config;
+    `evaluation.temperature` is 0 unless it is set. A script calls this under `if __name__ == "__main__":`.
+
+    Args:
+      config: the run's configuration. Objects below replace what its names stand for.
+      model: what to score: a Hugging Face id, a directory of weights such as `Trained.model`, or the workdir of a run
+        of this config, whose newest checkpoint counts. None: the config's model.
+      environment: as in `train`.
+      reward: as in `train`.
+      tasks: mappings with a `prompt`, all of which are scored, or a `protocols.TaskSource`, whose first
+        `evaluation.tasks` held-out tasks are. None: those of `task.source`.
+
+    Returns:
+      The mean reward, each rollout with its reward and text, and means of further metrics.
+
+    Raises:
+      LibraError: the model or the tasks cannot be used, a worker is lost, or no task could be scored.
+    """
     return _blocking(
         lambda: evaluate_async(config, model=model, environment=environment, reward=reward, tasks=tasks),
         "interrupted: the evaluation's workers are being ended; call evaluate again to begin it again.",
@@ -415,11 +434,24 @@ def _blocking(
         return ended.result()
 
 
-@_plain
+@_Plain()
 def simulate(
     config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
 ) -> comparison.Comparison:
-    """Simulates a cluster under scheduling policies: `libra_jax.simulate`."""
+    """Simulates a cluster in virtual time under one scheduling policy or several.
+
+    Args:
+      config: the simulated run, such as `configs.simulate.get_config()` returns.
+      policies: names of scheduling policies.
+      seeds: one simulated run each, of every policy.
+      jobs: runs simulated at a time, a process each.
+
+    Returns:
+      Step times, throughput and shares by policy and seed, and a bound that no policy can beat.
+
+    Raises:
+      ConfigError: a setting is out of range, or nothing can be compared.
+    """
 
     objects.need(config, settings.SimulatedRun, "libra_jax.simulator.settings.SimulatedRun")
     run = comparison.prepare(libra_config.checked(config), policies)
@@ -430,7 +462,14 @@ def simulate(
         return compared.result()
 
 
-@_plain
+async def simulate_async(
+    config: settings.SimulatedRun, *, policies: Sequence[str] = ("cmlfq",), seeds: Sequence[int] = (0,), jobs: int = 1
+) -> comparison.Comparison:
+    """Simulates while the caller's event loop goes on; otherwise as `simulate`. A cancelled call is not interrupted."""
+    return await asyncio.to_thread(simulate, config, policies=policies, seeds=seeds, jobs=jobs)
+
+
+@_Plain()
 def plan(
     *,
     hardware: str,
@@ -443,7 +482,25 @@ def plan(
     prompt_tokens: int | None = None,
     config: libra_config.RunConfig | None = None,
 ) -> search.Split:
-    """Plans a split of accelerators: `libra_jax.plan`."""
+    """Plans how many accelerators train and how many roll out, and in which layouts.
+
+    Args:
+      hardware: name of an accelerator's sheet, such as "h100".
+      model: name of a preset, such as "Qwen3-8B".
+      accelerators: number to split.
+      workload: "swe", "search" or "math".
+      generated_tokens: mean of a rollout, or its mean and P90; None: as the workload has.
+      turns: model outputs of a rollout.
+      payload_tokens: tokens that a tool returns.
+      prompt_tokens: tokens of a prompt.
+      config: batches and limits; None: 32 prompts of 16 rollouts a step, one version ahead, contexts of any length.
+
+    Returns:
+      The split with the shortest training step: its mesh, its rollout instances by degree, and predicted seconds.
+
+    Raises:
+      ConfigError: there is no such hardware, model or workload, or nothing fits.
+    """
     if config is None:  # the batches and limits of configs/simulate.py
         config = settings.SimulatedRun()
         config.steps = 16  # over which lengths drift

@@ -32,7 +32,21 @@ class Loaded:
 
 
 def load(workdir: str | Path) -> Loaded:
-    """Reads a run's folder: `libra_jax.load`."""
+    """Reads the records of a run, which may still be going on, to look at or to draw.
+
+    >>> run = libra_jax.load("runs/mine")                                # doctest: +SKIP
+    >>> run.metrics.to_pandas().plot("step", "reward/mean")              # doctest: +SKIP
+    >>> print(run.config.optimizer.learning_rate, run.samples[0].text()) # doctest: +SKIP
+
+    Args:
+      workdir: the run's folder, such as `Trained.workdir`.
+
+    Returns:
+      The run's config, its metrics as a table with a row for each step, and the rollouts that it kept as text.
+
+    Raises:
+      DataError: the folder holds no config of a run that this version can read.
+    """
     folder = Path(workdir)
     try:
         config = evaluating.read_config(folder)

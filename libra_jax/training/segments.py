@@ -23,14 +23,12 @@ def check(config: config_lib.RunConfig, trajectories: Sequence[protocols.Traject
     Raises:
       ConfigError: a setting does not; the message names the setting and a trajectory.
     """
-    several = next((trajectory for trajectory in trajectories if trajectory.branches), None)
-    for field, reason in refusing(config).items() if several is not None else ():
-        config_lib.check(
-            False,
-            field,
-            f"trajectory {several.trajectory_id} has {len(several.segments)} segments, and {reason}; switch it off, or "
-            "use an environment whose rollouts have one segment",
-        )
+    for several in (trajectory for trajectory in trajectories if trajectory.branches):
+        for field, reason in refusing(config).items():
+            raise protocols.ConfigError(
+                f"config.{field}: trajectory {several.trajectory_id} has {len(several.segments)} segments, and "
+                f"{reason}; switch it off, or use an environment whose rollouts have one segment"
+            )
 
 
 def refusing(config: config_lib.RunConfig) -> dict[str, str]:
