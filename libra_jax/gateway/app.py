@@ -167,7 +167,7 @@ class _Responses(_Endpoint):
         name = str(scope["path_params"]["name"])
         if name not in session.responses:
             raise errors.Problem(404, f"The session keeps no response {name[:80]!r}.", code="not_found")
-        await answer.json(200, session.responses[name])
+        await answer.json(200, session.responses[name][1])
 
 
 class _Models(_Endpoint):

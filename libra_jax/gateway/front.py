@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
@@ -76,44 +76,8 @@ class Failure:
 Item = protocols.MessageDelta | protocols.Reply | Refusal | Failure
 
 
-class Front(Protocol):
-    """A front as the coordinator calls it."""
-
-    async def start(self, sessions: Sequence[bytes]) -> str:
-        """Starts to listen; returns the base URL of the OpenAI-compatible API, which ends in "/v1".
-
-        Args:
-          sessions: digests of the sessions that are served from the first request on. A request of any other is
-            refused for good, so a front that restarts must know its sessions before it listens.
-
-        Raises:
-          ConfigError: the address is not this host's, or the port is in use.
-        """
-        ...
-
-    async def admit(self, sessions: Sequence[bytes]) -> None:
-        """Serves the sessions with these digests from now on."""
-        ...
-
-    async def dismiss(self, session: bytes) -> None:
-        """Ends a session: refuses its requests, those under way included. Idempotent."""
-        ...
-
-    def events(self) -> AsyncIterator[Event]:
-        """Yields what clients ask and how their answers end. One reader at a time."""
-        ...
-
-    async def answer(self, items: Sequence[tuple[int, Item]]) -> None:
-        """Takes parts of answers, each with the number of its request. Ignores requests that nobody waits for."""
-        ...
-
-    async def shutdown(self) -> None:
-        """Ends all connections and stops to listen. Idempotent."""
-        ...
-
-
-class HttpFront:
-    """A `Front`. Belongs to one event loop.
+class Front:
+    """A front. Belongs to one event loop.
 
     Args:
       settings: address and limits.
@@ -132,7 +96,15 @@ class HttpFront:
         self._numbers = itertools.count()
 
     async def start(self, sessions: Sequence[bytes]) -> str:
-        """Starts to listen; returns the base URL of the OpenAI-compatible API (`Front.start`)."""
+        """Starts to listen; returns the base URL of the OpenAI-compatible API, which ends in "/v1".
+
+        Args:
+          sessions: digests of the sessions that are served from the first request on. A request of any other is
+            refused for good, so a front that restarts must know its sessions before it listens.
+
+        Raises:
+          ConfigError: the address is not this host's, or the port is in use.
+        """
         await self.admit(sessions)
         return await self._server.start()
 
@@ -142,18 +114,18 @@ class HttpFront:
             self._sessions.setdefault(session, _Relayed(self, session))
 
     async def dismiss(self, session: bytes) -> None:
-        """Ends a session (`Front.dismiss`)."""
+        """Ends a session: refuses its requests, those under way included. Idempotent."""
         relayed = self._sessions.pop(session, None)
         for number in relayed.numbers if relayed is not None else ():
             self._inboxes[number].put_nowait(Refusal("closed", "the rollout of this session has ended", ""))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yields what clients ask and how their answers end."""
+        """Yields what clients ask and how their answers end. One reader at a time."""
         while True:
             yield await self._events.get()
 
     async def answer(self, items: Sequence[tuple[int, Item]]) -> None:
-        """Takes parts of answers (`Front.answer`)."""
+        """Takes parts of answers, each with the number of its request. Ignores requests that nobody waits for."""
         for number, item in items:
             inbox = self._inboxes.get(number)
             if inbox is not None:
@@ -208,7 +180,7 @@ class _Relayed:
       numbers: numbers of its requests under way.
     """
 
-    def __init__(self, front: HttpFront, digest: bytes) -> None:
+    def __init__(self, front: Front, digest: bytes) -> None:
         self._front = front
         self.digest = digest
         self.numbers: set[int] = set()
@@ -228,11 +200,11 @@ def digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode(errors="surrogatepass")).digest()
 
 
-def create(gateway: Mapping[str, object], model: str) -> HttpFront:
+def create(gateway: Mapping[str, object], model: str) -> Front:
     """Makes a front, as the actor's factory.
 
     Args:
       gateway: fields of `config.GatewayConfig`.
       model: name of the model in answers.
     """
-    return HttpFront(config_lib.GatewayConfig(**gateway), model)  # type: ignore[arg-type]
+    return Front(config_lib.GatewayConfig(**gateway), model)  # type: ignore[arg-type]

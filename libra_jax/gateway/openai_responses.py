@@ -224,7 +224,7 @@ def _tools(
 def _before(response_id: str | None, session: sessions.Session) -> Sequence[protocols.Message]:
     if not response_id:
         return ()
-    if response_id not in session.dialogues:
+    if response_id not in session.responses:
         raise errors.Problem(
             400,
             f"previous_response_id: the session keeps no response {response_id!r}. It keeps the last "
@@ -232,7 +232,7 @@ def _before(response_id: str | None, session: sessions.Session) -> Sequence[prot
             field="previous_response_id",
             code="previous_response_not_found",
         )
-    return session.dialogues[response_id]
+    return session.responses[response_id][0]
 
 
 def _items(values: Sequence[Any], session: sessions.Session, hints: list[str]) -> list[Item]:

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from libra_jax import config as config_lib
@@ -24,8 +24,7 @@ class Session:
     """A session's limits and memory. Lives as long as its conversation.
 
     Attributes:
-      dialogues: messages up to and including each of the last responses, by the response's id, oldest first.
-      responses: the last responses, by id.
+      responses: the last responses by id, oldest first, each after the dialogue that ends in it.
       items: items of the responses, by id, oldest first.
     """
 
@@ -35,8 +34,7 @@ class Session:
         self._allowance, self._counted_at = self._burst, 0.0
         self._running = 0
         self._failures: collections.Counter[int] = collections.Counter()
-        self.dialogues: dict[str, Sequence[protocols.Message]] = {}
-        self.responses: dict[str, Mapping[str, Any]] = {}
+        self.responses: dict[str, tuple[Sequence[protocols.Message], Mapping[str, Any]]] = {}
         self.items: dict[str, Mapping[str, Any]] = {}
 
     def count_request(self, now: float) -> None:
@@ -102,16 +100,12 @@ class Session:
 
     def keep(self, messages: Sequence[protocols.Message], response: Mapping[str, Any]) -> None:
         """Keeps a response of OpenAI's API, and the dialogue that ends in it."""
-        self.dialogues[response["id"]], self.responses[response["id"]] = messages, response
+        self.responses[response["id"]] = messages, response
         self.items |= {item["id"]: item for item in response["output"]}
-        stores: Sequence[tuple[MutableMapping[str, Any], int]] = (
-            (self.dialogues, KEPT_RESPONSES),
-            (self.responses, KEPT_RESPONSES),
-            (self.items, KEPT_ITEMS),
-        )
-        for store, most in stores:
-            while len(store) > most:
-                del store[next(iter(store))]
+        if len(self.responses) > KEPT_RESPONSES:
+            del self.responses[next(iter(self.responses))]
+        while len(self.items) > KEPT_ITEMS:
+            del self.items[next(iter(self.items))]
 
 
 class Sessions:

@@ -204,7 +204,7 @@ def test_what_a_front_refuses_is_told_to_its_session():
     async def test(gateway: fronts.Fronts) -> None:
         session = front_doubles.Scripted()
         endpoint = await gateway.open(session)
-        serving = front.HttpFront(config.GatewayConfig(), "policy")
+        serving = front.Front(config.GatewayConfig(), "policy")
         await serving.admit([front.digest(endpoint.secret)])
         serving.find(endpoint.secret).note_refusal("functions: deprecated")
         front_doubles.made[0].tell(await anext(serving.events()))
