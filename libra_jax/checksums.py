@@ -8,7 +8,8 @@ The checksums find damage (a flipped bit, a lost page, a torn write). They do no
 
 from __future__ import annotations
 
-import itertools
+import collections
+import contextlib
 import json
 import os
 import re
@@ -82,19 +83,16 @@ def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
     """
     found: dict[int, bytes] = {}
     errors: list[BaseException] = []
-    numbers, stop, lock = itertools.count(), threading.Event(), threading.Lock()
+    left = collections.deque(enumerate(chunks))
 
     def read() -> None:
-        while not stop.is_set():
-            with lock:
-                number = next(numbers)
-            if number >= len(chunks):
-                return
-            try:
-                found[number] = _of_chunk(*chunks[number])
-            except BaseException as error:
-                errors.append(error)
-                return
+        try:
+            while left:
+                with contextlib.suppress(IndexError):  # another thread took the last one
+                    number, chunk = left.popleft()
+                    found[number] = _of_chunk(*chunk)
+        except BaseException as error:
+            errors.append(error)
 
     many = max(1, min(THREADS, os.cpu_count() or 1, len(chunks)))
     threads = [threading.Thread(target=read, name=f"checksums-{index}", daemon=True) for index in range(many)]
@@ -104,7 +102,7 @@ def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
         for thread in threads:
             thread.join()
     finally:
-        stop.set()
+        left.clear()
     if errors:
         raise errors[0]
     return [found[number] for number in range(len(chunks))]

@@ -281,11 +281,6 @@ async def serve_alone(
     """Serves the trainer's weights, or a checkpoint's, until SIGINT or SIGTERM. See `loaded` for the other arguments.
 
     Args:
-      run: what the parts of the run share.
-      specs: what the workers are made from.
-      agent: the policy's chat format and gateway.
-      scheduler: decides which instance serves a request.
-      checkpoint: the trainer's part of a checkpoint; None serves the weights of the config's model.
       secret: key of the clients; empty: a random one.
       ready: called with the address once it is served.
 

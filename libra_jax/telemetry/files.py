@@ -7,6 +7,7 @@ opening removes. A full disk leaves none. Not thread-safe: a run records from it
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import logging
 import math
@@ -246,14 +247,8 @@ def damage(line: bytes) -> str:
     if (found := _SPOILT.search(line)) is None:
         return ""
     # Either the value is damaged, or the name of the field has one wrong byte. A line of another program may also end
-    # with a field of 32 hexadecimal digits, so the name has to be one edit from ours: a byte changed, removed or added.
-    near = found[1] is not None
-    if not near:
-        name, ours = found[2], b"checksum"
-        differ = (at for at, pair in enumerate(zip(name, ours, strict=False)) if pair[0] != pair[1])
-        same = next(differ, min(len(name), len(ours)))
-        rest, wanted = name[same:], ours[same:]
-        near = name != ours and (rest[1:] == wanted[1:] or rest == wanted[1:] or rest[1:] == wanted)
+    # with a field of 32 hexadecimal digits, so its name has to be ours with one byte changed, removed or added.
+    near = difflib.SequenceMatcher(None, found[2] or b"checksum", b"checksum").ratio() > ONE_EDIT
     return "its checksum is damaged" if near else ""
 
 
@@ -263,6 +258,9 @@ def torn(line: bytes) -> bool:
         return True
     return line.startswith(b"{") and b"\0" not in line and not _WHOLE.search(line)
 
+
+ONE_EDIT = 0.87
+"""Similarity to a name of 8 bytes. One edit leaves 0.875 or more of it, and two mostly leave less."""
 
 _SPOILT = re.compile(rb', "(?:(checksum)": ".{32}|([^"]{7,9})": "[0-9a-f]{32})"\}$', re.DOTALL)
 """End of a line whose checksum, or the name of that field, may be damaged."""
@@ -283,15 +281,13 @@ class Review:
       path: Path of the file.
       known: The run, and the number of its records. If None, the first record names the run.
       step: Last step of these records.
-      name: Name of the file in its records.
 
     Attributes:
       number: Number of the last record that counts, from 1.
     """
 
-    def __init__(self, path: Path, known: protocols.Records | None, step: int | None = None, name: str = "") -> None:
-        self._path = path
-        self._name = name or path.name
+    def __init__(self, path: Path, known: protocols.Records | None, step: int | None = None) -> None:
+        self._path, self._name = path, path.name
         self._run = known["run"] if known else ""
         self._count = known["counts"].get(self._name, 0) if known else 0
         self._step = step

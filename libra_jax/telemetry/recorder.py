@@ -249,15 +249,9 @@ def cut_back(workdir: Path, step: int, records: protocols.Records | None = None,
       LibraError: A file cannot be read or replaced.
     """
     told = []
-    for name, last in (
-        (metrics.METRICS_FILE, step),
-        (trace.TRACE_FILE, step),
-        (samples.SAMPLES_FILE, step),
-        (files.PLANS_FILE, step),
-        (files.TRANSITIONS_FILE, step),
-        # Kept whole: it tells about starts of the run and not about steps that are taken again.
-        (files.CONFIG_HISTORY_FILE, sys.maxsize),
-    ):
+    for name in (*LINE_FILES, files.CONFIG_HISTORY_FILE):
+        # The history is kept whole: it tells about starts of the run and not about steps that are taken again.
+        last = step if name in LINE_FILES else sys.maxsize
         try:
             damaged, gaps = _cut(workdir / name, last, files.Review(workdir / name, records, step), records, look)
         except OSError as error:

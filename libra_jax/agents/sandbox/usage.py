@@ -27,7 +27,10 @@ PIPE_BYTES = 2**16
 """Bytes that a pipe holds at most. The filter of system calls refuses larger ones."""
 
 FEW_DESCRIPTORS = 64
-"""Size of a process's first table of descriptors. Pipes of processes with such a table are too few to be counted."""
+"""Size of a process's first table of descriptors. In a larger table, each two count as a pipe that is full.
+
+A process can hide which of its descriptors are pipes, but not the size of the table.
+"""
 
 MAPS_BYTES = 2**22
 """Bytes read from all processes' lists of mappings, about 80,000 lines. Longer lists count as a limit that was hit."""
@@ -147,16 +150,13 @@ def memory(found: Iterable[int], *, network: bool) -> float:
       network: Also count the sockets of this network namespace. The namespace has to belong to the processes alone.
     """
     private, shown, left, shared = 0, 0, MAPS_BYTES, dict[bytes, int]()
-    pipes, hidden = set[str](), 0
+    pipes = 0
     for pid in found:
         status = dict(_RESIDENT.findall(_of_a_thread(pid, "status", 2**16)))
         private += int(status.get(b"RssAnon", 0))
         shown += int(status.get(b"RssShmem", 0))
         if (descriptors := int(status.get(b"FDSize", 0))) > FEW_DESCRIPTORS:
-            try:
-                pipes |= _pipes(pid)
-            except OSError:  # a process that hides its descriptors may have a pipe for each two of them
-                hidden += descriptors // 2
+            pipes += descriptors // 2
         maps = _of_a_thread(pid, "maps", left)
         left -= len(maps)
         if left == 0:
@@ -168,7 +168,7 @@ def memory(found: Iterable[int], *, network: bool) -> float:
                 shared[inode] = max(shared.get(inode, SHARED_BYTES), size)
     # Files of the workspace (tmpfs) count in RssShmem too, and several processes may map the same memory. So the two
     # estimates of shared memory overlap, and the larger one is taken instead of their sum.
-    total = 1024 * private + max(1024 * shown, sum(shared.values())) + PIPE_BYTES * (len(pipes) + hidden)
+    total = 1024 * private + max(1024 * shown, sum(shared.values())) + PIPE_BYTES * pipes
     if not network:
         return total
     # All sockets, including sockets in transit over other sockets, which no process holds.
@@ -182,15 +182,6 @@ def memory(found: Iterable[int], *, network: bool) -> float:
                 queues = [line.split()[4].split(b":") for line in connections]
                 total += 2 * sum(int(sent, 16) + int(received, 16) for sent, received in queues)
     return total
-
-
-def _pipes(pid: int) -> set[str]:
-    """Returns the names of the pipes that a process has open."""
-    found = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return {name for name in found if name.startswith("pipe:")}
 
 
 def _of_a_thread(pid: int, name: str, most: int) -> bytes:
