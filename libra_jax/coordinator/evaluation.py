@@ -223,9 +223,6 @@ async def loaded(
 
     Yields:
       The parts of the run, and the policy version that is served.
-
-    Raises:
-      LibraError: a worker is lost.
     """
 
     def no_state() -> NoReturn:
@@ -251,11 +248,7 @@ async def evaluate_alone(
     scheduler: protocols.Scheduler,
     checkpoint: str | None = None,
 ) -> Evaluation:
-    """Evaluates the trainer's weights, or a checkpoint's, with workers of its own. See `loaded` for the arguments.
-
-    Raises:
-      LibraError: a worker is lost, or no task could be scored.
-    """
+    """Evaluates the trainer's weights, or a checkpoint's, with workers of its own. See `loaded` for the arguments."""
     async with loaded(run, specs, agent, scheduler, checkpoint) as (wired, version):
         run.recorder.status("rollout", "evaluating")
         work = evaluate(
@@ -283,9 +276,6 @@ async def serve_alone(
     Args:
       secret: key of the clients; empty: a random one.
       ready: called with the address once it is served.
-
-    Raises:
-      LibraError: a worker is lost, or the gateway cannot listen at its address.
     """
     host = agent.host
     if host is None:

@@ -196,7 +196,7 @@ class Create(fields.Request):
 
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
-    """Reads a request. See `exchanges.Api`."""
+    """Reads a request. See `exchanges.Read`."""
     if body.get("thread") is not None:
         raise errors.Problem(400, f"thread: {fields.NOT_KEPT}", field="thread", code=errors.NO_THREADS)
     asked, hints = Create.read(body)
@@ -204,7 +204,7 @@ def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchang
 
 
 def read_count(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
-    """Reads a request for the number of the context's tokens. See `exchanges.Api`."""
+    """Reads a request for the number of the context's tokens. See `exchanges.Read`."""
     asked, hints = Create.read({**body, "max_tokens": 1})
     return _Count(dataclasses.replace(_request(asked, hints), measures=True), False, model)
 

@@ -39,11 +39,6 @@ from libra_jax.gateway import (
     sessions,
 )
 
-CHAT = exchanges.Api(openai_chat.read, errors.in_openai_form)
-RESPONSES = exchanges.Api(openai_responses.read, errors.in_openai_form)
-MESSAGES = exchanges.Api(anthropic_messages.read, errors.in_anthropic_form)
-COUNT = exchanges.Api(anthropic_messages.read_count, errors.in_anthropic_form)
-
 LARGE_BODY = 2**18
 """Bytes of a request from which on a thread reads it: others would wait for the event loop."""
 
@@ -54,11 +49,11 @@ def application(conversations: protocols.Conversations, limits: config_lib.Gatew
     """Returns the ASGI application that serves these sessions."""
     known = sessions.Sessions(conversations, limits)
     paths = [
-        routing.Route("/v1/chat/completions", _Outputs(known, limits, CHAT)),
-        routing.Route("/v1/responses", _Outputs(known, limits, RESPONSES)),
+        routing.Route("/v1/chat/completions", _Outputs(known, limits, openai_chat.read)),
+        routing.Route("/v1/responses", _Outputs(known, limits, openai_responses.read)),
         routing.Route("/v1/responses/{name}", _Responses(known, limits)),
-        routing.Route("/v1/messages", _Outputs(known, limits, MESSAGES)),
-        routing.Route("/v1/messages/count_tokens", _Outputs(known, limits, COUNT)),
+        routing.Route("/v1/messages", _Outputs(known, limits, anthropic_messages.read)),
+        routing.Route("/v1/messages/count_tokens", _Outputs(known, limits, anthropic_messages.read_count)),
         routing.Route("/v1/models", _Models(known, limits)),
         routing.Route("/v1/models/{name:path}", _Models(known, limits)),
     ]
@@ -89,12 +84,6 @@ class _Endpoint:
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         """Writes the answer. May raise any error."""
         raise NotImplementedError
-
-    def error(self, scope: Scope, problem: errors.Problem) -> exchanges.Json:
-        """Returns the body of an error."""
-        if Headers(scope=scope).get("anthropic-version"):
-            return errors.in_anthropic_form(problem)
-        return errors.in_openai_form(problem)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,8 +126,9 @@ class _Endpoint:
     async def _write(self, scope: Scope, answer: answers.Answer, problem: errors.Problem) -> None:
         try:
             if not answer.started:
-                headers = answers.retry_headers(problem)
-                await answer.json(problem.status, self.error(scope, problem), headers)
+                anthropic = "/v1/messages" in scope["path"] or Headers(scope=scope).get("anthropic-version")
+                body = errors.in_anthropic_form(problem) if anthropic else errors.in_openai_form(problem)
+                await answer.json(problem.status, body, answers.retry_headers(problem))
             elif not answer.complete:
                 await answer.fail_stream(problem)
         except answers.ClientGone:
@@ -192,12 +182,9 @@ class _Outputs(_Endpoint):
 
     methods = ("POST",)
 
-    def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig, api: exchanges.Api) -> None:
+    def __init__(self, known: sessions.Sessions, limits: config_lib.GatewayConfig, read: exchanges.Read) -> None:
         super().__init__(known, limits)
-        self._api = api
-
-    def error(self, scope: Scope, problem: errors.Problem) -> exchanges.Json:
-        return self._api.error(problem)
+        self._read_body = read
 
     async def respond(self, scope: Scope, receive: Receive, answer: answers.Answer) -> None:
         # The key comes first: who has none may not send a body.
@@ -224,7 +211,7 @@ class _Outputs(_Endpoint):
                 await answers.while_connected(receive, answer, _answer(conversation, exchange, answer))
 
     def _read(self, body: bytes, session: sessions.Session) -> exchanges.Exchange:
-        return self._api.read(fields.parse(body), self._known.model, session)
+        return self._read_body(fields.parse(body), self._known.model, session)
 
 
 async def _answer(conversation: protocols.Conversation, exchange: exchanges.Exchange, answer: answers.Answer) -> None:

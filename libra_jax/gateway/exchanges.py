@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from libra_jax import protocols
@@ -50,14 +49,5 @@ class Exchange(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Api:
-    """One API.
-
-    Attributes:
-      read: reads the JSON of a request. Raises `errors.Problem` if it is wrong.
-      error: returns the body of an error.
-    """
-
-    read: Callable[[Json, str, sessions.Session], Exchange]
-    error: Callable[[errors.Problem], Json]
+Read = Callable[[Json, str, sessions.Session], Exchange]
+"""Reads the JSON of a request to a model, in a session. Raises `errors.Problem` if it is wrong."""

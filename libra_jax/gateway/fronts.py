@@ -204,12 +204,7 @@ class Fronts:
                 self._take(front, event)
 
     async def _restart(self, front: _Front, lost: protocols.LibraError) -> None:
-        """Starts the front again at its port. Requests under way end undelivered: their clients ask again.
-
-        Raises:
-          WorkerLost: it died again.
-          LibraError: it died `RESTARTS` times before.
-        """
+        """Starts the front again at its port. Requests under way end undelivered: their clients ask again."""
         front.restarts += 1
         if front.restarts > RESTARTS:
             raise protocols.LibraError(f"{front.spec.name} died {front.restarts} times; the last time: {lost}")

@@ -143,7 +143,7 @@ class Completion(fields.Request):
 
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
-    """Reads a request. See `exchanges.Api`."""
+    """Reads a request. See `exchanges.Read`."""
     asked, hints = Completion.read(body)
     functions = [tool.function for tool in asked.tools if tool.function]
     hints += [f"tools.{tool.type}"[: fields.LONGEST_NAME] for tool in asked.tools if not tool.function]

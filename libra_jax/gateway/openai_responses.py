@@ -157,7 +157,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 
 
 def read(body: exchanges.Json, model: str, session: sessions.Session) -> exchanges.Exchange:
-    """Reads a request. See `exchanges.Api`."""
+    """Reads a request. See `exchanges.Read`."""
     asked, hints = Create.read(body)
     hints += [f"include.{name}"[: fields.LONGEST_NAME] for name in asked.include if name != ENCRYPTED]
     tools, forms = _tools(asked.tools, hints)

@@ -38,16 +38,7 @@ class Outputs:
         self._pumps: list[asyncio.Task[None]] = []
 
     async def replies(self) -> Sequence[protocols.Reply]:
-        """Waits for the ends of all outputs and returns them.
-
-        Raises:
-          Refused: the session does not serve the request.
-        """
-        if len(self._generators) == 1:
-            async for item in self._generators[0]:
-                if isinstance(item, protocols.Reply):
-                    return [item]
-            raise RuntimeError("a conversation ended without a reply")
+        """Waits for the ends of all outputs and returns them. Raises the errors of `parts`."""
         found: dict[int, protocols.Reply] = {}
         async for batch in self.parts():
             found |= {choice: item for choice, item in batch if isinstance(item, protocols.Reply)}

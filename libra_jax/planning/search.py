@@ -183,11 +183,7 @@ class Search:
         return other
 
     def best(self, devices: int) -> Split:
-        """Returns the split of `devices` devices with the shortest step.
-
-        Raises:
-          ConfigError: they are too few to train and roll out; the message says how many each stage takes.
-        """
+        """Returns the split of `devices` devices with the shortest step. Raises the errors of `ranked`."""
         return self.ranked(devices)[0]
 
     def ranked(self, devices: int, count: int = SURE) -> list[Split]:
@@ -375,10 +371,7 @@ class Search:
         """Returns the split of at most `devices` devices with the fewest device-seconds a step: the most tokens for
         each device.
 
-        Tries `SIZES` numbers of devices.
-
-        Raises:
-          ConfigError: the devices are too few to train and roll out.
+        Tries `SIZES` numbers of devices. Raises the errors of `ranked`.
         """
         found = [self.best(devices)]
         for count in np.unique(np.geomspace(self._front[0].devices + 1, devices, SIZES).round().astype(int)):
@@ -435,18 +428,15 @@ class Search:
     def ranges(self, rollout: Sequence[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:
         """Returns the same instances with the length ranges that make the slowest instance fastest."""
         served = self._over(rollout)
-        return tuple(rollout) if served is None else self._ranged(rollout, served)
-
-    def _over(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.Partition | None:
-        return self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
-
-    def _ranged(
-        self, rollout: Sequence[protocols.PlannedBucket], served: partition.Partition
-    ) -> tuple[protocols.PlannedBucket, ...]:
+        if served is None:
+            return tuple(rollout)
         drawn = {bucket.tensor_parallel: bucket.max_remaining_tokens for bucket in self._buckets(served)}
         return self._ascending(
             dataclasses.replace(bucket, max_remaining_tokens=drawn.get(bucket.tensor_parallel, 0)) for bucket in rollout
         )
+
+    def _over(self, rollout: Sequence[protocols.PlannedBucket]) -> partition.Partition | None:
+        return self._partitions.over([bucket.tensor_parallel for bucket in rollout for _ in range(bucket.count)])
 
     @staticmethod
     def _ascending(buckets: Iterable[protocols.PlannedBucket]) -> tuple[protocols.PlannedBucket, ...]:

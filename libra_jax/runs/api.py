@@ -130,9 +130,6 @@ async def start(
       allow_changes: settings that may differ from the run's first start (`changes.allowed_names`).
       opened: called with the workdir.
       at_signal: called at once on SIGINT and SIGTERM.
-
-    Raises:
-      LibraError: the run cannot start or continue; one sentence names the field, file or worker.
     """
     # An environment that cannot be made is reported before anything is written.
     async with (
@@ -242,9 +239,6 @@ async def score(
     Args:
       config: configuration with names in place of objects; nothing but its evaluation takes place.
       checkpoint: checkpoint whose weights are evaluated; None evaluates those of `config.model`.
-
-    Raises:
-      LibraError: the evaluation cannot start or end; one sentence names the field, file or worker.
     """
     config = _without_training(config)
     await deadlines.off_loop(dry_run.try_rewards, config)
@@ -270,9 +264,6 @@ async def serve(
       checkpoint: checkpoint whose weights are served; None serves those of `config.model`.
       secret: key of the clients; empty: a random one.
       ready: called with the address once it is served.
-
-    Raises:
-      LibraError: the workers cannot start, or one is lost; one sentence names the field, file or worker.
     """
     # The machine that serves need not have what the run trained on.
     task = libra_config.TaskConfig(tokenizer=config.task.tokenizer)

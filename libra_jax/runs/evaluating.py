@@ -118,9 +118,6 @@ def evaluate(asked: Asked, given: libra_config.RunConfig | None) -> Evaluated:
     Args:
       asked: what to evaluate, and how.
       given: config of --config; None takes the one of the run's folder.
-
-    Raises:
-      LibraError: a flag is wrong, or the evaluation fails; the sentence names the flag or the worker.
     """
     config, checkpoint, source = chosen(asked, given)
     config = _with_flags(config, asked)

@@ -31,9 +31,6 @@ def serve(
       port: port to listen at, 0 is any; None: the config's.
       key_env: environment variable with the clients' key; empty: a random key.
       ready: called with the address once it is served.
-
-    Raises:
-      LibraError: a flag is wrong, or the workers fail; the sentence names the flag or the worker.
     """
     secret = os.environ.get(key_env, "") if key_env else ""
     if key_env and not secret:

@@ -185,11 +185,7 @@ def _resolved(config: libra_config.RunConfig) -> changes.Settings:
 
 
 def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[str]) -> _Stored:
-    """Compares the workdir's config with the present one.
-
-    Raises:
-      ConfigError: the run in the workdir cannot go on with the present config.
-    """
+    """Compares the workdir's config with the present one. Refuses one with which the run in there cannot go on."""
     stored = _stored(path / "config.json")
     differing = changes.find(escapes.redacted(stored), resolved)
     taken = checkpoint_store.find(path).step  # once, because it reads all files of a checkpoint
