@@ -21,7 +21,7 @@ from libra_jax import protocols
 from libra_jax.agents import factories, resolving
 from libra_jax.coordinator import checkpoint_store, evaluation, scores
 from libra_jax.models import hub
-from libra_jax.runs import api
+from libra_jax.runs import api, objects
 from libra_jax.simulator import report
 
 FILE, PICTURE = "evaluation.json", "evaluation.svg"
@@ -282,18 +282,6 @@ def located(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunCon
 # Tasks ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """Tasks that are evaluated, each once, in this order."""
-
-    tasks: Sequence[protocols.Task]
-
-    def task(self, index: int) -> protocols.Task:
-        return self.tasks[index % len(self.tasks)]
-
-    evaluation_task = task
-
-
 def _with_tasks(config: libra_config.RunConfig, asked: Asked) -> libra_config.RunConfig:
     """Returns the config with a source of the tasks to evaluate, each of them once.
 
@@ -303,7 +291,7 @@ def _with_tasks(config: libra_config.RunConfig, asked: Asked) -> libra_config.Ru
         raise protocols.ConfigError(f"--most_tasks={asked.most_tasks}: must be positive")
     tasks = _tasks_of_file(config, asked) if asked.tasks is not None else _held_out(config, asked)
     listed = evaluation.distinct(tasks, lambda sentence: print(f"--tasks: {sentence}.", file=sys.stderr))
-    name = resolving.give(lambda seed: _Listed(listed), "task.source", name="evaluated", text=str(len(listed)))
+    name = resolving.give(lambda seed: objects.Listed(listed), "task.source", name="evaluated", text=str(len(listed)))
     return dataclasses.replace(
         config,
         task=dataclasses.replace(config.task, source=name, path="", arguments={}),

@@ -91,8 +91,8 @@ def with_objects(
 
 
 @dataclass(frozen=True)
-class _AllTasks:
-    """Tasks that are only evaluated, each of them, in the given order."""
+class Listed:
+    """Tasks that are evaluated, each once, in this order."""
 
     tasks: Sequence[protocols.Task]
 
@@ -117,7 +117,7 @@ def _source(tasks: Tasks, seed: int, holdout: float) -> str:
     def made(seed: int, holdout: float = holdout) -> protocols.TaskSource:
         if holdout < 1:
             return datasets.of_rows(rows, seed, holdout)
-        return _AllTasks([protocols.Task(f"tasks-{number}", dict(row)) for number, row in enumerate(rows)])
+        return Listed([protocols.Task(f"tasks-{number}", dict(row)) for number, row in enumerate(rows)])
 
     # Two names, so that an evaluation beside a run on the same rows does not replace the run's tasks.
     name = "tasks" if holdout < 1 else "evaluated"

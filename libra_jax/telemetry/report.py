@@ -38,10 +38,10 @@ KEPT_ROLLOUTS = 20_000
 """Number of trajectories at the trace's end on which predictions from tool returns are judged."""
 
 WINDOW = 5
+"""Steps, at most, whose mean reward is compared at either end of the run."""
 
 STUDENT = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306}
 """Student's t at 95% (two-sided), by degrees of freedom: those of two windows of 2 to `WINDOW` steps."""
-"""Steps, at most, whose mean reward is compared at either end of the run."""
 
 OUTCOMES = {"failure": "failed", "timeout": "timed out"}
 """Verb for a tool call with each bad status."""
