@@ -32,12 +32,7 @@ _tensors: dict[str, torch.Tensor] = {}
 
 
 def keep(tensors: Mapping[str, torch.Tensor], scale: float) -> None:
-    """Replaces the adapter of this process's model.
-
-    Args:
-      tensors: A and B of every adapted projection; copied.
-      scale: factor of their product.
-    """
+    """Replaces the adapter of this process's model by copies of A and B of every adapted projection."""
     _tensors.clear()
     for name, tensor in tensors.items():
         _tensors[name] = tensor * scale if name.endswith(_B) else tensor.clone()

@@ -125,13 +125,7 @@ def _expand(
 ) -> None:
     """Writes each request's value to all of its tokens, with `replace_from` replaced by `replace_to`.
 
-    Args:
-      output: [tokens], written in place.
-      values: [requests] values, in the dtype of `output`.
-      ends: [requests] cumulative numbers of tokens.
-      replace_from: value that is replaced.
-      replace_to: value in its place.
-      MAX_NUM_TOKENS: part of vLLM's signature; not used.
+    `ends` are cumulative numbers of tokens. `MAX_NUM_TOKENS` is part of vLLM's signature, and not used.
     """
     counts = ends.diff(prepend=ends.new_zeros(1))
     output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))

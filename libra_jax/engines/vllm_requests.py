@@ -76,7 +76,7 @@ def delta(completion: Any, state: Any, sent: int, routing: tuple[bytes, ...]) ->
 
     Args:
       completion: vLLM's output since the last one.
-      state: vLLM's state of the request, or None if the request ended before it could be read.
+      state: as for `Routing`.
       sent: number of tokens before these.
       routing: experts of the next tokens.
     """

@@ -25,12 +25,7 @@ class LoopWorkerClient(clients.ActorClient):
     _tell = clients.Call("first_token", "take commands", protocols.LoopWorker.tell)
 
     async def connect(self) -> None:
-        """Opens the channel, once the worker has started.
-
-        Raises:
-          WorkerLost: the worker is gone.
-          DeadlineMissed: it does not answer.
-        """
+        """Opens the channel, once the worker has started."""
         address = await self._listen()
         if address is not None:
             connecting = channel.connect(address)
@@ -39,12 +34,7 @@ class LoopWorkerClient(clients.ActorClient):
             )
 
     async def tell(self, commands: Sequence[protocols.WorkerCommand]) -> None:
-        """Sends commands, after all earlier ones.
-
-        Raises:
-          WorkerLost: the worker is gone.
-          DeadlineMissed: it takes no more commands.
-        """
+        """Sends commands, after all earlier ones."""
         if self._connection is None:
             await self._tell(commands)
             return

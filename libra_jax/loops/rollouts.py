@@ -102,11 +102,7 @@ class Runner(abc.ABC):
         """Returns the number of rollouts that crashed since the last call, by prompt id."""
 
     async def teach(self, trajectory: protocols.Trajectory) -> None:
-        """Records the teacher's log-probabilities of a finished rollout that will be trained, if there is a teacher.
-
-        Raises:
-          TeacherFailed: the teacher failed repeatedly.
-        """
+        """Records the teacher's log-probabilities of a finished rollout that will be trained, if there is a teacher."""
         teacher = self._agent.teacher
         # A rollout restored from a checkpoint may have them already.
         if teacher is None or self._config.task.masks(trajectory.finish):

@@ -174,11 +174,7 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         sampling: protocols.SamplingParams,
         heard: Callable[[], None] | None = None,
     ) -> protocols.FinishReason:
-        """Samples one turn (`protocols.Sampler.sample`).
-
-        Raises:
-          WorkerLost: the request failed more than `rollout.generation_retries` times.
-        """
+        """Samples one turn (`protocols.Sampler.sample`). Fails after `rollout.generation_retries` failures."""
         # A request lives from its segment's first turn to the rollout's end, so later turns find it here.
         request = self._requests.get(segment.name) or self._arrive(segment)
         request.heard, start = heard, len(segment.token_ids)

@@ -55,11 +55,7 @@ class TrainerActor(trainer_life.TrainerLife):
         self._begun = streaming.Begun()
 
     def warm_start_step(self, sequences: Sequence[protocols.Trajectory]) -> dict[str, float]:
-        """Takes one supervised step (mean cross entropy of the tokens in the loss mask) at the warm start's rate.
-
-        Raises:
-          LibraError: training has begun, or no token in `sequences` is under the loss mask.
-        """
+        """Takes one supervised step (mean cross entropy of the tokens in the loss mask) at the warm start's rate."""
         running = self.running()
         learner = running.learner if self._model.adapter is None else running.warming
         if self._version or learner is None:
@@ -74,19 +70,9 @@ class TrainerActor(trainer_life.TrainerLife):
         return self._finish(learner, metrics, packed)
 
     def train_step(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share] = ()) -> dict[str, float]:
-        """Takes the updates of one step, from version v to v + 1, even if non-finite ones are skipped. Returns metrics.
+        """Takes the updates of one step, and skips non-finite ones. Shares are parts of the first update.
 
-        Args:
-          batch: groups to train on.
-          shares: parts of the first update that hybrid workers compute meanwhile. The core computes a share that does
-            not arrive, and dismisses its hybrid worker. With shares, the metrics include `shares/*`
-            (`shares.Collection.metrics`).
-
-        Raises:
-          DataError: a trajectory holds a number that cannot be trained on; the message names the trajectory.
-          ConfigError: the shares leave the core nothing.
-          LibraError: the batch is for another version, or `trainer.max_skipped_steps` steps in a row were not finite.
-          StepAborted: `abort_step` aborted the step; version and state are unchanged.
+        With shares, the metrics include `shares/*` (`shares.Collection.metrics`).
         """
         self._check_version(batch)
         learner, critic = self.running().learner, self.running().critic

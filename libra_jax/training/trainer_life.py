@@ -72,10 +72,6 @@ class TrainerLife:
         """Builds the mesh and the train state, and compiles the steps over the shortest rows of few sequences.
 
         The programs of other rows and of scoring compile on another thread from then on.
-
-        Raises:
-          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
-          DataError: the model directory cannot be used.
         """
         config, info = self._config, self.stand_by()
         running = self.running()
@@ -92,11 +88,7 @@ class TrainerLife:
         return info
 
     def stand_by(self) -> protocols.TrainerInfo:
-        """Builds only the mesh, in place of `start`. `warm` compiles; `restore` loads the state of another trainer.
-
-        Raises:
-          ConfigError: for the same reasons as `start`.
-        """
+        """Builds only the mesh, in place of `start`. `warm` compiles; `restore` loads the state of another trainer."""
         config = self._config
         if config.trainer.cores:
             # Pins this thread; the threads that XLA starts from it inherit the cores.
@@ -152,11 +144,8 @@ class TrainerLife:
     # The next four are async because they touch no JAX: they run on the actor's event loop during a training step.
 
     async def abort_step(self) -> bool:
-        """Asks the current step to abort between two micro-batches with StepAborted; the state is then unchanged.
-
-        Returns False if the trainer has several processes. Each would abort after a different micro-batch, and the
-        others would wait for it in a collective forever.
-        """
+        # Each of several processes would abort after a different micro-batch, and the others would wait for it in a
+        # collective forever.
         if self._config.trainer.processes > 1:
             return False
         self.running().learner.abort.set()
@@ -168,11 +157,7 @@ class TrainerLife:
         return self._channels.listen(worker, generation)
 
     async def connect(self, worker: str, generation: int, address: Mapping[str, Any]) -> None:
-        """Starts to connect to a hybrid worker's channel and returns at once. Deadline: `deadlines.transition`.
-
-        Raises:
-          LibraError: the address belongs to another hybrid worker, membership generation or trainer.
-        """
+        """Starts to connect to a hybrid worker's channel and returns at once. Deadline: `deadlines.transition`."""
         self.running()
         self._channels.connect(worker, generation, address)
 
@@ -181,12 +166,6 @@ class TrainerLife:
         self._channels.dismiss(worker)
 
     def begin_resize(self, sizes: protocols.MeshSizes) -> protocols.ResizeEstimate:
-        """Starts to compile for another mesh of this process's devices; training continues.
-
-        Raises:
-          ConfigError: the sizes do not fit this model, batch and number of devices, or a resize is running.
-          LibraError: a device lacks memory for the move.
-        """
         learner = self.running().learner
         if self._resize is not None:
             raise protocols.ConfigError(
@@ -196,16 +175,9 @@ class TrainerLife:
         return self._resize.estimate
 
     def resize_progress(self) -> protocols.ResizeProgress:
-        """Returns the progress of the resize. Raises ConfigError if none is running."""
         return self._resizing().progress
 
     def finish_resize(self, seconds: float) -> protocols.ResizePhases:
-        """Waits at most `seconds` for the programs, then moves the state. Call between two steps.
-
-        Raises:
-          DeadlineMissed: compilation took longer; the resize continues.
-          LibraError: the resize failed; training continues on the present mesh.
-        """
         running, resizing = self.running(), self._resizing()
         former = running.learner
         try:
@@ -228,16 +200,6 @@ class TrainerLife:
             self._resize = None
 
     def open_weights(self, policy_version: int, destinations: Sequence[protocols.WeightDestination] = ()) -> int:
-        """Takes a snapshot of the parameters in the wire dtype; returns its number of chunks.
-
-        Args:
-          policy_version: version of the parameters.
-          destinations: instances that will load them; see `protocols.WeightStager`.
-
-        Raises:
-          LibraError: the trainer holds another version.
-          SharedMemoryError: there is too little memory.
-        """
         running = self.running()
         if policy_version != self._version:
             raise protocols.LibraError(f"version {policy_version} cannot be synced: the trainer holds {self._version}.")
@@ -252,41 +214,23 @@ class TrainerLife:
         return count
 
     def stage_weights(self, policy_version: int, index: int) -> protocols.WeightChunk:
-        """Returns one chunk of the open snapshot; it stays readable until the next snapshot is opened.
-
-        Raises:
-          LibraError: no snapshot of this version is open, or it has no such chunk.
-        """
         return self.running().weights.stage(policy_version, index)
 
     def close_weights(self, policy_version: int) -> None:
-        """Frees the snapshot of the parameters."""
         self.running().weights.close(policy_version)
 
     def save(self, path: str) -> None:
-        """Starts an asynchronous save of the train state to a new directory. Ends the warm start.
+        """Starts an asynchronous save of the train state to a new directory, which holds no whole checkpoint.
 
-        Raises:
-          LibraError: the directory holds a whole checkpoint.
-          CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
+        Ends the warm start.
         """
         self.running().save(self.running().checkpointer, path, {"skipped_in_a_row": self._skipped_in_a_row})
 
     def wait_saved(self) -> None:
-        """Waits until the last `save` is durable.
-
-        Raises:
-          CheckpointFailed: the checkpoint could not be written.
-          PeerLost: another process of the trainer is gone.
-        """
         self.running().checkpointer.wait()
 
     def restore(self, path: str) -> int:
-        """Restores a train state, saved on any mesh, into this mesh's shardings. Returns its policy version.
-
-        Raises:
-          DataError: the directory is missing, incomplete, damaged, of another model or optimizer, or not finite.
-        """
+        """Restores a train state, saved on any mesh, into this mesh's shardings. Returns its policy version."""
         self.running().learner.forget()
         host = self.running().restore(path)
         self._synced, self._version = None, int(self.running().present.train_state().step)
@@ -294,29 +238,15 @@ class TrainerLife:
         return self._version
 
     def policy_version(self) -> int:
-        """Returns the policy version of the state."""
         self.running()
         return self._version
 
     def snapshot(self, path: str) -> protocols.Snapshot:
-        """Starts to save the state for another trainer to take over. Independent of `save` and its checkpoints.
-
-        Returns:
-          The snapshot's policy version and its bytes in memory.
-
-        Raises:
-          CheckpointFailed: the directory cannot be written, or the state holds numbers that are not finite.
-        """
         host = {"skipped_in_a_row": self._skipped_in_a_row}
         state = self.running().save(self.running().handover, path, host)
         return protocols.Snapshot(self._version, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
 
     def snapshot_saved(self) -> bool:
-        """Returns True if the last snapshot is durable, without waiting for it.
-
-        Raises:
-          LibraError: the snapshot could not be written.
-        """
         handover = self.running().handover
         if handover.saving:
             return False
@@ -331,10 +261,8 @@ class TrainerLife:
         """Writes the policy as a Hugging Face directory, sealed with the checksums of its files.
 
         With an adapter, the directory holds the merged weights, and its folder `running.ADAPTER` the adapter in PEFT's
-        format. Its folder `running.BASE` holds the weights under the adapter, if `model.path` does not.
-
-        Raises:
-          LibraError: a parameter is not finite; nothing is written.
+        format. Its folder `running.BASE` holds the weights under the adapter, if `model.path` does not. Nothing is
+        written if a parameter is not finite.
         """
         self.running().export(path, self._version)
 

@@ -57,11 +57,6 @@ class TrainingSideActor:
         self._digest = ""
 
     def start(self) -> protocols.TrainerInfo:
-        """Builds the mesh.
-
-        Raises:
-          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
-        """
         if self._cores:
             # Pins this thread; the threads that XLA starts from it inherit the cores.
             config_lib.check_cores(self._cores, "elastic.cores")
@@ -94,20 +89,10 @@ class TrainingSideActor:
         weights.start(policy_version)
 
     def update_weights(self, chunk: protocols.WeightChunk) -> None:
-        """Checks one chunk of weights and records its tensors.
-
-        Raises:
-          LibraError: the chunk is damaged, has no checksum, or is not of this update or model.
-        """
         _, weights = self._started()
         weights.load(chunk)
 
     def finish_weight_update(self, policy_version: int) -> None:
-        """Puts the parameters on the mesh.
-
-        Raises:
-          LibraError: chunks of the version are missing.
-        """
         _, weights = self._started()
         self._params, self._digest = weights.finish(policy_version)
         self._version = policy_version
@@ -120,12 +105,7 @@ class TrainingSideActor:
             learner.compile(step.POLICY, *row_shape, sums_only=True)
 
     def join(self, generation: int, address: Mapping[str, Any]) -> None:
-        """Connects to the core's gradient channel; closes a channel of an earlier membership generation.
-
-        Raises:
-          ChannelError: the channel did not connect within `deadlines.transition`.
-          LibraError: the address belongs to another hybrid worker or membership generation.
-        """
+        """Connects to the core's gradient channel; closes a channel of an earlier membership generation."""
         self._started()
         if (address["worker"], address["generation"]) != (self._name, generation):
             raise protocols.LibraError(
@@ -139,16 +119,9 @@ class TrainingSideActor:
         self._channel.wait(seconds)
 
     def contribute(self, batch: protocols.TrainBatch, shares: Sequence[protocols.Share]) -> dict[str, float]:
-        """Computes this worker's share of the step and sends the sums to the core.
+        """Computes this worker's share of the step and sends the sums to each process of the core.
 
-        Returns:
-          `seconds` from the batch's receipt until the core had the sums, without the time spent waiting for the core to
-          take them; `bytes` sent to each process of the core; `micro_batches` in the share. A share smaller than a
-          micro-batch may be empty; then nothing is sent.
-
-        Raises:
-          DataError: a trajectory holds a number that cannot be trained on.
-          LibraError: the worker holds another version, has no such share, or the channel is gone.
+        A share smaller than a micro-batch may be empty; then nothing is sent.
         """
         began = time.monotonic()
         (learner, _), channel = self._started(), self._channel
@@ -193,7 +166,6 @@ class TrainingSideActor:
             self._parts[1].close()
 
     def shutdown(self) -> None:
-        """Releases everything. Idempotent."""
         self.leave()
         self._parts = None
 

@@ -55,13 +55,7 @@ class Receiver:
         self._arriving = ""
 
     def load(self, chunk: protocols.WeightChunk) -> None:
-        """Takes a chunk's tensors, which must stay in place until `finish`.
-
-        Raises:
-          SharedMemoryError: the trainer's memory cannot be reached.
-          LibraError: the chunk is of another version, was received before, is damaged, or has no checksum; or a tensor
-            is not the model's by name or shape.
-        """
+        """Takes a chunk's tensors, which must stay in place until `finish`. Each chunk comes once."""
         named = f"chunk {chunk.index} of version {chunk.policy_version}"
         if chunk.policy_version != self._version or chunk.index in self._checksums:
             raise protocols.LibraError(f"{named} does not belong to the update of version {self._version}.")
@@ -96,11 +90,7 @@ class Receiver:
         self._checksums[chunk.index] = chunk.checksum
 
     def finish(self, version: int) -> tuple[Any, str]:
-        """Returns the parameters on their devices, and the version's digest (`snapshot.HostSnapshot.digest`).
-
-        Raises:
-          LibraError: another version was started, or parts of it are missing.
-        """
+        """Returns the parameters on their devices, and the version's digest (`snapshot.HostSnapshot.digest`)."""
         if version != self._version:
             raise protocols.LibraError(
                 f"version {version} cannot be finished: the update of {self._version} was begun."

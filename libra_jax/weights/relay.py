@@ -103,11 +103,6 @@ class Relay(protocols.Relay):
         return {"bytes": float(sum(owner.nbytes for owner in self._memory.values()))}
 
     async def listen(self, generation: int) -> dict[str, Any]:
-        """Opens the link over which this relay receives from now on. Returns its address, as plain values.
-
-        Raises:
-          ChannelError: this host cannot listen at its address.
-        """
         if self._parent is not None:
             # One parent at a time: two could write into the same memory.
             self._parent.close("another took its place")
@@ -116,11 +111,6 @@ class Relay(protocols.Relay):
         return listener.address
 
     async def connect(self, child: str, generation: int, address: Mapping[str, Any]) -> None:
-        """Starts to connect to a listening relay. An earlier link to that relay is closed.
-
-        Raises:
-          LibraError: the address is another relay's, or of another link number (`generation`).
-        """
         if (address["worker"], address["generation"]) != (child, generation):
             raise protocols.LibraError(
                 f"the link of {address['worker']} (generation {address['generation']}) is not the one to connect to "
@@ -133,12 +123,7 @@ class Relay(protocols.Relay):
     async def compare(self, chunk: protocols.WeightChunk) -> protocols.WeightDifference | None:
         """Compares a chunk of this host with the copy of the last compared one, and copies it in place of that one.
 
-        Returns:
-          The difference, which this relay then keeps. None without an earlier chunk or a checksum, or if the whole
-          chunk is smaller.
-
-        Raises:
-          SharedMemoryError: the chunk cannot be read here, or this host has too little memory for the copy.
+        Keeps the difference. There is none without a checksum, either.
         """
         data = self._read(chunk)
         return await _on(self._comparing, lambda: self._compare(chunk, data))
@@ -146,18 +131,7 @@ class Relay(protocols.Relay):
     async def send(
         self, chunk: protocols.WeightChunk, child: str, difference: protocols.WeightDifference | None = None
     ) -> None:
-        """Sends a chunk of this host. Returns once the other relay has taken it.
-
-        Args:
-          chunk: the chunk.
-          child: name of the other relay.
-          difference: what to send in place of the whole chunk.
-
-        Raises:
-          ChannelError: the link is gone, or the chunk was not taken in time.
-          SharedMemoryError: the chunk cannot be read here.
-          LibraError: this relay does not hold the difference.
-        """
+        """Sends a chunk of this host. Returns once the other relay has taken it."""
         link = self._children.get(child)
         if link is None:
             raise protocols.LibraError(f"{self._name} has no link to {child}: call connect first.")
@@ -184,17 +158,6 @@ class Relay(protocols.Relay):
     async def receive(
         self, chunk: protocols.WeightChunk, difference: protocols.WeightDifference | None = None
     ) -> protocols.WeightChunk:
-        """Receives a chunk and keeps it until the next one of that number. Returns it with its address on this host.
-
-        Args:
-          chunk: the chunk as described on the sending host.
-          difference: what arrives in place of the whole chunk.
-
-        Raises:
-          ChannelError: the link is gone, or nothing arrived in time.
-          SharedMemoryError: this host has too little memory.
-          LibraError: another chunk arrived, or a damaged one, or this relay does not hold what the difference changes.
-        """
         channel = self._parent
         if channel is None:
             raise protocols.LibraError(f"{self._name} has no link to receive over: call listen first.")
