@@ -188,5 +188,4 @@ class Calculator:
         self._max_characters = max_characters
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """See `toolbox.Tool`."""
         return carry_out(arguments["expression"], self._max_characters)

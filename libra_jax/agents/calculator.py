@@ -74,7 +74,7 @@ def task_source(
     are followed by those of the next, in a cycle. Held-out tasks go through all phases in turn.
 
     Args:
-      path: Must be empty, because nothing is read.
+      path: Must be empty.
       seed: Seed of the training stream. The held-out stream is the same for all seeds.
       levels: Levels to draw from: "plain", "mixed" and "nested".
       max_characters: Longest expression that the tool accepts (16 to 18).

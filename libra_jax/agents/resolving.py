@@ -77,12 +77,7 @@ def itself(name: str) -> Any:
 
 
 def shown(name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Returns a factory's name for a sentence. An object of the caller's program keeps the name it has there.
-
-    Args:
-      name: Name in the config.
-      arguments: Arguments of the factory.
-    """
+    """Returns a factory's name for a sentence. An object of the caller's program keeps the name it has there."""
     if name == ITSELF:
         name = str(arguments.get("name", name))
     module, _, label = name.partition(":")

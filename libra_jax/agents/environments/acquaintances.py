@@ -128,7 +128,7 @@ def task_source(
     """Returns a source of generated questions for `environments.search_qa`. The kinds of questions take turns.
 
     Args:
-      path: Must be empty, because nothing is read.
+      path: Must be empty.
       seed: Seed of the training stream.
       people: Number of people in the world. Must equal the search tool's.
       world: Number of the world. Must equal the search tool's.

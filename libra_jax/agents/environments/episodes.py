@@ -9,12 +9,7 @@ from libra_jax.agents import answers, splits, thoughts
 
 
 def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
-    """Returns episodes by seed. A game may use the seed or ignore it.
-
-    Args:
-      path: Must be empty, because nothing is read.
-      seed: Seed of the training stream.
-    """
+    """Returns episodes by seed. A game may use the seed or ignore it."""
     config.check(not path, "task.path", "episodes are drawn by seeds; no file is read")
 
     def make(split: str, seed: int, index: int) -> protocols.Task:

@@ -78,7 +78,7 @@ def task_source(path: str = "", seed: int = 0, steps: Sequence[int] = (1, 2), wi
     """Returns generated problems for the environment `math`.
 
     Args:
-      path: Must be empty, because nothing is read.
+      path: Must be empty.
       seed: Seed of the training stream.
       steps: Numbers of operations per problem, taken in turn. Each is 1 to 4.
       width: Number of characters to which prompts are padded. 0 suits pretrained models.

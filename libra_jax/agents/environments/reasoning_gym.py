@@ -53,7 +53,7 @@ def task_source(path: str = "", seed: int = 0, name: str = "", **arguments: Any)
     """Returns tasks of the package. Half of all questions, chosen by hash, are held out for evaluation.
 
     Args:
-      path: Must be empty, because nothing is read.
+      path: Must be empty.
       seed: Seed of the training stream.
       name: Name of the task, for example "chain_sum".
       **arguments: Settings of the task's own config, for example `max_terms=3`. Plain values only.

@@ -141,13 +141,7 @@ def _check_listed(tests: Sequence[Any], where: str) -> None:
 
 
 def _check(payload: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
-    """Checks a task of a file.
-
-    Args:
-      payload: Payload of the task.
-      names: Columns by their name in the payload.
-      where: File and row, for errors.
-    """
+    """Checks a task of a file. `names` has the columns by their name in the payload; `where` has file and row."""
     for name in ("repository", "tests"):
         place = payload.get(name)
         if isinstance(place, str) and not pathlib.Path(place).exists():

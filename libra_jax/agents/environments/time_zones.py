@@ -42,12 +42,7 @@ def _moments(time: str, zone: str) -> tuple[datetime.datetime, datetime.datetime
 
 
 def task_source(path: str = "", seed: int = 0) -> splits.Tasks:
-    """Returns generated questions.
-
-    Args:
-      path: Must be empty, because nothing is read.
-      seed: Seed of the training stream.
-    """
+    """Returns generated questions."""
     config.check(not path, "task.path", "questions of time zones are generated; no file is read")
 
     def draw(index: int, rng: random.Random) -> tuple[str, Mapping[str, object]]:

@@ -22,14 +22,9 @@ _ADDRESSES = 4 * 2**30
 
 
 def find(given: str, accepted: Sequence[str]) -> dict[str, bool]:
-    """Returns whether an answer is one of the accepted ones.
+    """Returns `right`, whether an answer is one of the accepted ones, and `read`, whether it contains an expression.
 
-    Args:
-      given: The answer. The last expression that `math-verify` finds in it counts; marked expressions come first.
-      accepted: Accepted answers, in LaTeX or plain text.
-
-    Returns:
-      `right`, and `read`: whether the answer contained an expression to compare.
+    The last expression that `math-verify` finds in it counts; marked expressions come first.
     """
     import math_verify
 

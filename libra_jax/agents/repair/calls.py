@@ -38,12 +38,7 @@ class Call:
 
 
 def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[Call, ...]:
-    """Returns the calls that a task lists.
-
-    Args:
-      listed: Mappings with `function`, `arguments`, and either `value` or `raises`.
-      where: Place of the list, for errors.
-    """
+    """Returns the calls that a task lists as mappings. `where` is the place of the list, for errors."""
     for call in listed:
         good = isinstance(call, Mapping) and isinstance(call.get("arguments"), list | tuple)
         if not (good and ":" in str(call.get("function")) and ("value" in call) != ("raises" in call)):
@@ -69,9 +64,7 @@ def code(calls: Sequence[Call], most_bytes: int) -> str:
 def judge(calls: Sequence[Call], answers: str) -> dict[str, bool]:
     """Returns which calls had the right result, by number. A call without an answer failed.
 
-    Args:
-      calls: The calls.
-      answers: The sandbox's output: one line of JSON a call. It is not trusted.
+    The answers are the sandbox's output, one line of JSON a call. They are not trusted.
     """
     results: dict[int, tuple[Any, Any]] = {}
     for line in answers.splitlines():

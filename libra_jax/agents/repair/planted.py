@@ -266,7 +266,7 @@ def task_source(path: str = "", seed: int = 0, level: str = "module", kinds: Seq
     in the file `path`, `old` becomes `new`.
 
     Args:
-      path: Must be empty, because nothing is read.
+      path: Must be empty.
       seed: Seed of the training stream.
       level: "easy", "module" or "package".
       kinds: Kinds of bugs, from `KINDS`. Empty: all kinds of the level.

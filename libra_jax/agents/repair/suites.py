@@ -190,9 +190,7 @@ async def run(
 def _all_tests(after: Mapping[str, outcomes.Outcome], before: Mapping[str, outcomes.Outcome]) -> list[str]:
     """Returns the tests that have to pass if a task names none: all of the suite, also those that did not run.
 
-    Args:
-      after: Outcomes on the policy's files.
-      before: Outcomes on the unchanged repository. A test that is skipped there and here is left out.
+    A test that is skipped on the policy's files (`after`) and in the unchanged repository (`before`) is left out.
     """
     return [
         name
@@ -211,7 +209,7 @@ class _Bench:
     known: Known
 
     async def unchanged(self) -> Findings:
-        """Returns the findings on the original repository. This may take half of the seconds of a run.
+        """Returns the findings on the original repository, in half of the seconds of a run at most.
 
         Rollouts that ask at the same time share one run. Findings without a result are not kept.
         """

@@ -261,14 +261,7 @@ class _Place:
 
 
 class Pool:
-    """Sends calls to the least busy actor. Belongs to one event loop.
-
-    Args:
-      reward: Settings with the functions, the number of actors, the deadline and the restarts.
-      cluster: Cluster that makes the actors.
-      note: Called with a sentence when an actor is restarted.
-      start_seconds: Seconds that an actor may take to start.
-    """
+    """Sends calls to the least busy actor. Belongs to one event loop. `composition.opened` documents the arguments."""
 
     def __init__(
         self,

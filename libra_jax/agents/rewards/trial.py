@@ -93,10 +93,7 @@ def functions(reward: config.RewardConfig, example: Example | None = None) -> li
 def _received(answers: connection.Connection, child: process.BaseProcess, allowed: float) -> Iterator[Scored]:
     """Yields the scores of the functions that the child names, until it has died or a function is too slow.
 
-    Args:
-      answers: what the child sends.
-      child: the process that scores.
-      allowed: seconds that a run allows a call.
+    A run allows a call `allowed` seconds.
     """
     names: list[str] = []
     patience = min(allowed, TRY_SECONDS)

@@ -276,7 +276,6 @@ class Bubblewrap(Backend):
         self._users = _USERS if self._root and _maps_users(_USERS) else None
 
     def launch(self, *, group: bool) -> Launch:
-        """See `Backend`."""
         descriptors: list[int] = []
 
         def holding(content: bytes) -> str:
@@ -307,7 +306,6 @@ class Bubblewrap(Backend):
         return Launch(command, environment, int(info), tuple(descriptors))
 
     def caveats(self, *, group: bool) -> list[str]:
-        """See `Backend`."""
         found = [] if group else [_SAMPLED]
         if not seccomp.program():
             found.append(f"no filter of system calls for {platform.machine()}: code can change limits and priorities")
@@ -426,16 +424,13 @@ class Unconfined(Backend):
 
     @property
     def door_place(self) -> str:
-        """See `Backend`."""
         return ""
 
     def launch(self, *, group: bool) -> Launch:
-        """See `Backend`."""
         directory = os.path.realpath(scratch.folder("sandbox"))
         program, environment = self._first_process(directory, group=group)
         return Launch([*_PYTHON, "-c", *program], environment, directory=directory)
 
     def caveats(self, *, group: bool) -> list[str]:
-        """See `Backend`."""
         del group
         return ['backend "none" contains nothing: code has all rights of this process', _SAMPLED]

@@ -37,12 +37,7 @@ _TOLD_BYTES = 65536
 
 
 def pack(directory: Path, most_mib: int) -> bytes:
-    """Returns a tar of a directory for the call "load". Symbolic links are stored as links, not followed.
-
-    Args:
-      directory: A directory of the host.
-      most_mib: Largest size of the archive in MiB.
-    """
+    """Returns a tar of a host's directory for the call "load". Symbolic links are stored as links, not followed."""
     if not directory.is_dir():
         raise protocols.ConfigError(f"the workspace {directory} is no directory of this host; name one that is")
     room, content = most_mib * 2**20, io.BytesIO()

@@ -70,12 +70,7 @@ def check_kind(tool: Any) -> None:
 
 
 def check_call(call: Any, tool: str) -> None:
-    """Refuses a tool's `call` that is no async function.
-
-    Args:
-      call: the tool's attribute, or that of its class.
-      tool: the tool, for the error.
-    """
+    """Refuses a `call` of a tool, or of a tool's class, that is no async function."""
     inner = inspect.unwrap(call) if callable(call) else call
     awaited = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     config.check(awaited, "tools.use", f"call of the tool {tool} is no async method; write {CALL}")

@@ -38,7 +38,6 @@ class Python(_InSession):
     parameters = _schema(("code",), code={"type": "string", "description": "The code to run."})
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """See `toolbox.Tool`."""
         return _returned(self.name, await self.session.python(arguments["code"]))
 
 
@@ -53,7 +52,6 @@ class Shell(_InSession):
     parameters = _schema(("command",), command={"type": "string", "description": "The command to run."})
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """See `toolbox.Tool`."""
         return _returned(self.name, await self.session.shell(arguments["command"]))
 
 
@@ -80,7 +78,6 @@ class Edit(_InSession):
     )
 
     async def call(self, arguments: Mapping[str, Any]) -> protocols.ToolReturn:
-        """See `toolbox.Tool`."""
         command = arguments["command"]
         for needed in _NEEDS[command]:
             if needed not in arguments:

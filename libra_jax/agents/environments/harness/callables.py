@@ -25,18 +25,13 @@ _CALL, _VERDICT, _VERDICT_BYTES = "call.json", "verdict", 2**22
 
 @dataclass(frozen=True)
 class InProcess:
-    """Runs a function in this process: an async one on the run's event loop, a plain one on a thread of its own.
+    """Runs a function in this process: an async one on the run's event loop, a plain one on its own thread.
 
     This is the cheapest way: hundreds of agents share one process and its modules. The price: environment variables
     belong to the process, so the function takes the endpoint as an argument. A thread that overruns its deadline cannot
     be ended. It is left alone, and its next request to the closed session fails.
 
-    Attributes:
-      name: name of the function in the config.
-      function: called as `function(task, endpoint, **arguments)`; with the keyword `folder` too, if it has that
-        parameter: its working directory.
-      arguments: further arguments.
-      settings: what all programs share.
+    The function also gets its working directory if it has the parameter `folder`.
     """
 
     name: str
@@ -45,7 +40,6 @@ class InProcess:
     settings: commands.Settings
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
-        """See `jobs.Runner`."""
         loop, settings = asyncio.get_running_loop(), self.settings
         began, given = loop.time(), dict(self.arguments)
         if "folder" in inspect.signature(self.function).parameters:
@@ -81,14 +75,7 @@ class InChild:
 
     The process has the variables of `Endpoint.environment()`, and the working directory of the rollout. It is told a
     secret before it runs any code of the agent, and seals its verdict with that. Commands that the model has it run
-    cannot read the secret: they may destroy a verdict, and not forge one.
-
-    Attributes:
-      python: path of the interpreter, in a virtual environment for example.
-      function: its name, "package.module:function". Modules of the run's working directory are found too.
-      arguments: further arguments; JSON-able.
-      search: further directories of modules.
-      settings: what all programs share.
+    cannot read the secret: they may destroy a verdict, and not forge one. The arguments are of JSON's types.
     """
 
     python: str
@@ -98,7 +85,6 @@ class InChild:
     settings: commands.Settings
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
-        """See `jobs.Runner`."""
         key, sealed = secrets.token_hex(32), job.root / "told" / _VERDICT
         request = {
             "function": self.function,

@@ -96,20 +96,13 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 @dataclass(frozen=True)
 class Confined:
-    """Runs a command in a sandbox. See `jobs.Runner`.
-
-    Attributes:
-      command: words of the command, or a line for a shell; both with placeholders.
-      settings: what all programs share.
-      tools: the run's tools, whose sandbox is used.
-    """
+    """Runs a command, which has placeholders (`jobs.Job.filled`), in the sandbox of the run's tools."""
 
     command: Sequence[str] | str
     settings: commands.Settings
     tools: toolkit.Toolkit
 
     async def run(self, job: jobs.Job) -> jobs.Finished:
-        """See `jobs.Runner`."""
         settings, sandbox = self.settings, await self.tools.sandbox()
         door = await self._door(sandbox, job.endpoint)
         loop = asyncio.get_running_loop()

@@ -36,7 +36,6 @@ class OwnVerdict:
     """Takes the verdict that a callable returned."""
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
-        """See `Scorer`."""
         whose = f"the agent of task {finished.task.prompt_id}"
         if finished.verdict is None:
             raise protocols.AttemptVoided(
@@ -52,7 +51,6 @@ class ByFunction:
         self._name, self._function, self._seconds = name, function, seconds
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
-        """See `Scorer`."""
         whose = f"the scorer {resolving.shown(self._name)}, task {finished.task.prompt_id}:"
         try:
             found = await deadlines.within(self._seconds, deadlines.call(self._function, finished))
@@ -84,7 +82,6 @@ class HiddenTests:
     most_bytes: int
 
     async def score(self, finished: jobs.Finished) -> protocols.Outcome:
-        """See `Scorer`."""
         before = await deadlines.off_loop(snapshots.of_task, finished.task, self.files, self.most_bytes)
         return await self.grader.grade(finished.task, before, finished.files, finished.refused)
 
