@@ -225,11 +225,7 @@ def _read(workdir: Path) -> list[Stored]:
 
 
 def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
-    """Reads a manifest and checks its version and step.
-
-    Raises:
-      DataError: another version of this program wrote it.
-    """
+    """Reads a manifest and checks its version and step."""
     try:
         text = path.read_bytes()
         number = FORMAT

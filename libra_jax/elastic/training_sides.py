@@ -203,11 +203,7 @@ class TrainingSides:
             loading.add_done_callback(ended)
 
     async def _loaded(self, side: TrainingSide) -> None:
-        """Waits until no weight update is under way.
-
-        Raises:
-          DeadlineMissed: the update took too long, and was aborted.
-        """
+        """Waits until no weight update is under way."""
         if side.loading is None:
             return
         what = f"{side.spec.name}'s whole weight update"

@@ -124,11 +124,7 @@ def check_directory(config: model_config.TransformerConfig, directory: pathlib.P
 
 
 def _check_description(config: model_config.TransformerConfig, file: pathlib.Path) -> None:
-    """Checks that a PEFT file describes the adapter of `config`.
-
-    Raises:
-      DataError: the file is missing or not JSON, or describes another adapter; the message names the field.
-    """
+    """Checks that a PEFT file describes the adapter of `config`."""
     wanted = to_peft(config, "")
     try:
         values = json.loads(file.read_text())

@@ -167,11 +167,7 @@ def _open_tensors(directory: pathlib.Path, stack: contextlib.ExitStack) -> _Tens
 
 
 def _check_tensors(config: model_config.TransformerConfig, tensors: _Tensors, directory: str | pathlib.Path) -> None:
-    """Checks that files and model have the same tensors, by name and shape.
-
-    Raises:
-      DataError: a tensor is missing, misshapen or unknown; or a tied model's file holds a different output projection.
-    """
+    """Checks that files and model have the same tensors, by name and shape."""
     shapes = {name: (file, tuple(handle.get_slice(name).get_shape())) for name, (file, handle) in tensors.items()}
     weight_files.check(config, shapes, directory)
     if not config.tie_word_embeddings or _HEAD not in tensors:

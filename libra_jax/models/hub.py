@@ -121,11 +121,7 @@ def parse(text: str, kind: Kind) -> re.Match[str] | None:
 
 
 def _locate(matched: re.Match[str], kind: Kind, *, weights: bool, download: bool) -> tuple[Path | None, str]:
-    """Returns the folder of an id, or None if it is not fetched, and a sentence about it.
-
-    Raises:
-      DataError: the id is neither in the cache nor on the hub.
-    """
+    """Returns the folder of an id, or None if it is not fetched, and a sentence about it."""
     import huggingface_hub  # imported here, because most configs name paths, and the import is slow
 
     name, revision, inside = matched["name"], matched["revision"], matched["folder"].strip("/")
@@ -226,11 +222,7 @@ def _watched(what: str) -> Iterator[None]:
 
 
 def _ask(question: Callable[[], Any], here: str) -> Any:
-    """Returns the hub's answer. Runs on a thread, because name resolution can exceed the request's own timeout.
-
-    Raises:
-      DataError: the repository does not exist, or the hub does not answer.
-    """
+    """Returns the hub's answer. Runs on a thread, because name resolution can exceed the request's own timeout."""
     from huggingface_hub import errors
 
     answers: list[Any] = []
@@ -289,11 +281,7 @@ def _is_whole(folder: Path, kind: Kind) -> bool:
 
 
 def _tables(folder: Path, text: str, split: str) -> Path:
-    """Returns the folder or file in a dataset's snapshot that a task source reads.
-
-    Raises:
-      DataError: the dataset has several configurations, or no tables.
-    """
+    """Returns the folder or file in a dataset's snapshot that a task source reads."""
     if any(folder.glob("*.parquet")) or any((folder / "data").glob("*.parquet")):
         return folder
     lines = sorted([*folder.glob("*.jsonl"), *(folder / "data").glob("*.jsonl")])

@@ -310,11 +310,7 @@ def _check(config: configuration.RunConfig, simulation: SimulationConfig) -> Non
 
 
 def _store(simulation: SimulationConfig, models: Sequence[costs.Costs]) -> offload.Store | None:
-    """Returns what keeps contexts in host memory; None if the run prefills them again.
-
-    Raises:
-      ConfigError: nothing is known of the host memory.
-    """
+    """Returns what keeps contexts in host memory; None if the run prefills them again."""
     if simulation.kv_cache == "recompute":
         return None
     for model in models:
@@ -330,11 +326,7 @@ def _store(simulation: SimulationConfig, models: Sequence[costs.Costs]) -> offlo
 def _mesh_and_planner(
     config: configuration.RunConfig, simulation: SimulationConfig, model: costs.Costs
 ) -> tuple[trainer.OnMesh | None, planner.GlobalPlanner | None]:
-    """Returns the trainer's mesh and the planner that changes it; None for each that the run does not have.
-
-    Raises:
-      ConfigError: a planner has no mesh to start from, the costs say nothing of meshes, or the run does not fit.
-    """
+    """Returns the trainer's mesh and the planner that changes it; None for each that the run does not have."""
     if not simulation.train_mesh:
         configuration.check(
             not config.planner.period,

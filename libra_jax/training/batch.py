@@ -183,9 +183,6 @@ def _in_minibatches(
       groups: whole groups.
       sequences: sequences of their trajectories, in order.
       masked: a trajectory is left out of the loss.
-
-    Raises:
-      LibraError: no token is under the loss mask, though no trajectory is left out.
     """
     parts, taken = [], 0
     # Of a streamed step, this may be the one group without a trained token.
@@ -224,11 +221,7 @@ def _of_high_entropy(
 
 
 def _taught(trajectories: Sequence[protocols.Trajectory], masked: Sequence[bool]) -> list[np.ndarray]:
-    """Returns the recorded log-probabilities of a teacher behind an endpoint, [N] each; zeros for the masked.
-
-    Raises:
-      DataError: a trajectory that is trained has none; the message names the trajectory.
-    """
+    """Returns the recorded log-probabilities of a teacher behind an endpoint, [N] each; zeros for the masked."""
     found = []
     for trajectory, out in zip(trajectories, masked, strict=True):
         for segment in () if out else trajectory.segments:
@@ -255,11 +248,7 @@ def _gathered(
 def _replayed(
     packed: packing.Packed, sequences: Sequence[sequences_lib.Example], model: model_config.TransformerConfig
 ) -> list[dict[str, Any]]:
-    """Returns `routing` and `routed` of each micro-batch.
-
-    Raises:
-      DataError: no trained sequence has experts.
-    """
+    """Returns `routing` and `routed` of each micro-batch."""
     trained = [example for example in sequences if example.columns]
     if trained and not any(example.routed for example in trained):
         raise protocols.DataError(

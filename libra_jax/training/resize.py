@@ -134,11 +134,7 @@ class Resize:
         return self._next, protocols.ResizePhases(compilation.seconds, waited, moved, self.estimate.arriving_bytes)
 
     def _checked(self) -> protocols.ResizeEstimate:
-        """Returns the estimate for the memory that is free now.
-
-        Raises:
-          LibraError: a device lacks memory for the move.
-        """
+        """Returns the estimate for the memory that is free now."""
         present, following = self._present, self._next
         before, after = present.layout, following.layout
         # Until the new programs are compiled, their temporary bytes are scaled from the present ones.

@@ -110,11 +110,7 @@ class Running:
         self.sourced = base_lib.digest(base) if sourced else None
 
     def _sourced_base(self, path: str, digest: str) -> Any:
-        """Returns the frozen weights that a checkpoint has the digest of: the present ones, or loaded again.
-
-        Raises:
-          DataError: the source holds other weights now.
-        """
+        """Returns the frozen weights that a checkpoint has the digest of: the present ones, or loaded again."""
         if self.sourced == digest and self.learner.state is not None:
             return self.learner.state.base
         base = base_lib.load(self.config, self.model, self.learner.layout)

@@ -168,11 +168,7 @@ def joined(columns: Sequence[array[Any]], dtype: Any) -> np.ndarray:
 def _routing(
     segments: Sequence[protocols.Segment], model: model_config.TransformerConfig
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Returns the experts of a trajectory's tokens, [R, W], and these tokens, [R]; None for its first tokens or none.
-
-    Raises:
-      DataError: they are not experts of this model, a layer has one twice, or they are more than the tokens.
-    """
+    """Returns the experts of a rollout's tokens, [R, W], and these tokens, [R]; None for its first tokens or none."""
     found, tokens, start = [], [], 0
     for segment in segments:
         if (of_segment := _segment_routing(segment, model)) is not None:

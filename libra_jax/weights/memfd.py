@@ -133,11 +133,7 @@ class Owner:
 
 
 def _in_huge_pages(fd: int, nbytes: int) -> mmap.mmap | None:
-    """Returns a mapping of an empty memfd in huge pages, and grows the memfd to `nbytes`. None if there are none.
-
-    Raises:
-      OSError: there is too little memory.
-    """
+    """Returns a mapping of an empty memfd in huge pages, and grows the memfd to `nbytes`. None if there are none."""
     if nbytes < HUGE_BYTES:
         return None
     os.ftruncate(fd, nbytes)
