@@ -82,24 +82,20 @@ class Dispatcher(protocols.Dispatch):
         return seconds
 
     def arrived(self, info: protocols.RequestInfo, sink: protocols.PlacementSink) -> None:
-        """Admits a request (`protocols.Dispatch.arrived`)."""
         now = self._clock()
         self._requests[info.request_id] = _Request(sink, info.group_id)
         self._apply(self._scheduler.on_arrival(info, now), now)
 
     def progressed(self, request: str, generated: int) -> None:
-        """Notes a request's tokens (`protocols.Dispatch.progressed`)."""
         now = self._clock()
         self._apply(self._scheduler.on_progress(request, generated, now), now)
 
     def tool_called(self, request: str, generated: int) -> None:
-        """Frees the request's slot during a tool call (`protocols.Dispatch.tool_called`)."""
         now, known = self._clock(), self._requests[request]
         known.instance, known.away = "", True
         self._apply(self._scheduler.on_tool_call(request, generated, now), now)
 
     def tool_returned(self, request: str, generated: int, causal_state: protocols.CausalState, context: int) -> None:
-        """Queues the request for its next turn (`protocols.Dispatch.tool_returned`)."""
         now, known = self._clock(), self._requests[request]
         known.away = False
         known.ask += 1
@@ -107,7 +103,6 @@ class Dispatcher(protocols.Dispatch):
         self._apply(self._scheduler.on_tool_return(request, causal_state, context, now), now)
 
     def finished(self, request: str, generated: int, *, completed: bool) -> None:
-        """Ends a request (`protocols.Dispatch.finished`)."""
         now, known = self._clock(), self._requests.pop(request)
         if completed and known.group_id != protocols.EVALUATION_GROUP:
             self.routing.finished(known.decision, generated)

@@ -81,7 +81,6 @@ class _Worker(protocols.PlacementSink):
         self.due.set()
 
     def placed(self, placement: protocols.Placement, ask: int) -> None:
-        """Passes a placement on (`protocols.PlacementSink.placed`)."""
         if placement.instance:
             self.places[placement.request_id] = placement.instance
             self.sources.pop(placement.request_id, None)

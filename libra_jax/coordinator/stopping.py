@@ -56,11 +56,9 @@ class Ending(background_tasks.BackgroundTasks):
 
     @property
     def called(self) -> bool:
-        """True once the run is to end."""
         return self._end.done()
 
     def call(self, error: BaseException) -> None:
-        """Ends the run with `error`. Later calls have no effect."""
         if not self._end.done():
             self._end.set_exception(error)
 

@@ -186,11 +186,9 @@ class _Relayed:
         self.numbers: set[int] = set()
 
     def reply(self, request: protocols.ChatRequest) -> AsyncGenerator[protocols.MessageDelta | protocols.Reply, None]:
-        """Streams one model output (`protocols.Conversation.reply`)."""
         return self._front.ask(self, request)
 
     def note_refusal(self, sentence: str) -> None:
-        """Tells the session of a refused request (`protocols.Conversation.refused`)."""
         self._front.tell(Rejected(self.digest, sentence))
 
 

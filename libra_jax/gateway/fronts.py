@@ -105,7 +105,6 @@ class Fronts:
         secret: str = "",
         reachable: Callable[[bool], None] = lambda _: None,
     ) -> protocols.Endpoint:
-        """Serves a session (`protocols.Gateway.open`)."""
         async with self._starting:
             if not self._fronts:
                 self._fronts = list(
@@ -125,7 +124,6 @@ class Fronts:
         return protocols.Endpoint(front.url, secret, self._model)
 
     async def close(self, endpoint: protocols.Endpoint) -> None:
-        """Ends a session (`protocols.Gateway.close`)."""
         session = front_lib.digest(endpoint.secret)
         for front in self._fronts:
             if front.sessions.pop(session, None) is None:

@@ -221,7 +221,6 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
         return request
 
     async def tool_called(self, segment: protocols.Segment) -> None:
-        """Frees the request's slot during a tool call (`protocols.Sampler.tool_called`)."""
         request = self._requests.get(segment.name)
         # A rollout that replays its past after a restart has no request yet.
         if request is not None:
@@ -230,7 +229,6 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             self._dispatcher.tool_called(request.name, request.generated)
 
     async def tool_returned(self, segment: protocols.Segment, causal_state: protocols.CausalState) -> None:
-        """Queues the request for its next turn (`protocols.Sampler.tool_returned`)."""
         request = self._requests.get(segment.name)
         if request is not None:
             now = self._clock()
@@ -240,7 +238,6 @@ class Streams(protocols.Sampler, protocols.PlacementSink):
             self._dispatcher.tool_returned(request.name, request.generated, causal_state, segment.context_tokens)
 
     def placed(self, placement: protocols.Placement, ask: int) -> None:
-        """Carries out a placement (`protocols.PlacementSink.placed`)."""
         request = self._requests.get(placement.request_id)
         # Decided before the dispatcher learned of the request's tool call or end.
         if request is None or request.away or request.ask != ask:

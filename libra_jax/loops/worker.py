@@ -68,7 +68,6 @@ class Worker(protocols.LoopWorker):
         self._scope, self._recorder = _Scope(self._say), _Recorder(self._say)
 
     async def start(self, now: float) -> None:
-        """Makes the worker's agent (`protocols.LoopWorker.start`)."""
         loop = asyncio.get_running_loop()
         self._ahead = now - loop.time()
         run = protocols.RunContext(
@@ -87,7 +86,6 @@ class Worker(protocols.LoopWorker):
         self._scope.start(self._count_regularly(), "counts")
 
     async def listen(self) -> protocols.WorkerAddress | None:
-        """Opens the channel (`protocols.LoopWorker.listen`)."""
         if not self._address:
             return None
         found, server = await channel.listen(self._address, self._talk)
@@ -119,7 +117,6 @@ class Worker(protocols.LoopWorker):
         """Returns at once (`protocols.LoopWorker.health`)."""
 
     async def tell(self, commands: Sequence[protocols.WorkerCommand]) -> None:
-        """Takes commands, in order (`protocols.LoopWorker.tell`)."""
         for command in commands:
             match command:
                 case protocols.Place(placement, ask):
@@ -136,7 +133,6 @@ class Worker(protocols.LoopWorker):
                         asyncio.get_running_loop().call_soon(task.cancel)
 
     async def events(self) -> AsyncIterator[Sequence[protocols.WorkerEvent]]:
-        """Yields the events, in order (`protocols.LoopWorker.events`)."""
         while True:
             await self._news.wait()
             await asyncio.sleep(GATHER_SECONDS)
@@ -147,7 +143,6 @@ class Worker(protocols.LoopWorker):
             yield said
 
     async def shutdown(self) -> None:
-        """Aborts all rollouts and closes what they used (`protocols.LoopWorker.shutdown`)."""
         tasks = list(self._tasks.values())
         await asyncio.sleep(0)
         for task in tasks:

@@ -33,7 +33,7 @@ REAPED_SECONDS = 5.0
 
 
 class BackgroundTrials:
-    """Simulates plans of a run, one list at a time. The thread that calls `start` has to live as long as the run.
+    """Simulates plans of a run (`ranking.Trials`), one list at a time. The thread that calls `start` has to live as long as the run.
 
     Args:
       subject: the run, without rollouts.
@@ -108,7 +108,6 @@ class BackgroundTrials:
         return found
 
     def close(self) -> None:
-        """Ends the simulations that run, if any."""
         if self._child is not None:
             self._child.kill()
             self._child.wait(REAPED_SECONDS)

@@ -35,7 +35,6 @@ class Sampled(scripts.Workload):
     size: int
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        """Returns the script of one rollout; see `scripts.Workload`."""
         groups = max(1, len(self.drawn) // self.size)
         group = int((task_index * confusion.GOLDEN) % 1.0 * groups)
         return self.drawn[(group * self.size + sample) % len(self.drawn)]

@@ -115,7 +115,7 @@ class Track(paths.Track):
 
 
 class Statistics:
-    """The trees of each prompt and of all prompts."""
+    """The trees of each prompt and of all prompts: a `learning.Learner`."""
 
     def __init__(self) -> None:
         self.shared = Node()
@@ -133,7 +133,6 @@ class Statistics:
         return Track(prompt_id, paths.Prompt(), generated_tokens)
 
     def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """Adds a tool return to a path."""
         assert isinstance(track, Track)
         payload = causal_state.payload_tokens
         track.path.append((causal_state.tool, (payload > SMALL) + (payload > MEDIUM), causal_state.status))
@@ -159,18 +158,15 @@ class Statistics:
         return node if node.count else None
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Returns JSON-able statistics."""
         prompts = {name: tree.snapshot() for name, tree in self.by_prompt.items()}
         return {"authors_shared": self.shared.snapshot(), "authors_prompts": prompts}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Replaces the statistics by those of a snapshot."""
         if "authors_shared" in snapshot:  # a run may change its policy, and other policies keep other statistics
             self.shared, self.by_prompt = Node(), {}
             self.merge(snapshot)
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Adds the statistics of another coordinator's snapshot."""
         if "authors_shared" in snapshot:
             self.shared.merge(snapshot["authors_shared"])
             for name, tree in snapshot["authors_prompts"].items():

@@ -84,7 +84,7 @@ LINDY = (0.11, 0.43, 1.0, 2.3, 7.0, 39.0)
 
 
 class Evidence:
-    """Learns from finished requests and predicts for live ones.
+    """Learns from finished requests and predicts for live ones: a `learning.Learner`.
 
     Args:
       config: `evidence`, `window`, `tree_nodes`, `path_depth`, `half_life` and `prior_count` apply here.
@@ -140,7 +140,6 @@ class Evidence:
         return track
 
     def observe(self, track: paths.Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """Adds a tool return to a path."""
         if self._sees != "causes":
             track.course.progress.turned(generated_tokens)
             self._survived(track, generated_tokens)
@@ -165,7 +164,6 @@ class Evidence:
         self._correction.learn_share(1, ROWS_SHARE)
 
     def finish(self, track: paths.Track, generated_tokens: int, *, learn: bool = True) -> None:
-        """Ends a path; its length is evidence for others if `learn`."""
         prompt = track.prompt
         prompt.live -= 1
         # A length of an aborted request, or of one whose early path is unknown, would teach too short remainders.
@@ -237,7 +235,6 @@ class Evidence:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Replaces the statistics by those of a snapshot."""
         if "by_suffix" in snapshot:  # a run may change its policy, and other policies keep other statistics
             self.by_suffix.restore(snapshot["by_suffix"])
         if "by_prompt" in snapshot:
@@ -249,7 +246,6 @@ class Evidence:
             self._correction.restore(snapshot["correction"])
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Adds the statistics of another coordinator's snapshot."""
         other = Evidence(self._config)
         other.restore(snapshot)
         self._learn(len(self._lessons))

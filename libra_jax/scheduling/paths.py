@@ -138,7 +138,7 @@ def suffix(key: Key, failures: int, largest: int, generated_tokens: int, before:
 
 
 class PathStatistics:
-    """Remaining tokens by path, in each prompt's tree and in one of all prompts.
+    """Remaining tokens by path, in each prompt's tree and in one of all prompts: a `learning.Learner`.
 
     Args:
       config: `window`, `tree_nodes`, `path_depth` and `half_life` apply here.
@@ -163,12 +163,10 @@ class PathStatistics:
         return begun(prompt_id, Prompt(), generated_tokens, segment, earlier)
 
     def observe(self, track: Track, causal_state: protocols.CausalState, generated_tokens: int) -> None:
-        """Adds a tool return to a path."""
         track.path.append(causal_key(causal_state))
         track.marks.append(generated_tokens)
 
     def finish(self, track: Track, generated_tokens: int, *, learn: bool) -> None:
-        """Ends a path; its length is evidence for others if `learn`."""
         if track.start or not generated_tokens or not learn:
             return
         remaining = track.remaining(generated_tokens)
@@ -188,18 +186,15 @@ class PathStatistics:
         return None
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Returns JSON-able statistics."""
         return {"by_prompt": self.by_prompt.snapshot(), "shared": self.shared.snapshot()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Replaces the statistics by those of a snapshot."""
         if "by_prompt" in snapshot:
             self.by_prompt.restore(snapshot["by_prompt"])
         if "shared" in snapshot:  # a run may change its policy, and other policies keep other statistics
             self.shared.restore(snapshot["shared"])
 
     def merge(self, snapshot: Mapping[str, Any]) -> None:
-        """Adds the statistics of another coordinator's snapshot."""
         other = PathStatistics(self._config)
         other.restore(snapshot)
         self.by_prompt.merge(other.by_prompt)

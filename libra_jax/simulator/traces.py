@@ -87,7 +87,6 @@ class Replay:
     shuffle: bool = True
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        """Returns the script of one rollout; see `scripts.Workload`."""
         epoch, position = divmod(task_index, len(self.prompts))
         if self.shuffle:
             position = _order(len(self.prompts), f"{self.seed}/{epoch}")[position]

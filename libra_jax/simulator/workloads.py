@@ -228,7 +228,6 @@ class Synthetic:
     drift: str = "grow"
 
     def script(self, task_index: int, sample: int) -> scripts.Script:
-        """Returns the script of one rollout; see `scripts.Workload`."""
         # Seeded by text: Python hashes it the same way on every machine, and siblings share the prompt's numbers.
         name = f"{self.shape}/{self.seed}/{task_index}"
         draw = _Draw(random.Random(name), random.Random(f"{name}/{sample}"), self.variation)

@@ -129,7 +129,6 @@ class RunStatus(sinks.Sink):
         self.recorder: protocols.Recorder | None = None
 
     def metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes one training step's numbers."""
         # A new object each time, because another thread may be reading the old one in `view`.
         self._step, self._scalars, self.trained = step, dict(scalars), True
         self._speed.step_ended(scalars)
@@ -138,12 +137,10 @@ class RunStatus(sinks.Sink):
                 self._replaced[name.removeprefix(REPLACED)] += int(count)
 
     def status(self, worker: str, text: str) -> None:
-        """Takes what a worker is doing now."""
         self._workers[worker] = text, self._clock()
         self._failures[worker] += text == protocols.LOST
 
     def note(self, text: str) -> None:
-        """Takes a sentence for the person who watches the run."""
         self._notes.append(text)
 
     def warn(self, text: str) -> None:

@@ -83,22 +83,18 @@ class Path:
 
     @property
     def inputs_C(self) -> np.ndarray:
-        """See `Layout`."""
         return np.arange(self.columns, dtype=np.int32)
 
     @property
     def targets_C(self) -> np.ndarray:
-        """See `Layout`."""
         return np.arange(1, self.columns + 1, dtype=np.int32)
 
     @property
     def positions_C(self) -> np.ndarray:
-        """See `Layout`."""
         return self.inputs_C
 
     @property
     def pairs(self) -> float:
-        """See `Layout`."""
         return self.columns**2 / 2
 
 
