@@ -33,7 +33,9 @@ REAPED_SECONDS = 5.0
 
 
 class BackgroundTrials:
-    """Simulates plans of a run (`ranking.Trials`), one list at a time. The thread that calls `start` has to live as long as the run.
+    """Simulates plans of a run, one list at a time: a `ranking.Trials`.
+
+    The thread that calls `start` has to live as long as the run.
 
     Args:
       subject: the run, without rollouts.
