@@ -203,10 +203,6 @@ class Checkpoints:
         stored = self._chosen(chosen)
         return stored.manifest.parent / stored.record["trainer"]
 
-    def begin(self, step: int, state: CoordinatorState) -> Path:
-        """Encodes and writes the coordinator's part of a new checkpoint. See `write`."""
-        return self.write(step, encode(state))
-
     def write(self, step: int, encoded: Encoded) -> Path:
         """Writes the coordinator's part of a new checkpoint. The trainer saves to the returned path.
 

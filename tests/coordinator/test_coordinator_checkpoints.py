@@ -65,7 +65,7 @@ def test_groups_survive_the_round_trip_bit_for_bit(members):
     record = records.encode_group(group)
     with tempfile.TemporaryDirectory() as folder:
         files = checkpoints.Checkpoints(Path(folder), keep=1)
-        files.begin(1, {"groups": {"finished": [record], "running": [record]}}).mkdir()
+        files.write(1, checkpoints.encode({"groups": {"finished": [record], "running": [record]}})).mkdir()
         files.commit(1)
         assert (files.trainer_path(1).parent / "routing.bin").exists() == any(item.routing for item in members)
         groups = files.load(1)["groups"]
@@ -105,7 +105,7 @@ def routed(step: int) -> protocols.Group:
 
 def save(files: checkpoints.Checkpoints, step: int) -> None:
     record = records.encode_group(routed(step))
-    path = files.begin(step, {"step": step, "groups": {"finished": [], "running": [record]}})
+    path = files.write(step, checkpoints.encode({"step": step, "groups": {"finished": [], "running": [record]}}))
     path.mkdir()
     (path / "state.json").write_text(str(step))
     files.commit(step)
@@ -143,7 +143,7 @@ def test_killed_at_any_write_the_newest_checkpoint_is_whole(tmp_path):
 
 def test_killed_at_any_write_a_checkpoint_that_is_being_replaced_is_whole(tmp_path):
     def save(files: checkpoints.Checkpoints, content: str) -> None:
-        path = files.begin(1, {"content": content})
+        path = files.write(1, checkpoints.encode({"content": content}))
         path.mkdir()
         (path / "state.json").write_text(content)
         files.commit(1)

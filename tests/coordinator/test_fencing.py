@@ -24,7 +24,7 @@ def take(workdir: Path) -> fencing.Token:
 
 
 def save(files: checkpoints.Checkpoints, step: int, content: str = "") -> None:
-    path = files.begin(step, {"step": step, "content": content})
+    path = files.write(step, checkpoints.encode({"step": step, "content": content}))
     path.mkdir()
     (path / "state.json").write_text(content)
     files.commit(step)
@@ -87,12 +87,12 @@ def test_a_token_says_who_took_it_from_its_first_moment_and_is_taken_once(tmp_pa
 def test_a_superseded_run_neither_begins_nor_commits_a_checkpoint(tmp_path):
     files = checkpoints.Checkpoints(tmp_path, 9, take(tmp_path))
     save(files, 1)
-    (files.begin(2, {"step": 2})).mkdir()
+    (files.write(2, checkpoints.encode({"step": 2}))).mkdir()
     take(tmp_path)
     with pytest.raises(fencing.Superseded):
         files.commit(2)
     with pytest.raises(fencing.Superseded):
-        files.begin(3, {})
+        files.write(3, checkpoints.encode({}))
     files.discard(2)
     assert (tmp_path / "checkpoints" / "step-00000002").exists(), "nor removes what may be the other's"
     assert checkpoints.newest_step(tmp_path) == 1
@@ -121,14 +121,14 @@ def test_a_commit_that_comes_late_costs_its_successor_nothing(tmp_path, monkeypa
     old = take(tmp_path)
     files = checkpoints.Checkpoints(tmp_path, keep, old)
     save(files, 4, "old")
-    (files.begin(5, {"content": "old"})).mkdir()
+    (files.write(5, checkpoints.encode({"content": "old"}))).mkdir()
     successors = []
 
     def late(path: Path, flags: int) -> int:
         monkeypatch.undo()
         successors.append(checkpoints.Checkpoints(tmp_path, keep, take(tmp_path)))
         save(successors[0], 6, "new")
-        (successors[0].begin(7, {"content": "new"})).mkdir()
+        (successors[0].write(7, checkpoints.encode({"content": "new"}))).mkdir()
         return os.open(tmp_path, flags)
 
     # The manifest has been renamed, and its folder is opened to make the rename durable.
@@ -145,7 +145,7 @@ def test_what_a_superseded_trainer_still_writes_lands_beside_its_successors_part
     take(tmp_path)
     new = take(tmp_path)
     files = checkpoints.Checkpoints(tmp_path, 9, new)
-    path = files.begin(1, {})
+    path = files.write(1, checkpoints.encode({}))
     assert path.name == f"trainer-{new.number}"
     (path.parent / "trainer").mkdir()  # the old one's asynchronous save, come late
     path.mkdir()
@@ -228,5 +228,5 @@ def test_a_workdir_that_cannot_be_reached_for_a_while_ends_nothing(tmp_path, mon
         patch.setattr(fencing.os, "listdir", unreachable)
         assert token.may_write()
         with pytest.raises(protocols.CheckpointFailed, match="Input/output error"):
-            checkpoints.Checkpoints(tmp_path, 1, token).begin(1, {})
+            checkpoints.Checkpoints(tmp_path, 1, token).write(1, checkpoints.encode({}))
     token.check()

@@ -6,6 +6,7 @@ import json
 import gateway_doubles as doubles
 import httpx
 import hypothesis
+import property_counts
 import pytest
 from gateway_doubles import ASK, CALCULATOR
 from hypothesis import strategies
@@ -82,7 +83,7 @@ def bodies(draw: strategies.DrawFn, path: str) -> bytes:
 
 
 @pytest.mark.parametrize("path", RIGHT)
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=property_counts.examples(100, 300))
 @hypothesis.given(data=strategies.data())
 def test_no_body_makes_the_gateway_fail(path: str, data: strategies.DataObject):
     body = data.draw(bodies(path))

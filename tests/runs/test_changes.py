@@ -38,7 +38,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 def begun(tmp_path: pathlib.Path) -> pathlib.Path:
     workdir = workdirs.open_workdir(settings(), str(tmp_path / "run"))
     files = checkpoints.Checkpoints(workdir, keep=1)
-    files.begin(20, {"step": 20}).mkdir()
+    files.write(20, checkpoints.encode({"step": 20})).mkdir()
     files.commit(20)
     return workdir
 
@@ -120,7 +120,7 @@ def test_a_model_of_another_shape_is_refused_after_a_checkpoint(tmp_path):
     first = model_of(tmp_path / "first")
     workdir = workdirs.open_workdir(first, str(tmp_path / "run"))
     files = checkpoints.Checkpoints(workdir, keep=1)
-    files.begin(20, {"step": 20}).mkdir()
+    files.write(20, checkpoints.encode({"step": 20})).mkdir()
     files.commit(20)
     wider = model_of(tmp_path / "wider", vocab_size=256)
     with pytest.raises(protocols.ConfigError, match=r"another shape .* \(vocab_size 128 there and 256 here\)"):

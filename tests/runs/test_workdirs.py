@@ -18,7 +18,7 @@ FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
 def with_checkpoint(workdir: pathlib.Path, step: int) -> None:
     files = checkpoints.Checkpoints(workdir, keep=9)
-    files.begin(step, {"step": step}).mkdir()
+    files.write(step, checkpoints.encode({"step": step})).mkdir()
     files.commit(step)
 
 

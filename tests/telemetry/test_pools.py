@@ -1,7 +1,6 @@
 """Pools and transitions: their files over kills and restarts, the picture's data, and what the report tells of them."""
 
 import html
-import itertools
 import json
 import math
 import re
@@ -352,5 +351,5 @@ def test_the_colours_of_the_pools_do_not_depend_on_which_there_are():
 
     whole = fills(*protocols.POOLS)
     assert len(set(whole.values())) == len(protocols.POOLS)
-    for some in itertools.combinations(protocols.POOLS, 2):
+    for some in (protocols.POOLS[::2], protocols.POOLS[1::2]):
         assert fills(*some) == {name: whole[name] for name in some}
