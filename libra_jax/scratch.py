@@ -72,8 +72,7 @@ class Scratch:
         for file in Path(temporary).glob(f"{PREFIX}*/{LOCK}"):
             if not is_ours(file.parent):
                 continue
-            # Its process lives, it is gone, or an agent made folders in it that are nested too deeply for `rmtree`.
-            with contextlib.suppress(OSError, RecursionError):
+            with contextlib.suppress(OSError):  # its process lives, or it is gone
                 lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
