@@ -215,7 +215,12 @@ class Trainer(WeightStager, Protocol):
     """
 
     async def start(self) -> TrainerInfo:
-        """Builds the mesh and the train state (from `model` in the config) on its devices."""
+        """Builds the mesh and the train state (from `model` in the config) on its devices.
+
+        Raises:
+          ConfigError: too few devices, a CPU core that does not exist, or the model is not divisible over the mesh.
+          DataError: the model directory cannot be used.
+        """
         ...
 
     async def warm_start_step(self, sequences: Sequence[Trajectory]) -> Mapping[str, float]:
@@ -223,6 +228,9 @@ class Trainer(WeightStager, Protocol):
 
         Returns:
           Metrics of the step.
+
+        Raises:
+          LibraError: training has begun, or no token is under the loss mask.
         """
         ...
 
@@ -329,6 +337,7 @@ class Trainer(WeightStager, Protocol):
 
         Raises:
           CheckpointFailed: the disk refused a write.
+          PeerLost: another process of the trainer is gone.
         """
         ...
 
@@ -341,7 +350,7 @@ class Trainer(WeightStager, Protocol):
         ...
 
     async def export(self, path: str) -> None:
-        """Writes the parameters as a Hugging Face directory."""
+        """Writes the parameters as a Hugging Face directory. Raises LibraError instead if one is not finite."""
         ...
 
     async def policy_version(self) -> int:
@@ -365,7 +374,10 @@ class MovableTrainer(Trainer, Protocol):
         ...
 
     async def snapshot(self, path: str) -> Snapshot:
-        """Starts an asynchronous save of the state for another trainer, independent of checkpoints."""
+        """Starts an asynchronous save of the state for another trainer, independent of checkpoints.
+
+        Raises CheckpointFailed as `save`.
+        """
         ...
 
     async def snapshot_saved(self) -> bool:
@@ -429,7 +441,7 @@ class TrainingSide(WeightReceiver, Protocol):
     """
 
     async def start(self) -> TrainerInfo:
-        """Builds the mesh. Compiles nothing yet and holds no parameters."""
+        """Builds the mesh. Compiles nothing yet and holds no parameters. Raises ConfigError as `Trainer.start`."""
         ...
 
     async def warm(self) -> None:
@@ -437,7 +449,11 @@ class TrainingSide(WeightReceiver, Protocol):
         ...
 
     async def join(self, generation: int, address: Mapping[str, Any]) -> None:
-        """Connects to the core's gradient channel; returns when it is connected."""
+        """Connects to the core's gradient channel; returns when it is connected.
+
+        Raises:
+          LibraError: no connection in time, or the address belongs to another hybrid worker or membership generation.
+        """
         ...
 
     async def contribute(self, batch: TrainBatch, shares: Sequence[Share]) -> Mapping[str, float]:
@@ -448,7 +464,8 @@ class TrainingSide(WeightReceiver, Protocol):
           sums, without the wait for the core to take them.
 
         Raises:
-          LibraError: the worker holds another version, or the channel is gone.
+          DataError: a trajectory holds a number that cannot be trained on.
+          LibraError: the worker holds another version, has no such share, or the channel is gone.
         """
         ...
 

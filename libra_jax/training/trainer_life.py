@@ -261,8 +261,7 @@ class TrainerLife:
         """Writes the policy as a Hugging Face directory, sealed with the checksums of its files.
 
         With an adapter, the directory holds the merged weights, and its folder `running.ADAPTER` the adapter in PEFT's
-        format. Its folder `running.BASE` holds the weights under the adapter, if `model.path` does not. Nothing is
-        written if a parameter is not finite.
+        format. Its folder `running.BASE` holds the weights under the adapter, if `model.path` does not.
         """
         self.running().export(path, self._version)
 
