@@ -115,10 +115,6 @@ def task_source(
       split: Part of a folder to read.
       missing_answers: What to do with a file some of whose rows have no answer (null, NaN, blank, or no such column):
         "refuse" it, or "skip" these rows. Both say how many there are. A published file may have some.
-
-    Raises:
-      ConfigError: No path is given, or an argument is out of range.
-      DataError: The file is missing, empty or malformed. The message names the file and the line or row.
     """
     rows = read(path, prompt_column, answer_column, columns, split, holdout, missing_answers)
     return FileTasks(path, seed, rows, holdout)
@@ -190,9 +186,6 @@ def of_rows(rows: Sequence[Mapping[str, Any]], seed: int = 0, holdout: float = 0
       rows: Payloads. Each has a `prompt` (a text, or a list of messages) and further fields for its environment.
       seed: Seed of the order of training tasks.
       holdout: Share of the distinct prompts that are kept for evaluation. 0 means none. A single prompt is never kept.
-
-    Raises:
-      DataError: There are no rows, or a row has no prompt or a value that JSON cannot hold. Names the row's number.
     """
     found = []
     for number, row in enumerate(rows):

@@ -33,20 +33,19 @@ class Samples:
     tokenizer: protocols.Tokenizer
 
     def of_step(self, step: int, groups: Sequence[protocols.Group]) -> list[dict[str, Any]]:
-        """Returns records of rollouts that a step trained on, best first."""
-        rollouts = [(trajectory, group) for group in groups for trajectory in group.rollouts]
-        chosen = choose([trajectory for trajectory, _ in rollouts], self.count, self.seed)
-        groups_by_id = {trajectory.trajectory_id: group for trajectory, group in rollouts}
+        """Returns records of the rollouts that a training step trained on, best first."""
+        rollouts = [trajectory for group in groups for trajectory in group.rollouts]
+        group_of = {trajectory.trajectory_id: group for group in groups for trajectory in group.rollouts}
         records = []
-        for rank, trajectory in chosen:
-            group = groups_by_id[trajectory.trajectory_id]
+        for rank, trajectory in choose(rollouts, self.count, self.seed):
+            group = group_of[trajectory.trajectory_id]
             identity = {"step": step, "evaluation": False, "policy_version": group.dispatch_version}
             identity |= {"group_id": group.group_id, "rank": rank, "of": len(rollouts)}
             records.append(identity | self._record(trajectory))
         return records
 
     def of_evaluation(self, version: int, rollouts: Sequence[protocols.Trajectory]) -> list[dict[str, Any]]:
-        """Returns records of an evaluation's rollouts, best first. The version is the number of steps that made it."""
+        """Returns records of the scored rollouts of an evaluation, best first. The version is that of the policy."""
         identity = {"step": version, "evaluation": True, "policy_version": version, "group_id": None}
         return [
             identity | {"rank": rank, "of": len(rollouts)} | self._record(trajectory)

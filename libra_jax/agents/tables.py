@@ -58,9 +58,6 @@ def rows(path: str, wanted: Sequence[str] = (), split: str = "train", of: str = 
         Empty: all columns.
       split: Part of a folder to read.
       of: What the table contains, for messages.
-
-    Raises:
-      DataError: Nothing can be read, or a row is malformed. The message names the file and the line or row.
     """
     named = Path(path)
     if not named.is_dir() and not named.is_file():
@@ -92,9 +89,6 @@ def value(row: Row, column: str, hint: str = "") -> Any:
       row: A row of the table.
       column: Name of the column. `reward_model.ground_truth` reaches into a structure, `prompt.0` into a list.
       hint: Text to add to the error message.
-
-    Raises:
-      DataError: The row has no such column. The message suggests the nearest name.
     """
     # First, because a column may have dots in its own name.
     if column in row.values:
@@ -121,9 +115,7 @@ def value(row: Row, column: str, hint: str = "") -> Any:
     return here
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Files of a path.
-# --------------------------------------------------------------------------------------------------------------------
+# Files of a path ------------------------------------------------------------------------------------------------------
 
 
 def _files_of_folder(folder: Path, split: str) -> list[Path]:
@@ -181,9 +173,7 @@ def _listed(file: Path, key: str, *, needed: bool = True) -> list[Any]:
     raise protocols.DataError(f"{file}: has no list {key!r}, as Hugging Face's datasets writes it")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What is in them.
-# --------------------------------------------------------------------------------------------------------------------
+# Rows of a file -------------------------------------------------------------------------------------------------------
 
 
 # JSONL is read line by line, because a payload must stay as it was written. pyarrow.dataset turns texts that look like

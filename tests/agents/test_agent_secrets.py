@@ -139,7 +139,7 @@ def test_no_private_field_reaches_the_policy_of_a_repair():
 
 SOURCES = {
     "calculator": (calculator.task_source(), lambda tools: calculator.environment()),
-    "acquaintances": (acquaintances.task_source(), math.environment),
+    "acquaintances": (acquaintances.task_source(), lambda tools: math.environment(tools, processes=1)),
     "search": (acquaintances.task_source(), search_qa.environment),
     "time-zones": (time_zones.task_source(), time_zones.environment),
     "integers": (integers.task_source(), lambda tools: question.environment()),

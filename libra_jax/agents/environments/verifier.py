@@ -88,7 +88,6 @@ class Verifier:
 
     async def open(self) -> None:
         """Starts the processes."""
-        check_installed()
         self._idle += await asyncio.gather(*(self._start() for _ in range(self._processes)))
 
     async def check(self, given: str, accepted: Sequence[str]) -> Finding:

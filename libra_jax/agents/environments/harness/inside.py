@@ -48,10 +48,6 @@ def start(command: list[str], variables: dict[str, str], files: dict[str, str], 
     os.environ.update(variables)
     if door:
         _serve_gateway(port, door)
-    _execute(command)
-
-
-def _execute(command: list[str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the program would inherit that
     try:
         os.execvp(command[0], command)
