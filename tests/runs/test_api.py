@@ -58,12 +58,17 @@ def test_a_run_trains_on_objects_of_the_program_and_goes_on(tmp_path):
     assert libra_jax.train(small(3), **given).rewards == {3: 0.25}, "it goes on from its checkpoint"
 
 
-def test_a_thread_with_an_event_loop_of_its_own_can_train(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that a thread with an event loop of its own has trained, as a notebook's."""
+
     async def notebook():
         assert threading.current_thread() is threading.main_thread()
-        return libra_jax.train(small(1), tasks=QUESTIONS, workdir=tmp_path / "run")
+        return libra_jax.train(small(1), tasks=QUESTIONS, workdir=tmp_path_factory.mktemp("trained") / "run")
 
-    assert list(asyncio.run(notebook()).rewards) == [1]
+    result = asyncio.run(notebook())
+    assert list(result.rewards) == [1]
+    return result
 
 
 def test_the_awaited_form_trains_on_the_callers_loop(tmp_path):
@@ -87,10 +92,9 @@ def test_a_table_of_metrics_has_what_only_some_steps_have(tmp_path):
     assert columns == {"step": [1, 2], "a": [1.0, 2.5], "b": [None, math.inf]}
 
 
-def test_an_evaluation_scores_every_given_task_of_a_model_or_a_checkpoint(tmp_path, monkeypatch):
+def test_an_evaluation_scores_every_given_task_of_a_model_or_a_checkpoint(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    trained = libra_jax.train(small(1), tasks=QUESTIONS, workdir=tmp_path / "run")
 
     def reward(task, text):
         return float(task.payload["answer"] == "3")
