@@ -7,11 +7,12 @@ bug gives the right results of the calls. At least one call shows the bug. `call
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from libra_jax import config
 from libra_jax.agents import splits
@@ -156,13 +157,18 @@ def _filled(recipe: Recipe, rng: random.Random) -> _Function:
     return _Function(recipe, name, _SPOT.sub(r"\1", text), _SPOT.sub(r"\2", text))
 
 
-def _answer(source: str, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Returns whether a call of our own code succeeds, and its result or the exception's name."""
+@functools.lru_cache(maxsize=64)  # a task calls each of its functions many times
+def _compiled(source: str, name: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {}
     # Runs only this file's recipes, never what a policy wrote.
     exec(source, namespace)
+    return cast("Callable[..., Any]", namespace[name])
+
+
+def _answer(source: str, name: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+    """Returns whether a call of our own code succeeds, and its result or the exception's name."""
     try:
-        return True, namespace[name](*arguments)
+        return True, _compiled(source, name)(*arguments)
     except Exception as error:
         return False, type(error).__name__
 
