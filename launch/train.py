@@ -25,7 +25,7 @@ from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import rehearsal
+from libra_jax.agents import rehearsal, resolving
 from libra_jax.agents.rewards import trial
 from libra_jax.coordinator import stopping
 from libra_jax.models import hub
@@ -114,7 +114,7 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     if missing:
         known = wiring.known_shape(found.config) is not None
         checked = "All else" if known else "What does not depend on the model's shape"
-        own = not found.config.task.environment.startswith(rehearsal.OURS)
+        own = not found.config.task.environment.startswith(resolving.SHIPPED)
         if example is None and (own or found.config.reward.functions):
             checked += ", except what needs a task (a rollout in the environment, scores of reward functions),"
         problems = "; ".join(missing)

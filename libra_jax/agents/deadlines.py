@@ -6,13 +6,23 @@ import asyncio
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
+    weakref.WeakKeyDictionary()  # lets ended event loops go
+)
+
 STALL_SECONDS = 0.1
 REAP_SECONDS = 5.0
+
+
+def semaphore(name: str, count: int) -> asyncio.Semaphore:
+    """Returns the semaphore of this name on this event loop. `count` is for the first caller."""
+    return _semaphores.setdefault(asyncio.get_running_loop(), {}).setdefault(name, asyncio.Semaphore(count))
 
 
 class Overdue(Exception):

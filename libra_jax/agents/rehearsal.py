@@ -23,9 +23,6 @@ SECONDS = 20.0
 CLOSE_SECONDS = 5.0
 """Seconds that the child may take to end."""
 
-OURS = "libra_jax."
-"""Beginning of the environments that ship, which are not played: some start sandboxes and other programs."""
-
 GIVEN = "; it was given the first task and the task's own answer"
 """Output of the first rollout, as the end of a sentence."""
 
@@ -109,7 +106,7 @@ def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | 
     Returns what went wrong; None if nothing did. An environment that ships, and one whose tools are another program's
     (`tools.mcp`), is not played. `answer` is the policy's only output in the first rollout.
     """
-    if run.task.environment.startswith(OURS) or run.tools.mcp or run.tools.mcp_file:
+    if run.task.environment.startswith(resolving.SHIPPED) or run.tools.mcp or run.tools.mcp_file:
         return None
     certain, name = True, resolving.shown(run.task.environment)
     with child.forked(_played, run, task, answer) as (played, receiver):

@@ -22,6 +22,9 @@ from libra_jax import config, protocols, user_code
 GIVEN = "given"
 """Stands in for the module name of objects that a Python program passed to `libra_jax.train`."""
 
+SHIPPED = "libra_jax."
+"""Beginning of names of what ships. No trial before a run plays or scores with it: it may need programs or machines."""
+
 ITSELF = "libra_jax.agents.resolving:itself"
 """Factory of a reward function that a Python program passed to `libra_jax.train`. Its argument is the name."""
 

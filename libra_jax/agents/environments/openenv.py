@@ -23,13 +23,12 @@ import contextlib
 import dataclasses
 import json
 import urllib.parse
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from libra_jax import config, protocols
-from libra_jax.agents import question
+from libra_jax.agents import deadlines, question
 from libra_jax.agents.environments import episodes
 
 TOOL = "openenv"
@@ -71,12 +70,6 @@ class _Refused(Exception):
         super().__init__("; ".join([str(data.get("message", "")), *details]))
 
 
-_places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Semaphores that count the free sessions of each server. Each event loop has its own; weak keys let ended loops go."""
-
-
 @dataclass
 class _Session:
     """A connection to the server. It uses one of the server's sessions until it is closed."""
@@ -91,8 +84,8 @@ class _Session:
         from websockets.asyncio import client
 
         loop, settings = asyncio.get_running_loop(), self.settings
-        places = _places.setdefault(loop, {})
-        await self.held.enter_async_context(places.setdefault(settings.address, asyncio.Semaphore(settings.sessions)))
+        # Counts the free sessions of the server.
+        await self.held.enter_async_context(deadlines.semaphore(settings.address, settings.sessions))
         due = loop.time() + CAPACITY_SECONDS
         while True:
             try:

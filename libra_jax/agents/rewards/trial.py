@@ -20,9 +20,6 @@ TRY_SECONDS = 20.0
 """Seconds to wait for factories, and at most for each function's score of an example. A factory that loads a model is
 slower, and not waited for."""
 
-OURS = "libra_jax."
-"""Beginning of the factories that ship. They are not called for an example, because a judge asks another machine."""
-
 
 @dataclass(frozen=True)
 class Example:
@@ -134,7 +131,7 @@ def _tried(reward: config.RewardConfig, example: Example | None, answer: connect
         ours = [
             name
             for name, function in reward.parsed().items()
-            if function.factory.startswith(OURS) and function.factory != resolving.ITSELF
+            if function.factory.startswith(resolving.SHIPPED) and function.factory != resolving.ITSELF
         ]
         own = {name: takes for name, takes in made.items() if name not in ours}
         answer.send(list(own))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,10 +13,6 @@ from libra_jax.agents.environments.harness import commands, jobs, processes, sco
 from libra_jax.agents.repair import snapshots
 
 _SHOWN = 400
-_running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Semaphores of the agents that may run at once, by harness. Weak keys let ended event loops go."""
 
 
 @dataclass
@@ -49,9 +44,7 @@ class AgentHarness:
 
     async def run(self, task: protocols.Task, endpoint: protocols.Endpoint) -> protocols.Outcome:
         """Runs the agent to its end and returns its outcome. See `protocols.Harness`."""
-        places = _running.setdefault(asyncio.get_running_loop(), {})
-        key = f"{self.name} {self.most}"
-        place = places.setdefault(key, asyncio.Semaphore(self.most))
+        place = deadlines.semaphore(f"harness {self.name} {self.most}", self.most)
         with turns.queued():
             await place.acquire()
         try:
