@@ -6,7 +6,9 @@ this process says (`calls.py`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -31,8 +33,12 @@ def _check_plain(value: Any) -> None:
 
 def _answer(number: int, function: str, arguments: list[Any]) -> str:
     module, _, name = function.partition(":")
+    called = getattr(importlib.import_module(module), name)
+    # Outside of the `try`: a function that is missing, or does not take these arguments, has not raised.
+    with contextlib.suppress(ValueError):  # a function of C may have no signature
+        inspect.signature(called, follow_wrapped=False).bind(*arguments)
     try:
-        value = getattr(importlib.import_module(module), name)(*arguments)
+        value = called(*arguments)
     except BaseException as error:  # SystemExit too: the next calls still have to be made
         return json.dumps([number, None, str(type(error).__name__)])
     _check_plain(value)
@@ -49,7 +55,7 @@ def main(request: dict[str, Any]) -> None:
     for number, (function, arguments) in enumerate(request["calls"]):
         try:
             text = _answer(number, function, arguments)
-        except BaseException:  # a value that is no JSON
+        except BaseException:  # no such function, or a value that is no JSON
             continue
         if len(text) <= request["most_bytes"]:
             left = memoryview(f"{text}\n".encode())

@@ -29,12 +29,14 @@ class Call:
       arguments: Positional arguments, of JSON's types.
       value: Right return value, of JSON's types.
       raises: Name of the exception class that is right instead of a value. Empty: the call must return.
+      by_value: Whether a number may be an int or a float.
     """
 
     function: str
     arguments: Sequence[Any]
     value: Any = None
     raises: str = field(default="", kw_only=True)
+    by_value: bool = field(default=False, kw_only=True)
 
 
 def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[Call, ...]:
@@ -49,7 +51,11 @@ def read(listed: Sequence[Mapping[str, Any]], where: str) -> tuple[Call, ...]:
     if not listed:
         raise protocols.DataError(f"{where} must hold one call at least")
     # Through JSON, which turns tuples into lists: a sandbox's answer has no tuples.
-    return tuple(Call(**call) for call in json.loads(json.dumps([dict(call) for call in listed])))
+    calls = tuple(Call(**call) for call in json.loads(json.dumps([dict(call) for call in listed])))
+    for one in calls:
+        if not same(one.value, one.value):
+            raise protocols.DataError(f"{where}: no answer equals NaN, so {one.function!r} cannot be called for it")
+    return calls
 
 
 def code(calls: Sequence[Call], most_bytes: int) -> str:
@@ -81,18 +87,22 @@ def judge(calls: Sequence[Call], answers: str) -> dict[str, bool]:
         if call.raises:
             right[str(number)] = same(raised, call.raises)
         else:
-            right[str(number)] = raised is None and same(value, call.value)
+            right[str(number)] = raised is None and same(value, call.value, call.by_value)
     return right
 
 
-def same(value: Any, expected: Any) -> bool:
-    """Returns whether two values of JSON's types are equal, with equal types. Floats may differ by rounding."""
+def same(value: Any, expected: Any, by_value: bool = False) -> bool:
+    """Returns whether two values of JSON's types are equal. Floats may differ by rounding.
+
+    Their types must be equal, except that an int may stand for a float and the reverse if `by_value`.
+    """
     if type(value) is not type(expected):
-        return False
+        return by_value and {type(value), type(expected)} == {int, float} and bool(value == expected)
     if isinstance(expected, float):
-        return value == expected or math.isclose(value, expected, rel_tol=1e-9)
+        # Leaves room for some thousand roundings of 1e-16 each, and is less than the cents of a billion.
+        return value == expected or math.isclose(value, expected, rel_tol=1e-12)
     if isinstance(expected, list):
-        return len(value) == len(expected) and all(map(same, value, expected))
+        return len(value) == len(expected) and all(same(*pair, by_value) for pair in zip(value, expected, strict=True))
     if isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+        return value.keys() == expected.keys() and all(same(value[key], expected[key], by_value) for key in expected)
     return bool(value == expected)
