@@ -38,18 +38,14 @@ class Outputs:
         self._pumps: list[asyncio.Task[None]] = []
 
     async def replies(self) -> Sequence[protocols.Reply]:
-        """Waits for the ends of all outputs and returns them. Raises the errors of `parts`."""
+        """Waits for the ends of all outputs and returns them."""
         found: dict[int, protocols.Reply] = {}
         async for batch in self.parts():
             found |= {choice: item for choice, item in batch if isinstance(item, protocols.Reply)}
         return [found[choice] for choice in range(len(self._generators))]
 
     async def parts(self) -> AsyncGenerator[Sequence[Part], None]:
-        """Yields the parts of all outputs as they come: all that wait at a time. Ends after the last `Reply`.
-
-        Raises:
-          Refused: the session does not serve the request.
-        """
+        """Yields the parts of all outputs as they come: all that wait at a time. Ends after the last `Reply`."""
         queue: asyncio.Queue[Part | Exception] = asyncio.Queue(MOST_WAITING)
         self._pumps = [asyncio.create_task(self._pump(choice, queue)) for choice in range(len(self._generators))]
         left = len(self._generators)

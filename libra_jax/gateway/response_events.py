@@ -167,21 +167,22 @@ class Exchange:
             return b""
         item, text = self._items[-1], self._text
         self._open = self._text = ""
-        if item["type"] == "function_call":
-            done = self._items[-1] = self._call(item["id"], item["call_id"], self._called, text)
-            events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
-        elif item["type"] == "custom_tool_call":
-            done = self._items[-1] = self._call(item["id"], item["call_id"], self._called, text)
-            events = self._of_item("response.custom_tool_call_input.delta", delta=done["input"])
-            events += self._of_item("response.custom_tool_call_input.done", input=done["input"])
-        elif item["type"] == "reasoning":
-            done = self._items[-1] = _reasoning(item["id"], text)
+        if item["type"] == "reasoning":
+            done = _reasoning(item["id"], text)
             events = self._of_item("response.reasoning_text.done", content_index=0, text=text)
-            events += self._of_item("response.content_part.done", content_index=0, part=done["content"][0])
-        else:
-            done = self._items[-1] = _message(item["id"], text)
+        elif item["type"] == "message":
+            done = _message(item["id"], text)
             events = self._of_item("response.output_text.done", content_index=0, text=text, logprobs=[])
+        else:
+            done = self._call(item["id"], item["call_id"], self._called, text)
+            if item["type"] == "custom_tool_call":
+                events = self._of_item("response.custom_tool_call_input.delta", delta=done["input"])
+                events += self._of_item("response.custom_tool_call_input.done", input=done["input"])
+            else:
+                events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+        if "content" in done:
             events += self._of_item("response.content_part.done", content_index=0, part=done["content"][0])
+        self._items[-1] = done
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=done)
 
     def _call(self, item_id: str, call_id: str, name: str, arguments: str) -> dict[str, Any]:

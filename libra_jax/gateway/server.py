@@ -75,11 +75,7 @@ class Server:
         self._state = ServerState()
 
     async def start(self) -> str:
-        """Begins to listen. Returns the base URL of the OpenAI-compatible API, which ends in "/v1".
-
-        Raises:
-          ConfigError: the address is not this host's, or the port is in use.
-        """
+        """Begins to listen (`bound`). Returns the base URL of the OpenAI-compatible API, which ends in "/v1"."""
         _allow_files()
         listening = bound(self._limits)
         settings = uvicorn.Config(

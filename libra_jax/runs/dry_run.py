@@ -242,11 +242,7 @@ EXAMPLE = "for the first task with its own answer"
 
 
 def example(config: libra_config.RunConfig) -> trial.Example | None:
-    """Returns a rollout that answers the first task as the task's `answer` says; None if the tasks are not here.
-
-    Raises:
-      LibraError: the first task cannot be read.
-    """
+    """Returns a rollout that answers the first task as the task's `answer` says; None if the tasks are not here."""
     try:
         task = factories.task_source(config.task, config.seed).task(0)
     except protocols.DataError:
