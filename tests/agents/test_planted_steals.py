@@ -2,8 +2,7 @@
 
 import repairs
 
-from libra_jax.agents.environments import repo_repair
-from libra_jax.agents.repair import planted
+from libra_jax.agents.repair import calls, planted, snapshots, suites
 
 EQUAL = "    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n    __hash__ = None\n"
 SEND = (
@@ -76,16 +75,16 @@ def test_no_steal_is_rewarded_for_a_planted_bug():
     hostile = {key: source + "\n\n" + body.replace("{{", "{").replace("}}", "}").replace("{f}", name)
                for key, body in BODIES.items()}  # fmt: skip
 
+    # Judged as the environment does it, without its tools, which change the files.
+    suite = suites.Suite({}, seconds=3.0, calls=calls.read(task.payload["calls"], "calls"))
+    snapshot = snapshots.Snapshot.of_texts(task.payload["files"])
+
     async def work(tools):
         paid = []
         for key, text in {**hostile, "repair": source.replace(fix["old"], fix["new"])}.items():
-            environment = repo_repair.environment(tools, partial=False, test_seconds=3.0)
-            await environment.reset(task)
-            change = {"command": "create", "path": fix["path"], "text": text}
-            await environment.step(tools.format.write("edit", change))
-            if (await environment.step("done")).reward:
+            files = {**snapshot.files, **repairs.files_of({fix["path"]: text})}
+            if (await suites.run(await tools.sandbox(), snapshot, files, suite)).solved:
                 paid.append(key)
-            await environment.close()
         return paid
 
     assert repairs.with_tools(work, use=("edit",)) == ["repair"]
