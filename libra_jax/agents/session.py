@@ -130,7 +130,7 @@ class Session:
             self.idle_since = self._clock()
 
     def note_refusal(self, sentence: str) -> None:
-        """Counts a refused request (`protocols.Conversation.refused`)."""
+        """Counts a refused request (`protocols.Conversation.note_refusal`)."""
         self.refusals, self.refusal = self.refusals + 1, sentence
 
     def _break(self, error: Exception) -> None:

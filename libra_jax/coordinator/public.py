@@ -72,7 +72,7 @@ class Public:
             self._streams.finish(name)
 
     def note_refusal(self, sentence: str) -> None:
-        """Ignores refused requests: their clients know (`protocols.Conversation.refused`)."""
+        """Ignores refused requests: their clients know (`protocols.Conversation.note_refusal`)."""
 
     def _check(self, request: protocols.ChatRequest) -> None:
         """Refuses what a request asks for and would not get."""
