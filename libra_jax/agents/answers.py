@@ -62,7 +62,10 @@ def final(output: str) -> str:
 _MOST_DIGITS, _MOST_EXPONENT = 100, 400
 """Longest number that is read, in characters, and its largest power of ten. A longer number would cost too much."""
 
-_SIGN = "[-+\N{MINUS SIGN}]"
+_MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}"
+_SIGN = f"[-+{_MINUS}]"
+# `- 5` is -5 where nothing stands before it that 5 could be subtracted from.
+_SPACED = rf"(?:\A|(?<=[=\u2248($\[{{])|(?<=[=\u2248]\s)|(?<=[=\u2248]\s\s)){_SIGN}\s"
 _APART = r"(?:,\\!\s?|,|\{,\}|\\,|[_\u00a0\u2009\u202f]| (?=\d{3}(?!\d)))"  # what may stand between groups of digits
 _TEN = rf"10\s*(?:\^|\*\*)\s*\{{?({_SIGN}?\d+)\}}?"
 _ALONE = r"(?<!\w)(?<!\w\.)"  # the digit is part of no word and of no number before it
@@ -70,21 +73,27 @@ _ALONE = r"(?<!\w)(?<!\w\.)"  # the digit is part of no word and of no number be
 # Groups: sign; whole part, numerator and denominator of a \frac; exponent of a power of ten; then digits, decimals,
 # exponent, factor's exponent, denominator of any other number.
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.)\]}}])({_SIGN})(?:\\?[$€£])?)?(?:"
+    rf"(?:({_SPACED}|(?<![\w.)\]}}]){_SIGN})(?:\\?[$€£])?)?(?:"
     rf"(?:{_ALONE}(\d{{1,60}}))?\\[cdt]?frac\s*(?:\{{({_SIGN}?\d+)\}}|(\d))\s*(?:\{{(\d+)\}}|(\d))"
     rf"|{_ALONE}{_TEN}"
     rf"|(?:{_ALONE}(?P<digits>\d+(?:{_APART}\d+)*(?:\.\d+)?)|(?<![\w.])(\.\d+))"
     rf"(?:[eE]({_SIGN}?\d+)|\s*(?:[\u00d7·*x]|\\times|\\cdot)\s*{_TEN})?(?:/(\d+))?)"
 )
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+")
+# Two numbers in brackets, which `math-verify` reads as a pair or an interval.
+_PAIR = re.compile(
+    rf"(?<=[(\[])(?!{_THOUSANDS.pattern}\b)({_SIGN}?\d{{1,100}}),(\d{{1,100}})(?=\s*(?:\\right\s*)?[)\]])"
+)
 
 
 def last_number(text: str) -> fractions.Fraction | None:
     r"""Returns the last number of a text. None if the text has none, or one that is too long.
 
     Numbers are `-1,024.5`, `.5`, `1e-5`, `2 \times 10^{-5}`, `1/2`, `\frac{1}{2}` and the like. A single comma that
-    cannot group thousands is a decimal comma, as in `math-verify`. The last item of a list is its last number.
+    cannot group thousands is a decimal comma, as in `math-verify`, but not in `(1,2)` and `[1,2]`. The last item of a
+    list is its last number.
     """
+    text = _PAIR.sub(r"\1, \2", text.strip())
     last = collections.deque(_NUMBER.finditer(text), maxlen=1)
     return _value(last[0]) if last else None
 
@@ -114,11 +123,11 @@ def _value(found: re.Match[str]) -> fractions.Fraction | None:
             size /= int(over or 1)
     except ZeroDivisionError:
         return None
-    return -size if sign and _plain(sign) == "-" else size
+    return -size if sign and _plain(sign).strip() == "-" else size
 
 
 def _plain(text: str) -> str:
-    return text.replace("\N{MINUS SIGN}", "-")
+    return re.sub(f"[{_MINUS}]", "-", text)
 
 
 def _ungrouped(digits: str) -> str | None:
@@ -187,3 +196,13 @@ def equal(given: str, payload: Mapping[str, Any]) -> bool:
     return bool(given) and (
         given in (text.strip() for text in accepted(payload)) or equal_number(number(given), payload)
     )
+
+
+def ends_with(given: str, payload: Mapping[str, Any]) -> bool:
+    """Returns whether a text, or its last number, is an accepted answer.
+
+    The last number counts only for an accepted answer that is one number: `9:30` is not `10:30`.
+    """
+    value = last_number(given)
+    numbers = map(number, accepted(payload))
+    return equal(given, payload) or (value is not None and (value in numbers or equal_number(value, payload)))

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config, protocols
-from libra_jax.agents import question
+from libra_jax.agents import answers, question
 from libra_jax.agents.environments import math, search_qa, verifier_worker
 from libra_jax.agents.outside import agents_sdk
 from libra_jax.agents.tools import toolkit
@@ -213,6 +213,78 @@ def test_neighbours_are_no_number_and_the_last_one_counts(numbers, mark):
 def test_the_agents_sdks_answer_is_compared_by_value(answer, accepted, reward):
     run = types.SimpleNamespace(verdict={"answer": answer}, task=protocols.Task("t", {"answer": accepted}))
     assert agents_sdk.score(run) == reward
+
+
+ENDS = [  # output, accepted answer, value: what the texts say, by plain arithmetic
+    ("9:30", "10:30", 0),
+    ("10:30", "10:30", 1),
+    ("1999-01-06", "2024-05-06", 0),
+    ("London 5", "Paris 5", 0),
+    ("Paris 5", "Paris 5", 1),
+    ("1, 2, 3", "9, 8, 3", 0),
+    ("[3,2]", "[1,2]", 0),
+    ("x^2+3", "x^3+3", 0),
+    ("v1.2.3", "1.3.3", 0),
+    ("It costs $1,000.", "1000", 1),
+    ("the total is 7 apples", 7, 1),
+    ("so 0.00001", 1e-05, 1),
+    ("about 5", ["five", "5"], 1),
+    ("about 6", ["five", "5"], 0),
+    ("nothing", "5", 0),
+    ("", "5", 0),
+    *((text, gold, int(gold == -5)) for gold in (-5, 5) for text in ("x = - 5", "x =- 5", "- 5", "$- 5$", "(- 5)")),
+    *(
+        (text, gold, int(gold == -5))
+        for gold in (-5, 5)
+        for text in ("-5", "\u22125", "\u20135", "\u20115", "x = \u2013 5")
+    ),
+    *(
+        (text, gold, int(gold == 5))
+        for gold in (-5, 5)
+        for text in ("8-5", "8\u20135", "8 - 5", "x = 8 - 5", "8 \u2013 5")
+    ),
+    ("(1,2)", 1.2, 0),
+    ("(1,2)", 2, 1),
+    ("\\left[1,2\\right]", 1.2, 0),
+    ("1,2", 1.2, 1),  # as math-verify reads it
+    ("(1,234)", 1234, 1),
+    ("(2,74 kg)", 2.74, 1),
+]
+
+
+@pytest.mark.parametrize(("output", "answer", "value"), ENDS)
+def test_a_text_ends_with_an_answer_that_is_one_number(output, answer, value):
+    assert answers.ends_with(output, {"answer": answer}) == value
+
+
+def test_texts_end_with_the_numbers_of_public_graders():
+    pairs = [line for line in map(json.loads, PAIRS.read_text().splitlines()) if isinstance(line, list)]
+    pairs = [pair for pair in pairs if pair[0] == "numeric" and answers.number(pair[2]) is not None]
+    assert len(pairs) >= 40
+    wrong = [pair for pair in pairs if answers.ends_with(answers.final(pair[1]), {"answer": pair[2]}) != pair[3]]
+    assert not wrong, wrong
+
+
+@given(
+    st.lists(st.integers(0, 59), min_size=2, max_size=3),
+    st.lists(st.integers(0, 59), min_size=1, max_size=2),
+    st.sampled_from((":", "-", "/2/", ", ", " to ", "x")),
+)
+@example([10, 30], [9], ":")
+@settings(max_examples=60)
+def test_neighbours_of_an_answer_of_several_numbers_are_wrong(numbers, first, mark):
+    gold = mark.join(f"{number:02}" for number in numbers)
+    near = mark.join(f"{number:02}" for number in [*first, numbers[-1]])
+    assert answers.ends_with(near, {"answer": gold}) == (near == gold)
+
+
+@given(st.integers(1, 10**6), st.sampled_from("-\u2212\u2013\u2011"), st.sampled_from(("", "x = ", "x=", "(", "$")))
+@settings(max_examples=60)
+def test_a_sign_before_a_space_counts_where_a_number_begins(number, sign, before):
+    for space in ("", " "):
+        text = f"{before}{sign}{space}{number}"
+        assert [answers.ends_with(text, {"answer": value}) for value in (-number, number)] == [True, False]
+    assert answers.ends_with(f"{before}7 {sign} {number}", {"answer": number})
 
 
 # Boxes ----------------------------------------------------------------------------------------------------------------

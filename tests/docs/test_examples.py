@@ -74,6 +74,31 @@ def test_the_environment_with_two_tools_calls_them_and_scores(page, tmp_path, mo
     assert (ended.done, ended.reward) == (True, 1.0)
 
 
+def test_the_steps_by_hand_show_a_return_and_a_reward(tmp_path, monkeypatch, capsys):
+    for name in ("warehouse.py", "try_warehouse.py"):
+        load("docs/guides/environments.md", name, tmp_path, monkeypatch)
+    importlib.import_module("try_warehouse")
+    asked, returned, reward = capsys.readouterr().out.splitlines()
+    assert "How many gears?" in asked
+    assert "status='success', content='5'" in returned
+    assert reward == "1.0"
+
+
+def test_the_graded_reward_pays_for_the_answer_alone(tmp_path, monkeypatch):
+    load("docs/guides/rewards.md", "graded.py", tmp_path, monkeypatch)
+    import graded
+
+    pairs = [("9:30", "10:30"), ("1999-01-06", "2024-05-06"), ("London 5", "Paris 5"), ("1, 2, 3", "9, 8, 3")]
+    for text, gold in pairs:
+        task = protocols.Task("t", {"prompt": "?", "answer": gold})
+        assert (graded.right(task, text), graded.right(task, gold)) == (0.0, 1.0)
+    for gold in ("1000", 1000):
+        task = protocols.Task("t", {"prompt": "?", "answer": gold})
+        outputs = ("<think>7</think>It costs $1,000.", "\\boxed{1e3} of 5", "1001", "- 1000")
+        assert [graded.right(task, text) for text in outputs] == [1.0, 1.0, 0.0, 0.0]
+    assert graded.short_thought(task, "<think>7</think>1000") == 1.0
+
+
 def test_the_two_pages_show_the_same_environment():
     first, second = (pages.example(page, "warehouse.py") for page in WAREHOUSES)
     assert first == second
@@ -164,7 +189,7 @@ def test_the_tiny_model_of_the_page_passes_a_dry_run(tmp_path):
     assert "the first: 12+30" in printed
 
 
-def test_the_tool_of_the_python_page_is_offered_in_a_run(tmp_path, monkeypatch):
+def test_the_tool_of_the_python_page_is_offered_in_a_run(tmp_path, monkeypatch, capsys):
     load("docs/getting_started/python_api.md", "shelf.py", tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     import shelf
@@ -177,13 +202,17 @@ def test_the_tool_of_the_python_page_is_offered_in_a_run(tmp_path, monkeypatch):
         run.rollout.engine, run.steps = "fake", 1
         run.coordinator.groups_per_step, run.coordinator.group_size = 1, 2
         run.telemetry.report = run.telemetry.tensorboard = False
-        asked.update(trained=train(run, workdir=tmp_path / "run", **objects))
+        asked.update(trained=train(run, workdir=tmp_path / "runs/mine", **objects))
         return asked["trained"]
 
     monkeypatch.setattr(libra_jax, "train", quick)
     shelf.main()
     assert list(asked["trained"].rewards) == [1]
-    assert "The number of pieces of an item." in (tmp_path / "run/samples.jsonl").read_text()
+    assert "The number of pieces of an item." in (tmp_path / "runs/mine/samples.jsonl").read_text()
+    capsys.readouterr()
+    load("docs/getting_started/python_api.md", "curve.py", tmp_path, monkeypatch)
+    importlib.import_module("curve")
+    assert capsys.readouterr().out.split()[0] == "1"
 
 
 def test_the_python_example_trains_with_a_config_that_is_accepted(tmp_path, monkeypatch):
