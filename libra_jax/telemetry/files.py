@@ -235,7 +235,8 @@ def damage(line: bytes) -> str:
 
     A line without a checksum, from another program or an earlier version, only has to be a JSON object.
     """
-    line = line.rstrip(b"\n")
+    # All white space: a program that ends lines with CRLF must not hide the checksum.
+    line = line.rstrip()
     if (whole := checksums.is_whole(line)) is not None:
         return "" if whole else "its checksum is not the one it was written with"
     try:
@@ -340,9 +341,8 @@ def foreign(line: bytes, name: str, known: protocols.Records | None) -> str:
 
 def known_records(workdir: Path) -> protocols.Records | None:
     """Returns the run's id and the number of its records, as its `status.json` has them. None without them."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        text = (workdir / "status.json").read_bytes()
-        found: protocols.Records | None = None if damage(text) else json.loads(text).get("records")
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        found: protocols.Records | None = checksums.read_object(workdir / "status.json").get("records")
         # The file may be another program's.
         return found if isinstance(found, dict) and found.keys() == {"run", "counts"} else None
     return None
@@ -352,18 +352,21 @@ def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file that a run wrote, in order and without checksum and number.
 
     A torn last line and a missing file are not errors. Other lines that do not count are skipped with a warning, and
-    missing records are named in one.
+    missing records are named in one. Raises DataError if the file cannot be read.
     """
     log, review = logging.getLogger(__name__), Review(path, known_records(path.parent))
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            # A whole record ends with a newline, so a kill has torn this one.
-            if not line.endswith(b"\n"):
-                break
-            if problem := review.problem(line):
-                log.warning("%s, line %d is left out: %s.", path, number, problem)
-            else:
-                yield plain(json.loads(line))
+    try:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                # A whole record ends with a newline, so a kill has torn this one.
+                if not line.endswith(b"\n"):
+                    break
+                if problem := review.problem(line):
+                    log.warning("%s, line %d is left out: %s.", path, number, problem)
+                else:
+                    yield plain(json.loads(line))
+    except OSError as error:
+        raise protocols.DataError(f"{path} cannot be read ({error.strerror or error})") from error
     for sentence in review.gaps():
         log.warning("%s", sentence)
 

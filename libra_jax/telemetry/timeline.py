@@ -14,7 +14,9 @@ need neither.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -225,25 +227,18 @@ def _repair(path: Path) -> list[int]:
 
 
 def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each whole event of a file and the byte offset after it. Stops at the first torn event."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
+    """Yields each whole event of a file and the byte offset after it. Stops at a torn end, and names damaged lines."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
-        for line in file:
-            text = line.rstrip(b"\n,")
-            if offset == 0 and text != b"[":
-                return
+        for number, line in enumerate(file, start=1):
+            text = line.rstrip(b"\r\n,")
             if text not in (b"[", b"]", b""):
-                try:
-                    event = json.loads(text)
-                except ValueError:
-                    return
-                if not _is_event(event):
-                    return
-                yield offset + len(text), event
+                if files.damage(text) or not _is_event(event := json.loads(text)):
+                    if not line.endswith(b"\n") and files.torn(line):
+                        return
+                    logging.getLogger(__name__).warning("%s, line %d is left out: it is damaged.", path, number)
+                else:
+                    yield offset + len(text), event
             offset += len(line)
 
 
@@ -263,17 +258,26 @@ def read(path: Path) -> Iterator[protocols.Span]:
 
 
 def read_all(path: Path) -> Iterator[protocols.Span | PoolSizes]:
-    """Yields spans as `read` does, and also the sizes of the pools. Sizes that are not finite numbers are left out."""
+    """Yields spans as `read` does, and also the sizes of the pools. Sizes that are not finite numbers are left out.
+
+    Raises DataError if the file cannot be read.
+    """
     tracks: dict[int, str] = {}
-    for _, event in _whole_events(path):
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            tracks[event["pid"]] = event["args"]["name"]
-        elif event.get("ph") == "X":
-            start = event["ts"] / 1e6
-            track = tracks.get(event["pid"], str(event["pid"]))
-            end = start + event["dur"] / 1e6
-            yield protocols.Span(track, event["tid"], event["name"], start, end, event.get("args", {}))
-        elif event.get("ph") == "C" and event.get("name") == POOLS_TRACK:
-            sizes = event.get("args", {}).items()
-            numbers = {name: size for name, size in sizes if isinstance(size, int | float) and math.isfinite(size)}
-            yield PoolSizes(event["ts"] / 1e6, numbers)
+    known, size = files.known_records(path.parent), path.stat().st_size if path.exists() else 0
+    if known and size < (count := known["counts"].get(path.name, 0)):
+        logging.getLogger(__name__).warning("%s lacks events: it has %d bytes of %d.", path, size, count)
+    try:
+        for _, event in _whole_events(path):
+            if event.get("ph") == "M" and event.get("name") == "process_name":
+                tracks[event["pid"]] = event["args"]["name"]
+            elif event.get("ph") == "X":
+                start = event["ts"] / 1e6
+                track = tracks.get(event["pid"], str(event["pid"]))
+                end = start + event["dur"] / 1e6
+                yield protocols.Span(track, event["tid"], event["name"], start, end, event.get("args", {}))
+            elif event.get("ph") == "C" and event.get("name") == POOLS_TRACK:
+                sizes = event.get("args", {}).items()
+                numbers = {name: size for name, size in sizes if isinstance(size, int | float) and math.isfinite(size)}
+                yield PoolSizes(event["ts"] / 1e6, numbers)
+    except OSError as error:
+        raise protocols.DataError(f"{path} cannot be read ({error.strerror or error})") from error

@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
       DataError: The file is missing or empty, or a line is not a record. The message names file and line.
     """
-    records = []
+    records, seen = [], set[int]()
     known = files.known_records(path.parent) if path.name == TRACE_FILE else None
     try:
         with path.open("rb") as file:
@@ -48,6 +48,8 @@ def read(path: Path) -> list[dict[str, Any]]:
                     # A user may select, sort and join the records of several runs.
                     foreign = files.foreign(line, TRACE_FILE, known)
                     _check(not foreign, where, f'{foreign}; of a line that belongs here, remove "record"')
+                    _check(not known or hash(line) not in seen, where, "its record is in the file twice; remove one")
+                    seen.add(hash(line))
     except OSError as error:
         raise DataError(f"{path}: the trace cannot be read ({error.strerror or error})") from error
     if known and len(records) < (count := known["counts"].get(TRACE_FILE, 0)):

@@ -168,6 +168,53 @@ def test_a_foreign_trace_is_refused_and_a_selection_of_a_copy_is_not(other, tmp_
         trace.read(path)
 
 
+def test_line_ends_of_another_system_hide_no_damage(tmp_path, caplog):
+    record(tmp_path, range(1, 4))
+    path = tmp_path / metrics.METRICS_FILE
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert [numbers["loss"] for numbers in metrics.read(path).values()] == [0.5] * 3
+    assert caplog.text == ""
+    path.write_bytes(path.read_bytes().replace(b'"loss": 0.5', b'"loss": 0.7', 1))
+    assert list(metrics.read(path)) == [2, 3]
+    assert "line 1 is left out: its checksum is not the one it was written with" in caplog.text
+
+
+def test_a_record_that_is_twice_in_a_trace_is_refused(tmp_path):
+    record(tmp_path, range(1, 4))
+    path = tmp_path / trace.TRACE_FILE
+    lines = path.read_bytes().splitlines(True)
+    path.write_bytes(b"".join([*lines[:2], *lines[1:]]))
+    with pytest.raises(protocols.DataError, match=r"line 3: its record is in the file twice"):
+        trace.read(path)
+
+
+@pytest.mark.parametrize("name", [*NAMES, timeline.TIMELINE_FILE])
+def test_what_is_no_file_is_named_in_a_sentence(name, tmp_path):
+    record(tmp_path, range(1, 4))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(protocols.DataError, match=rf"{name} cannot be read"):
+        report.load(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["digit", "no JSON", "end"])
+def test_no_damage_to_a_timeline_is_silent_to_a_reader(how, tmp_path, caplog):
+    record(tmp_path, range(1, STEPS + 1))
+    path = tmp_path / timeline.TIMELINE_FILE
+    whole, data = list(timeline.read(path)), path.read_bytes()
+    assert caplog.text == ""
+    place = data.index(b'"dur": 500000') + 7
+    damaged = {
+        "digit": data[:place] + b"9" + data[place + 1 :],
+        "no JSON": data[:place] + b"x" + data[place + 1 :],
+        "end": data[: len(data) * 2 // 3],
+    }
+    path.write_bytes(damaged[how])
+    spans = list(timeline.read(path))
+    assert ("timeline.json lacks events" if how == "end" else "is left out: it is damaged") in caplog.text
+    assert spans == (whole[: len(spans)] if how == "end" else whole[1:]), "the events after a damaged one are read"
+
+
 @pytest.mark.parametrize("how", ["cut", "deleted"])
 def test_a_timeline_that_lost_events_is_said_at_a_resume(how, tmp_path):
     held = record(tmp_path, range(1, STEPS + 1))
