@@ -33,7 +33,6 @@ Unlike accelerators are assigned by what each is good at:
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,8 +45,8 @@ from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
+from libra_jax import checksums, protocols
 from libra_jax import config as libra_config
-from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, search
 from libra_jax.runs import inventory, planned, trial
@@ -148,7 +147,7 @@ def main() -> None:
     if output is not None:
         picture = output.with_suffix(".svg")
         try:
-            output.write_text(json.dumps(as_json(best, case, unsure, seconds), indent=2) + "\n")
+            output.write_text(checksums.indented(as_json(best, case, unsure, seconds)))
             planned.draw(picture, best, splits, case)
         except OSError as error:
             raise protocols.DataError(f"--output: {output} cannot be written ({error.strerror or error})") from error

@@ -173,6 +173,28 @@ def unsealed(text: bytes) -> dict[str, Any]:
     return record
 
 
+def indented(record: Mapping[str, Any]) -> str:
+    """Returns the indented JSON of an object that is not empty, with its own checksum as the last field."""
+    return sealed(json.dumps(record, indent=2)[:-2].encode() + b"}").decode() + "\n"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the object of a JSON file without its checksum, which a file of another program or version lacks.
+
+    Raises OSError if it cannot be read, and ValueError if it is damaged or holds no JSON object.
+    """
+    text = path.read_bytes().rstrip()
+    record = json.loads(text)
+    if not isinstance(record, dict):
+        raise ValueError(f"it holds {record!r:.40}")
+    # A flipped bit in the field's name or in its digits leaves a last field that looks like a checksum.
+    last = next(reversed(record.values()), None)
+    if isinstance(last, str) and len(last) == 32 and not is_whole(text):
+        raise ValueError('its checksum is not the one it was written with; if you edited it, remove "checksum"')
+    record.pop("checksum", None)
+    return record
+
+
 def files_of(folder: Path) -> list[str]:
     """Returns the paths of a folder's files relative to the folder, without its seal."""
     found = (file for file in sorted(folder.rglob("*")) if file.is_file())
@@ -209,7 +231,9 @@ def read_seal(folder: Path) -> dict[str, Sum]:
       OSError: The seal cannot be read.
       ValueError: The seal is damaged.
     """
-    return from_json(unsealed((folder / SEAL).read_bytes())["files"])
+    if isinstance(files := unsealed((folder / SEAL).read_bytes()).get("files"), dict):
+        return from_json(files)
+    raise ValueError("it is no seal")
 
 
 def check_sealed(folder: Path, *, weights: bool, share: slice = slice(None)) -> bool:
@@ -238,6 +262,9 @@ def check_sealed(folder: Path, *, weights: bool, share: slice = slice(None)) -> 
         names = [name for name in names if "/" not in name and (weights or not name.endswith(".safetensors"))]
         if problem_found := problem(folder, {name: sums[inside + name] for name in names[share]}):
             raise protocols.DataError(f"{folder}/{problem_found}; {_ADVICE}")
+        # Readers may take weights that an older export left in the folder.
+        if names and weights and (strangers := {file.name for file in folder.glob("*.safetensors")} - {*names}):
+            raise protocols.DataError(f"{folder}/{min(strangers)} is not of this export, as {SEAL} says; remove it")
         if names:
             return True
     return False

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_jax import checksums
+from libra_jax import checksums, protocols
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 20])
@@ -48,6 +48,42 @@ def test_a_sealed_folder_names_what_is_missing_or_damaged(tmp_path):
     assert checksums.problem(tmp_path, kept) == "a has 2 bytes instead of 1"
     (tmp_path / "a").unlink()
     assert checksums.problem(tmp_path, kept) == "a is missing"
+
+
+def test_an_indented_object_tells_every_flipped_bit_and_needs_no_checksum(tmp_path):
+    record, file = {"steps": 12, "task": {"name": "a"}}, tmp_path / "config.json"
+    file.write_text(checksums.indented(record))
+    assert checksums.read_object(file) == record
+    text = file.read_bytes()
+    for place in range(8 * (len(text) - 1)):  # a changed newline at the end changes nothing
+        flipped = bytearray(text)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        with pytest.raises(ValueError):  # noqa: PT011  # some flips leave no JSON
+            checksums.read_object(file)
+    file.write_text(json.dumps(record))
+    assert checksums.read_object(file) == record
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match=r"it holds \[1\]"):
+        checksums.read_object(file)
+
+
+def test_a_seal_of_something_else_is_refused(tmp_path):
+    (tmp_path / checksums.SEAL).write_bytes(checksums.sealed(b'{"number": 1}'))
+    with pytest.raises(protocols.DataError, match=r"libra_files\.json cannot be used \(it is no seal\)"):
+        checksums.check_sealed(tmp_path, weights=True)
+
+
+def test_weights_of_another_export_in_a_sealed_folder_are_refused(tmp_path):
+    """A reader takes model.safetensors before the shards of an index."""
+    for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text(name)
+    checksums.seal_folder(tmp_path)
+    assert checksums.check_sealed(tmp_path, weights=True)
+    (tmp_path / "model.safetensors").write_text("older")
+    with pytest.raises(protocols.DataError, match=r"/model\.safetensors is not of this export"):
+        checksums.check_sealed(tmp_path, weights=True)
+    assert checksums.check_sealed(tmp_path, weights=False)
 
 
 CHILD = """

@@ -117,7 +117,7 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
     skipped: list[str] = []
     # The newest step first; within a step, the latest token.
     for stored in sorted(_read(workdir), key=lambda item: (item.step, item.fencing_token), reverse=True):
-        why, seconds, nbytes = _verify(stored, trainer)
+        why, seconds, nbytes = verify(stored, trainer)
         # A void checkpoint is no damage: a successor resumed from before it, so it is passed over without a sentence.
         if not why and not stored.void:
             return Found(stored.step, tuple(skipped), seconds, nbytes, stored)
@@ -138,7 +138,7 @@ def damaged(workdir: Path, before: int) -> list[str]:
       DataError: another version of this program wrote one.
     """
     older = [stored for stored in _read(workdir) if stored.step < before]
-    found = [(stored, _verify(stored, trainer=True)[0]) for stored in sorted(older, key=lambda item: item.step)]
+    found = [(stored, verify(stored, trainer=True)[0]) for stored in sorted(older, key=lambda item: item.step)]
     return [
         f"The checkpoint {stored.manifest.parent} cannot be used any more, should the run need it: {why}."
         for stored, why in found
@@ -167,7 +167,7 @@ def counting(workdir: Path, without: Collection[Path] = ()) -> dict[int, Stored]
     return found
 
 
-def _verify(stored: Stored, trainer: bool) -> tuple[str, float, int]:
+def verify(stored: Stored, trainer: bool = True) -> tuple[str, float, int]:
     """Returns why a checkpoint cannot be used ("" if it can), the seconds this took, and the bytes read."""
     if stored.problem:
         return stored.problem, 0.0, 0
@@ -230,7 +230,7 @@ def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
         text = path.read_bytes()
         number = FORMAT
         if whole := checksums.is_whole(text):
-            number = checksums.unsealed(text)["format"]
+            number = checksums.unsealed(text).get("format", FORMAT)
         elif whole is None:
             # An intact manifest of format 4, which had no checksums yet, is no damage.
             with contextlib.suppress(ValueError, AttributeError):
@@ -244,8 +244,8 @@ def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
             )
         # Refuses a damaged manifest.
         record = checksums.unsealed(text)
-        if record["step"] != step:
-            raise ValueError(f"it is of step {record['step']}")
+        if record.get("step") != step:
+            raise ValueError(f"it is of step {record.get('step')}")
     except (OSError, ValueError) as error:
         return Stored(step, fencing_token, path, problem=f"{path.name} cannot be used ({error})")
     return Stored(step, int(record.get("fencing_token", 0)), path, record)

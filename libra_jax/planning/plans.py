@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from libra_jax import checksums, protocols
 from libra_jax import config as configuration
-from libra_jax import protocols
 
 MOST_DEVICES = 1_000_000
 """Most accelerators of a plan: more than any cluster has."""
@@ -49,7 +48,7 @@ def read(path: Path) -> protocols.Plan:
       DataError: the file is missing, or is no such plan; the message says what is wrong with it.
     """
     try:
-        written = json.loads(path.read_text())
+        written = checksums.read_object(path)
         train, rollout = written["train"], written["rollout"]
         mesh = {name: train[name] for name in ("data", "fsdp", "tensor")}
         plan = of_values({**mesh, "context": train.get("context", 1), "rollout": rollout})
@@ -85,7 +84,7 @@ def accelerators(path: Path) -> int:
     Args:
       path: a file that `read` has read.
     """
-    number = json.loads(path.read_text()).get("for", {}).get("accelerators", 0)
+    number = checksums.read_object(path).get("for", {}).get("accelerators", 0)
     return number if isinstance(number, int) else 0
 
 

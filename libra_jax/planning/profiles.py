@@ -8,7 +8,6 @@ steps on the measured meshes. Weight sync, and time that belongs to no stage: me
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_jax import protocols
+from libra_jax import checksums, protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import calibration, costs, hardware, measured_costs, meshes, pipeline, serving
 
@@ -265,7 +264,7 @@ def write(profile: Profile, path: Path) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    path.write_text(json.dumps(dataclasses.asdict(profile), indent=2) + "\n")
+    path.write_text(checksums.indented(dataclasses.asdict(profile)))
 
 
 def read(path: Path) -> Profile:
@@ -275,7 +274,7 @@ def read(path: Path) -> Profile:
       DataError: the file is missing, or is no such profile; the message says what is wrong with it.
     """
     try:
-        written = json.loads(path.read_text())
+        written = checksums.read_object(path)
         return Profile(
             hardware.HardwareSheet(**written["sheet"]),
             dict(written["model"]),

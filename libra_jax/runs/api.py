@@ -315,7 +315,7 @@ async def evaluate_async(
         checkpoint = None
         if model is not None and (Path(model) / checkpoint_store.FOLDER).is_dir():
             # It reads and verifies whole files, which would freeze a notebook's event loop.
-            finding = deadlines.off_loop(checkpoint_store.find, Path(model))
+            finding = deadlines.off_loop(workdirs.newest, Path(model))
             found = await deadlines.within(named.deadlines.checkpoint, finding, f"The reading of {model}", "checkpoint")
             if found.stored is None:
                 raise protocols.DataError(f"model: {model} holds no checkpoint yet; name a run that has written one")

@@ -174,8 +174,11 @@ def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], ste
         "changes": {change.name: [change.before, change.after] for change in changes},
         "allowed": [change.name for change in changes if any(_covers(name, change.name) for name in allowed)],
     }
-    with (workdir / files.CONFIG_HISTORY_FILE).open("ab") as file:
-        file.write(files.json_line(entry))
+    path = workdir / files.CONFIG_HISTORY_FILE
+    # A line that lost its newline must not swallow this one. In an emptied file, the empty line is named as damaged.
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")
+    with path.open("ab") as file:
+        file.write(b"\n" * cut + files.json_line(entry))
 
 
 def _covers(name: str, setting: str) -> bool:

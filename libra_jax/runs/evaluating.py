@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from libra_jax import checksums, protocols
 from libra_jax import config as libra_config
-from libra_jax import protocols
 from libra_jax.agents import factories, resolving
 from libra_jax.coordinator import checkpoint_store, evaluation, scores
 from libra_jax.models import hub
-from libra_jax.runs import api, objects
+from libra_jax.runs import api, objects, workdirs
 from libra_jax.simulator import report
 
 FILE, PICTURE = "evaluation.json", "evaluation.svg"
@@ -202,8 +202,8 @@ def chosen(
         counting = checkpoint_store.counting(asked.workdir)
         steps = ", ".join(map(str, sorted(counting))) or "none"
         need(asked.step in counting, f"--step={asked.step}: {asked.workdir} has checkpoints of steps {steps}")
-        return config, counting[asked.step], f"{config.name}, step {asked.step}"
-    found = checkpoint_store.find(asked.workdir)
+        return config, workdirs.checked(asked.workdir, counting[asked.step]), f"{config.name}, step {asked.step}"
+    found = workdirs.newest(asked.workdir)
     if found.stored is not None:
         api.tell_skipped(found)
         return config, found.stored, f"{config.name}, step {found.step}"
@@ -225,7 +225,7 @@ def read_config(workdir: Path) -> libra_config.RunConfig:
     """
     path = workdir / CONFIG_FILE
     try:
-        values = json.loads(path.read_text())
+        values = checksums.read_object(path)
         # A run of an earlier version may use names that have changed since.
         return libra_config.parse(libra_config.RunConfig, libra_config.renamed(values))
     except OSError as error:

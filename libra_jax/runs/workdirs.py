@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from libra_jax import checksums, machine, protocols
 from libra_jax import config as libra_config
-from libra_jax import machine, protocols
 from libra_jax.coordinator import checkpoint_store, fencing
 from libra_jax.runs import changes
-from libra_jax.telemetry import escapes, metrics, recorder, status
+from libra_jax.telemetry import escapes, files, metrics, recorder, status
 
 END_SECONDS = 60.0
 """Seconds that a fenced-off run may take to end before the other begins beside it. It can write nothing more."""
@@ -128,6 +128,24 @@ def _has_ended(workdir: Path) -> bool:
     return False
 
 
+def newest(path: Path) -> checkpoint_store.Found:
+    """Returns the newest checkpoint that verifies. Raises DataError if `checked` or `checkpoint_store.find` does."""
+    found = checkpoint_store.find(path)
+    if found.stored:
+        checked(path, found.stored)
+    return found
+
+
+def checked(path: Path, stored: checkpoint_store.Stored) -> checkpoint_store.Stored:
+    """Returns a checkpoint. Raises DataError if it is damaged, or of another run than the workdir's `status.json`."""
+    why, known = checkpoint_store.verify(stored)[0], files.known_records(path)
+    if known and (run := (stored.record.get("records") or known)["run"]) != known["run"]:
+        why = why or f"it is of the run {run} instead of {known['run']}"
+    if why:
+        raise protocols.DataError(f"The checkpoint {stored.manifest.parent} cannot be used: {why}; take it away.")
+    return stored
+
+
 def foreseen(
     config: libra_config.RunConfig, workdir: str | None, *, take_over: bool = False, allow_changes: Sequence[str] = ()
 ) -> str:
@@ -150,8 +168,8 @@ def foreseen(
     stored = _compared(path, _resolved(config), allow_changes)
     begun = f"goes on from step {stored.taken}" if stored.taken > 0 else "begins again, because it has no checkpoint"
     changed = f", with other settings: {'; '.join(map(str, stored.differing))}" if stored.differing else ""
-    newest = checkpoint_store.find(path)
-    damaged = [*newest.skipped, *recorder.cut_back(path, newest.step, newest.records, look=True)]
+    found = newest(path)
+    damaged = [*found.skipped, *recorder.cut_back(path, found.step, found.records, look=True)]
     return "\n  ".join([f"{path}, {begun}{changed}", *damaged])
 
 
@@ -188,18 +206,19 @@ def _compared(path: Path, resolved: changes.Settings, allow_changes: Sequence[st
     """Compares the workdir's config with the present one. Refuses one with which the run in there cannot go on."""
     stored = _stored(path / "config.json")
     differing = changes.find(escapes.redacted(stored), resolved)
-    taken = checkpoint_store.find(path).step  # once, because it reads all files of a checkpoint
+    taken = newest(path).step  # once, because it reads all files of a checkpoint
     changes.check(path, differing, allow_changes, checkpoint=taken >= 0)
     if taken >= 0 and any(change.name == "model.path" for change in differing):
         changes.check_model(path, stored["model"], resolved["model"])
-    if not resolved["checkpoint"]["every"] and taken < 1:
-        recorded = max(metrics.read(path / metrics.METRICS_FILE), default=0)
-        if recorded > 0:
+    if taken < 1 and (recorded := max(metrics.read(path / metrics.METRICS_FILE), default=0)) > 0:
+        if not resolved["checkpoint"]["every"]:
             raise protocols.ConfigError(
                 f"--workdir={path} holds {recorded} steps of a run that saves nothing (config.checkpoint.every is "
                 "0): it cannot go on, and a new one would take its place; use another --workdir, or move that one "
                 "away"
             )
+        if taken < 0:
+            print(f"warning: {path} has no checkpoint; the run repeats its {recorded} recorded steps.", file=sys.stderr)
     if resolved["steps"] < taken:
         raise protocols.ConfigError(
             f"config.steps: {resolved['steps']} is fewer than the {taken} steps that the run in {path} has taken; "
@@ -222,12 +241,14 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
             print(f"The run in {path} goes on with other settings: {told}.", file=sys.stderr)
         if stored.config == resolved:
             return path
+    elif checkpoint_store.counting(path):
+        print(f"warning: {path} has checkpoints and no config.json; its settings are not compared.", file=sys.stderr)
     if not existed:
         path.mkdir(parents=True, exist_ok=True)
         if not take_over:
             _refuse_if_in_use(path)
     partial = stored_file.with_suffix(".partial")
-    partial.write_text(json.dumps(resolved, indent=2))
+    partial.write_text(checksums.indented(resolved))
     # Renamed into place, so that no reader sees half a file.
     partial.rename(stored_file)
     return path
@@ -235,8 +256,8 @@ def _open(path: Path, config: libra_config.RunConfig, take_over: bool, allow_cha
 
 def _stored(file: Path) -> changes.Settings:
     try:
-        stored = json.loads(file.read_text())
-        if isinstance(stored, dict) and {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
+        stored = checksums.read_object(file)
+        if {"task", "rollout"} <= stored.keys():  # a run's config, not a model's
             return libra_config.renamed(stored)
         problem = f"it holds {stored!r:.40}"
     except protocols.ConfigError as error:

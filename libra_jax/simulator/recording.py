@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from libra_jax import checksums, protocols
 from libra_jax import config as configuration
-from libra_jax import protocols
 from libra_jax.planning import calibration
 from libra_jax.simulator import scripts, traces
 from libra_jax.telemetry import files, metrics, timeline, trace
@@ -186,7 +185,7 @@ def read(workdir: Path) -> Recording:
 
 def _config(path: Path) -> configuration.RunConfig:
     try:
-        values = json.loads(path.read_text())
+        values = checksums.read_object(path)
         # A run of an earlier version may use names that have changed since.
         return configuration.parse(configuration.RunConfig, configuration.renamed(values))
     except OSError as error:

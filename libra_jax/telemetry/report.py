@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import statistics
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libra_jax import protocols
+from libra_jax import checksums, protocols
 from libra_jax.protocols import DataError, MoveReason
 from libra_jax.scheduling import prediction_quality
 from libra_jax.telemetry import (
@@ -118,9 +119,10 @@ def load(workdir: Path) -> Run:
             f"{trace.TRACE_FILE} with content); give the --workdir of a run"
         )
     try:
-        config = json.loads((workdir / CONFIG_FILE).read_text())
-    except (OSError, ValueError):
+        config = checksums.read_object(workdir / CONFIG_FILE)
+    except (OSError, ValueError, RecursionError) as error:
         config = {}
+        logging.getLogger(__name__).warning("%s is left out (%s).", workdir / CONFIG_FILE, error)
     transitions = files.whole_json_lines(workdir / files.TRANSITIONS_FILE)
     return Run(
         steps,
@@ -129,7 +131,7 @@ def load(workdir: Path) -> Run:
         lengths,
         tools,
         prediction_quality.measure(judged) if tools.tools else None,
-        config if isinstance(config, dict) else {},
+        config,
         decisions=list(files.whole_json_lines(workdir / files.PLANS_FILE)),
         pools=pools,
         changes=[pool_report.parse(record) for record in transitions],

@@ -380,6 +380,18 @@ def test_a_checkpoint_with_damaged_experts_is_passed_over(tmp_path):
     assert files.load(6, routing=False)["step"] == 6
 
 
+def test_another_sealed_file_in_the_place_of_a_manifest_is_passed_over(tmp_path):
+    files = checkpoints.Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        files.write(step, checkpoints.encode({"step": step})).mkdir()
+        files.commit(step)
+    path = checkpoint_store.directory(tmp_path, 2) / "manifest.json"
+    path.write_bytes(checksums.sealed(b'{"number": 1, "pid": 7}'))
+    found = checkpoint_store.find(tmp_path)
+    assert found.step == 1
+    assert "manifest.json cannot be used" in found.skipped[0]
+
+
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
     files = checkpoints.Checkpoints(tmp_path, keep=2)
     save(files, 5)

@@ -7,6 +7,8 @@ import re
 import pytest
 import scripts
 
+from libra_jax import checksums
+
 plan = functools.partial(scripts.run, "plan.py")
 LINE = {"trajectory_id": "0/0", "prompt_id": "0", "prompt_tokens": 200}
 
@@ -16,7 +18,8 @@ def test_a_plan_is_printed_written_and_drawn_and_uses_no_more_than_there_is(tmp_
     result = plan("--config=configs/simulate.py", "--accelerators=64", f"--output={output}")
     assert result.returncode == 0, result.stderr
     made = json.loads(output.read_text())
-    assert list(made) == ["for", "train", "rollout", "predicted", "uncertainty", "solve_seconds", "calibrated"]
+    parts = ["for", "train", "rollout", "predicted", "uncertainty", "solve_seconds", "calibrated", "checksum"]
+    assert list(made) == parts
     assert list(made["uncertainty"]) == list(made["predicted"])
     assert all(0.05 < share < 1.0 for share in made["uncertainty"].values())
     assert list(made["train"]) == ["devices", "data", "fsdp", "tensor", "context"]
@@ -192,7 +195,7 @@ def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(t
     simulated = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq", "--jobs=1")
     assert simulated.returncode == 0, simulated.stderr
     assert "cmlfq" in simulated.stdout
-    made = json.loads(output.read_text())
+    written, made = output.read_text(), checksums.read_object(output)
     none = {**made, "rollout": [{**made["rollout"][0], "count": 0}]}
     other = {**made, "train": {**made["train"], "data": 7 * made["train"]["data"]}}
     twice = {**made, "rollout": [made["rollout"][0]] * 2}
@@ -201,6 +204,7 @@ def test_a_simulation_is_laid_out_by_a_plan_and_a_file_that_is_none_is_refused(t
         (json.dumps(other), "data x fsdp x tensor x context are"),
         (json.dumps(twice), "degrees and bounds of rollout must ascend"),
         ("{}", "no plan of launch/plan.py: it has no train"),
+        (written.replace('"devices": ', '"devices": 1'), "its checksum is not the one it was written with"),
     ):
         output.write_text(text)
         refused = scripts.run("simulate.py", *search, f"--plan={output}", "--policies=cmlfq")

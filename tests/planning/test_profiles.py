@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
+from libra_jax import checksums, protocols
 from libra_jax import config as configuration
-from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.planning import costs, forecast, hardware, measured_costs, meshes, planner, plans, profiles, serving
 
@@ -117,6 +117,14 @@ def test_a_profile_survives_its_file(tmp_path):
     assert profiles.read(tmp_path / "profile.json") == PROFILE
 
 
+def test_a_changed_number_of_a_profile_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    profiles.write(dataclasses.replace(PROFILE, between=0.25), path)
+    path.write_text(path.read_text().replace('"between": 0.25', '"between": 0.35'))
+    with pytest.raises(protocols.DataError, match=r"is no profile .* its checksum is not the one"):
+        profiles.read(path)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [("{", "is no profile"), ("[]", "is no profile"), ('{"sheet": {}}', "is no profile"), (None, "cannot be read")],
@@ -132,7 +140,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text, sentence):
 def test_a_profile_with_a_share_above_the_peak_is_refused(tmp_path):
     path = tmp_path / "profile.json"
     profiles.write(PROFILE, path)
-    values = json.loads(path.read_text())
+    values = checksums.read_object(path)
     values["coefficients"]["train_flops_share"] = 1.5
     path.write_text(json.dumps(values))
     with pytest.raises(protocols.DataError, match=r"is no profile .* share of a peak"):

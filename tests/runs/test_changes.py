@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import scripts
 
-from libra_jax import config, protocols
+from libra_jax import checksums, config, protocols
 from libra_jax.coordinator import checkpoints
 from libra_jax.runs import changes, evaluating, workdirs
-from libra_jax.telemetry import sections
+from libra_jax.telemetry import recorder, sections
 
 FASTER = config.OptimizerConfig(learning_rate=0.5)
 
@@ -25,7 +25,7 @@ def history(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def stored(workdir: pathlib.Path) -> dict[str, Any]:
-    return json.loads((workdir / "config.json").read_text())
+    return checksums.read_object(workdir / "config.json")
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,19 @@ def test_what_changes_no_learning_may_change_and_is_recorded(begun, capsys, name
     assert f"config.{name} is " in capsys.readouterr().err
     workdirs.open_workdir(settings(**values), str(begun))
     assert len(history(begun)) == 1, "the same command again changes nothing"
+
+
+def test_a_line_of_the_history_that_lost_its_end_swallows_no_other(begun):
+    for steps in (60, 70, 80):
+        workdirs.open_workdir(settings(steps=steps), str(begun))
+        with (begun / "config_history.jsonl").open("rb+") as file:
+            file.truncate(file.seek(0, 2) - 1)
+    assert [entry["changes"]["steps"][1] for entry in history(begun)] == [60, 70, 80]
+    (begun / "config_history.jsonl").write_bytes(b"")
+    workdirs.open_workdir(settings(steps=90), str(begun))
+    (sentence,) = recorder.cut_back(begun, 20)
+    assert "config_history.jsonl was damaged, and these lines are removed: line 1 (it is not JSON)" in sentence
+    assert len(history(begun)) == 1
 
 
 def test_what_changes_the_learning_needs_the_flag_that_the_error_names(begun):

@@ -211,3 +211,22 @@ def test_a_run_that_holds_no_tasks_out_is_told_to_name_some(tmp_path, workdir):
     run.task.path, run.task.arguments = str(tmp_path / "tasks.jsonl"), {"holdout": 0.0}
     with pytest.raises(protocols.DataError, match=r"^--tasks: none is given, and the run holds no task out .*=FILE$"):
         evaluating.evaluate(evaluating.Asked(model=str(workdir / "model")), config.checked(run))
+
+
+def test_a_checkpoint_of_another_run_or_with_other_weights_is_refused(workdir, tmp_path):
+    """Each of its files is as the other run wrote it."""
+    run = shutil.copytree(workdir, tmp_path / "run")
+    other = tmp_path / "other"
+    libra_jax.train(dataclasses.replace(small(), seed=1), workdir=other)
+    name = "checkpoints/step-00000001"
+    shutil.rmtree(run / name / "trainer")
+    shutil.copytree(other / name / "trainer", run / name / "trainer")
+    with pytest.raises(protocols.DataError, match=rf"{name} cannot be used: trainer/"):
+        evaluating.chosen(evaluating.Asked(workdir=run, step=1), None)
+    shutil.rmtree(run / name)
+    shutil.copytree(other / name, run / name)
+    for step in (1, None):
+        with pytest.raises(protocols.DataError, match=rf"{name} cannot be used: it is of the run .* instead of "):
+            evaluating.chosen(evaluating.Asked(workdir=run, step=step), None)
+    with pytest.raises(protocols.DataError, match=r"it is of the run .* instead of "):
+        libra_jax.evaluate(small(), model=run)

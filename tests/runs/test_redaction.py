@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from libra_jax import config
+from libra_jax import checksums, config
 from libra_jax.runs import workdirs
 from libra_jax.telemetry import escapes
 
@@ -47,7 +47,7 @@ def test_a_workdir_holds_no_secret_and_another_one_is_no_other_run(tmp_path, mon
     workdirs.open_workdir(with_header("first-secret"), str(run))
     workdirs.open_workdir(with_header("second-secret"), str(run))
     assert not [path for path in run.rglob("*") if path.is_file() and b"-secret" in path.read_bytes()]
-    stored = json.loads((run / "config.json").read_text())
+    stored = checksums.read_object(run / "config.json")
     stored["tools"]["mcp"]["mcpServers"]["notes"]["headers"]["Authorization"] = "Bearer of-an-older-version"
     (run / "config.json").write_text(json.dumps(stored))
     workdirs.open_workdir(with_header("third-secret"), str(run))

@@ -11,7 +11,9 @@ from libra_jax import config, protocols
 from libra_jax.cluster import placement
 from libra_jax.coordinator import checkpoints
 from libra_jax.models import config as model_config
-from libra_jax.runs import preflight, workdirs
+from libra_jax.runs import evaluating, preflight, records, workdirs
+from libra_jax.simulator import recording
+from libra_jax.telemetry import files, report
 
 FOREIGN = json.dumps({f"a{number}": number for number in range(100)})
 
@@ -101,6 +103,44 @@ def test_a_workdir_whose_settings_cannot_be_read_is_refused(tmp_path, content):
         workdirs.open_workdir(settings(), str(tmp_path))
     assert len(str(caught.value)) < len(str(tmp_path)) + 240
     assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
+
+
+def test_a_changed_number_of_the_settings_is_told_by_every_reader(tmp_path, caplog):
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_bytes(files.json_line({"step": 1}))
+    assert evaluating.read_config(tmp_path).steps == 50
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"steps": 50', '"steps": 58'))
+    for read in (
+        evaluating.read_config,
+        records.load,
+        recording.read,
+        lambda folder: workdirs.open_workdir(settings(steps=58), str(folder)),
+    ):
+        with pytest.raises(protocols.LibraError, match=r"config\.json.*its checksum is not the one"):
+            read(tmp_path)
+    assert report.load(tmp_path).config == {}
+    assert "config.json is left out (its checksum is not the one" in caplog.text
+
+
+def test_checkpoints_without_the_settings_of_their_run_are_said(tmp_path, capsys):
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    with_checkpoint(tmp_path, 5)
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    assert capsys.readouterr().err == ""
+    (tmp_path / "config.json").unlink()
+    workdirs.open_workdir(settings(steps=50, seed=7), str(tmp_path))
+    assert "has checkpoints and no config.json; its settings are not compared" in capsys.readouterr().err
+
+
+def test_records_that_will_be_repeated_for_want_of_a_checkpoint_are_said(tmp_path, capsys):
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_bytes(files.json_line({"step": 3}))
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    assert "has no checkpoint; the run repeats its 3 recorded steps" in capsys.readouterr().err
+    with_checkpoint(tmp_path, 3)
+    workdirs.open_workdir(settings(steps=50), str(tmp_path))
+    assert capsys.readouterr().err == ""
 
 
 def test_any_other_field_makes_it_another_run(tmp_path, monkeypatch):
