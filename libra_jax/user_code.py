@@ -1,11 +1,14 @@
-"""Finds the line of a user's own code among frames of this package, of Python and of installed packages."""
+"""Finds the line of a user's own code among other frames, and keeps its exceptions from ending the process."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import sysconfig
+import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _FOREIGN = (str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -38,3 +41,38 @@ def running(frame: types.FrameType | None) -> str:
         frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return place(reversed(frames))
+
+
+class UserExit(Exception):
+    """An exception of user code that is no `Exception`, such as SystemExit. `__cause__` is that exception."""
+
+
+def original(error: BaseException) -> BaseException:
+    """Returns the exception that user code raised."""
+    return error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
+
+
+@contextlib.contextmanager
+def contain_exits() -> Iterator[None]:
+    """Raises `UserExit` in place of what would end more than the call: a process, an event loop, or a task.
+
+    Call user code inside it, in the innermost task: a SystemExit that leaves a task ends the event loop.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no event loop runs on this thread
+            task = None
+        if isinstance(error, asyncio.CancelledError):  # the run, or a deadline, asked for it
+            passes = task is not None and task.cancelling() > 0
+        else:  # Ctrl-C reaches no other thread; Python closes a coroutine that no task runs any more
+            passes = threading.current_thread() is threading.main_thread() and (
+                isinstance(error, KeyboardInterrupt) or (isinstance(error, GeneratorExit) and task is None)
+            )
+        if passes:
+            raise
+        raise UserExit(f"{type(error).__name__}: {error}") from error

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from libra_jax import user_code
+
 T = TypeVar("T")
 
 _semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = (
@@ -48,7 +50,8 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
             # Once and no more, or on a loop that always stalls no deadline would ever pass.
             await asyncio.wait({task}, timeout=min(late, seconds))
         if task.done():
-            return task.result()
+            with user_code.contain_exits():  # the work may have cancelled its own task
+                return task.result()
     finally:
         if not task.done():
             task.cancel()
@@ -80,12 +83,17 @@ async def _settled(task: asyncio.Task[Any], seconds: float) -> None:
 
 
 async def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns the result of a user's function. Awaits an async function; runs a plain function on its own thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    result = await off_loop(function, *arguments)
-    # A plain function may return a coroutine, as a lambda around an async function does.
-    return await result if inspect.isawaitable(result) else result
+    """Returns the result of a user's function. Awaits an async function; runs a plain function on its own thread.
+
+    Raises:
+      UserExit: The function raised what is no `Exception`, or a cancellation that nobody else asked for.
+    """
+    with user_code.contain_exits():
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        result = await off_loop(function, *arguments)
+        # A plain function may return a coroutine, as a lambda around an async function does.
+        return await result if inspect.isawaitable(result) else result
 
 
 async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
@@ -106,7 +114,8 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
         result: T | None = None
         failure: BaseException | None = None
         try:
-            result = function(*arguments)
+            with user_code.contain_exits():
+                result = function(*arguments)
         except StopIteration as error:  # a future does not accept StopIteration
             failure = RuntimeError(f"StopIteration({error})")
         except BaseException as error:

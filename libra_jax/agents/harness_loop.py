@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from libra_jax import protocols, turns
+from libra_jax import protocols, turns, user_code
 from libra_jax.agents import deadlines, guarded, loop, progress, resolving, session, thoughts, wire
 from libra_jax.agents.rewards import scoring
 
@@ -187,7 +187,8 @@ class _Driven(loop.RolloutSetup):
     def _outcome(self, work: asyncio.Future[protocols.Outcome]) -> protocols.Outcome:
         """Returns the checked result of the harness."""
         try:
-            outcome = work.result()
+            with user_code.contain_exits():  # the harness may have cancelled its own task
+                outcome = work.result()
         except (protocols.WorkerLost, protocols.DeadlineMissed) as error:
             raise self.crash("run", f"lost a worker: {error}") from error
         except protocols.LibraError:

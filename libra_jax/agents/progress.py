@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from libra_jax import protocols
+from libra_jax import protocols, user_code
 from libra_jax.agents import output_parsers, thoughts, wire
 from libra_jax.agents.sandbox import limits
 
@@ -135,7 +135,8 @@ class Hearing:
             text = self._stream.feed(tokens[: len(tokens) - stopped])
             piece, self._opening = self._opening + text + (self._stream.finish() if stopped else ""), ""
             if piece:
-                self._hear(piece)
+                with user_code.contain_exits():
+                    self._hear(piece)
         except Exception as error:
             self.error = error
 

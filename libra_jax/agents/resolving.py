@@ -92,7 +92,8 @@ def raised(error: BaseException) -> str:
 
     The place is the innermost line outside this package and installed packages. Without such a line, there is no place.
     """
-    text = f"raised {type(error).__name__}: {error}"
+    error = user_code.original(error)
+    text = f"raised {type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, SyntaxError) and error.filename:  # its message already names the place
         return text
     frames = traceback.extract_tb(error.__traceback__)
@@ -133,7 +134,8 @@ def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with user_code.contain_exits():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # The module itself exists, but a module that it imports does not.
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
@@ -147,7 +149,9 @@ def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..
         raise protocols.ConfigError(f"config.{field}: importing {module_name} {raised(error)}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        hint = _nearest(attribute, (key for key in vars(module) if not key.startswith("_")))
+        names = [key for key in vars(module) if not key.startswith("_")]
+        own = [key for key in names if getattr(vars(module)[key], "__module__", "") == module_name]
+        hint = _nearest(attribute, names) or (f"; it has {', '.join(own[:MOST_TOLD])}" if own else "")
         raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
     config.check(callable(found), field, f"{name!r} is not callable")
     config.check(
@@ -194,7 +198,8 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
     """Checks the arguments of a factory, and calls it."""
     check_arguments(factory, name, arguments, field)
     try:
-        return factory(**arguments)
+        with user_code.contain_exits():
+            return factory(**arguments)
     except protocols.LibraError:
         raise
     except Exception as error:
@@ -205,7 +210,8 @@ def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], f
 def named(name: str, field: str, call: str) -> Iterator[None]:
     """Turns an error of a factory's product into a ConfigError that names factory, field and call."""
     try:
-        yield
+        with user_code.contain_exits():
+            yield
     except protocols.LibraError:
         raise
     except Exception as error:  # the user's own code ran

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from libra_jax import protocols
+from libra_jax import protocols, user_code
 from libra_jax.agents import messages, resolving
 
 ReadStatus = Callable[[protocols.ToolCall | None, protocols.Message], tuple[str, protocols.ToolStatus] | None]
@@ -115,7 +115,8 @@ def checked(
 
     def status(call: protocols.ToolCall | None, message: protocols.Message) -> tuple[str, protocols.ToolStatus] | None:
         try:
-            found = read(call, message)
+            with user_code.contain_exits():
+                found = read(call, message)
         except Exception as error:
             raise crash("status", resolving.raised(error)) from error
         if found is None:

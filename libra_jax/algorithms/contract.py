@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from libra_jax import config as config_lib
-from libra_jax import protocols
+from libra_jax import protocols, user_code
 from libra_jax.agents import resolving
 from libra_jax.algorithms import advantages, estimators, losses
 
@@ -161,7 +161,8 @@ def check_advantage(config: config_lib.AlgorithmConfig, field: str = "algorithm.
 def _called(call: Callable[[], Result], name: str, field: str) -> Result:
     """Returns the result of a call of the user's function, or says in a sentence what it raised."""
     try:
-        return call()
+        with user_code.contain_exits():
+            return call()
     except protocols.LibraError:
         raise
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:

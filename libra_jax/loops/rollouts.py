@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import cast
 
-from libra_jax import protocols
+from libra_jax import protocols, user_code
 from libra_jax.agents import factories, harness_loop, resolving
 from libra_jax.agents import loop as agent_loop
 from libra_jax.agents.rewards import scoring
@@ -163,7 +163,13 @@ class Rollouts(Runner):
                 return
             self._streams.open(trajectory, order.group_id, order.dispatch_version)
             try:
-                await self._run_once(setup, score_void=voided or retry == retries)
+                try:
+                    with user_code.contain_exits():
+                        await self._run_once(setup, score_void=voided or retry == retries)
+                except user_code.UserExit as error:
+                    # Else the rollout's task would end as cancelled, and its group would wait for it forever.
+                    problem = f"rollout {trajectory.trajectory_id} {resolving.raised(error)}"
+                    raise protocols.EnvironmentCrashed(problem) from error
                 return
             except protocols.EnvironmentCrashed as crash:
                 # By prompt, so that a single prompt that breaks the environment stands out.

@@ -336,6 +336,16 @@ def attempts(body, retries=3, notes=None):
     return trajectory, len(made)
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError(), GeneratorExit()], ids=repr)
+def test_an_exit_of_a_harness_is_a_crash_of_it(error):
+    async def body(ask) -> protocols.Outcome:
+        await ask(user("how many"))
+        raise error
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=f"run raised {type(error).__name__}"):
+        attempts(body, retries=1)
+
+
 async def voids(ask) -> protocols.Outcome:
     await ask(user("how many"))
     raise protocols.AttemptVoided("it was killed")

@@ -127,8 +127,8 @@ def test_an_answer_that_is_no_finite_number_is_a_failure_that_names_function_and
     [
         ("failing", r"raised ZeroDivisionError: oops \(\S*reward_functions\.py, line \d+\)"),
         ("leaving", r"raised SystemExit: 3 \(\S*reward_functions\.py, line \d+\)"),
-        ("leaving_later", "raised RuntimeError: SystemExit: 3"),
-        ("cancelled", "was cancelled from within"),
+        ("leaving_later", r"raised SystemExit: 3 \(\S*reward_functions\.py, line \d+\)"),
+        ("cancelled", r"raised CancelledError \(\S*reward_functions\.py, line \d+\)"),
     ],
 )
 def test_a_function_that_raises_is_a_failure_that_says_what(factory, problem):

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, user_code
 from libra_jax.agents import deadlines, resolving
 from libra_jax.agents.rewards import scoring
 
@@ -128,14 +128,9 @@ class RewardWorker:
         """Calls a function. The caller sets the deadline."""
         began = asyncio.get_running_loop().time()
         try:
-            value = await self._call(self._functions[name], task, given)
-        except asyncio.CancelledError:
-            waiting = asyncio.current_task()
-            # Distinguishes a cancelled caller, which has to be cancelled, from a function that cancelled itself.
-            if waiting is not None and waiting.cancelling():
-                raise
-            return Outcome(problem="was cancelled from within")
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            with user_code.contain_exits():
+                value = await self._call(self._functions[name], task, given)
+        except Exception as error:
             # One line, because it becomes part of a sentence.
             line = " ".join(resolving.raised(error).split())
             return Outcome(problem=line if len(line) <= _LONGEST_PROBLEM else f"{line[:_LONGEST_PROBLEM]}...")
@@ -230,10 +225,8 @@ class _LoopThread:
         """
 
         async def work() -> Any:
-            try:
+            with user_code.contain_exits():
                 return await function(*arguments)
-            except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop for all calls
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._loop))
 

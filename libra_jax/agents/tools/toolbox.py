@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, user_code
 from libra_jax.agents import resolving
 from libra_jax.agents.sandbox import limits, pool
 from libra_jax.agents.tools import schemas
@@ -175,7 +175,8 @@ class Toolbox:
         began = loop.time()
         answer: object
         try:
-            answer = await tool.call(values)
+            with user_code.contain_exits():
+                answer = await tool.call(values)
         except protocols.LibraError:
             raise
         except Exception as error:
@@ -183,7 +184,8 @@ class Toolbox:
                 raise
             self.raised += 1
             _log_once(tool.name, resolving.raised(error))
-            answer = protocols.ToolReturn(tool.name, "failure", f"error: {type(error).__name__}: {error}")
+            cause = user_code.original(error)
+            answer = protocols.ToolReturn(tool.name, "failure", f"error: {type(cause).__name__}: {cause}")
         if isinstance(answer, str):
             answer = protocols.ToolReturn(tool.name, "success", answer)
         if not isinstance(answer, protocols.ToolReturn) or not isinstance(answer.content, str):

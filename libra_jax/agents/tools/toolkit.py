@@ -147,13 +147,14 @@ class Toolkit:
                     # Registered before opening, so that a half-opened resource is closed too.
                     self._stack.push_async_callback(_close, shared)
                     seconds = getattr(shared, "open_seconds", OPEN_SECONDS)
-                    try:
-                        await deadlines.within(seconds, shared.open())
-                    except deadlines.Overdue:
-                        raise protocols.ConfigError(
-                            f"config.tools.use: {name} did not open within {seconds:g} s; see that it can start on "
-                            "this machine"
-                        ) from None
+                    with resolving.named(name, "tools.use", "open"):
+                        try:
+                            await deadlines.within(seconds, deadlines.call(shared.open))
+                        except deadlines.Overdue:
+                            raise protocols.ConfigError(
+                                f"config.tools.use: {name} did not open within {seconds:g} s; see that it can start on "
+                                "this machine"
+                            ) from None
             box = await self.toolbox()  # finds a duplicate tool name or a broken schema before the run begins
             self.schemas = box.schemas()
             await box.close()
@@ -201,7 +202,7 @@ class Toolkit:
                 made = make()
                 # Registered before opening, so that a half-opened resource is closed too.
                 self._stack.push_async_callback(_close, made)
-                await deadlines.within(OPEN_SECONDS, made.open())
+                await deadlines.within(OPEN_SECONDS, deadlines.call(made.open))
                 self._kept[key] = made
         return cast(R, self._kept[key])
 
@@ -231,4 +232,4 @@ async def _close(shared: Resource) -> None:
     The run is over, so a resource that does not close ends with the process.
     """
     with contextlib.suppress(Exception):
-        await deadlines.within(CLOSE_SECONDS, shared.close())
+        await deadlines.within(CLOSE_SECONDS, deadlines.call(shared.close))
