@@ -42,7 +42,7 @@ LEAVES = "__import__('subprocess').Popen(['sleep', '60'])\n"
 
 
 def files_of(texts):
-    return dict(snapshots.Snapshot.of_texts(texts).files)
+    return {path: snapshots.File(text.encode() if isinstance(text, str) else text) for path, text in texts.items()}
 
 
 def suite(command="", tests=TESTS, names=NAMES, seconds=None):

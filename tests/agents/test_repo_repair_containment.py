@@ -2,16 +2,27 @@
 
 import ast
 import asyncio
+import io
 import pathlib
 import re
+import subprocess
 import sys
+import zipfile
 
 import pytest
 import repairs
 import sandboxes
 
 from libra_jax.agents.repair import snapshots, suites
-from libra_jax.agents.sandbox import pool
+from libra_jax.agents.sandbox import backends, pool
+
+
+def zipped(name, text):
+    """A zip file of one file."""
+    with zipfile.ZipFile(content := io.BytesIO(), "w") as archive:
+        archive.writestr(name, text)
+    return content.getvalue()
+
 
 SPY = "import glob, os, re, sys\n"
 ANYTHING = (
@@ -289,6 +300,64 @@ def test_a_module_in_the_place_of_a_package_is_none_of_the_repositorys(tmp_path)
     assert asyncio.run(body(repairs.FIXED)).solved
 
 
+LEAVE = "import os\nos._exit(0)\n"
+UNASKED = {
+    "a-package-in-the-site-of-the-home": {
+        f".local/lib/python3.{sys.version_info.minor}/site-packages/usercustomize/__init__.py": LEAVE
+    },
+    "a-zip-file-in-the-place-of-src": {"src": zipped("difflib.py", LEAVE)},
+    "a-package-in-a-folder-of-notes": {"difflib/__init__.py": LEAVE},
+    "a-module-that-copy-imports-if-it-exists": {"org/python/core.py": LEAVE},
+    "a-module-of-the-repository-with-a-standard-name": {"secrets.py": LEAVE},
+}
+UNASKED_BY_PYTEST = {
+    "X-1.DIST-INFO/METADATA": "Metadata-Version: 2.1\nName: x\nVersion: 1\n",
+    "X-1.DIST-INFO/entry_points.txt": "[pytest11]\nx = plugin\n",
+    "plugin.py": LEAVE,
+    "__init__.py": LEAVE,
+    "pluggy.abi3.so": "none",
+    "checks/graphlib.py": LEAVE,
+}
+
+
+@repairs.cases(UNASKED)
+def test_modules_that_the_repository_does_not_import_do_not_run(judged, made):
+    repository = {**repairs.REPOSITORY, "difflib/notes.md": "", "secrets.py": ""}
+    assert judged(made, repository=repository) == suites.Verdict(1, 3)
+
+
+def test_modules_that_pytest_would_import_do_not_run(judged_by_pytest):
+    tests = {**repairs.TESTS, "checks/test_sorting.py": "import graphlib\n"}
+    verdict = judged_by_pytest(repairs.BROKEN, "checks", files=UNASKED_BY_PYTEST, tests=tests)
+    assert verdict == suites.Verdict(1, 3)
+
+
+def test_a_module_in_the_place_of_an_installed_one_does_not_run(judged):
+    if subprocess.run([backends.INTERPRETER, "-I", "-c", "import pip"]).returncode:
+        pytest.skip("this Python has no pip")
+    tests = {**repairs.TESTS, "tests/test_calc.py": f"import pip\n{repairs.TESTS['tests/test_calc.py']}"}
+    assert judged({"pip.py": LEAVE, "pip/__init__.py": LEAVE}, tests=tests) == suites.Verdict(1, 3)
+
+
+def test_a_new_package_may_have_modules_of_any_name_and_tests_next_to_them(judged):
+    tests = "from kinds.sub import add\nfrom kinds.sub.logging import times\n"
+    tests = {"kinds/sub/test_sub.py": f"{tests}def test_sub(): assert add(1, 2) == times(1, 3)\n"}
+    files = {"kinds/sub/__init__.py": repairs.FIXED, "kinds/sub/logging.py": repairs.FIXED}
+    assert judged(files, repository={"kinds/__init__.py": ""}, tests=tests, names=()).solved
+
+
+PADDING = "import sys\nframe = sys._getframe()\nwhile '_unittest' not in frame.f_globals: frame = frame.f_back\n"
+PADDING += "frame.f_globals.update({f'test_{number}': (lambda: None) for number in range(99)})\n"
+
+
+def test_tests_that_the_tested_code_adds_do_not_count(judged):
+    lines = repairs.TESTS["tests/test_calc.py"].replace("from calc import add, times", "from calc import *")
+    tests = {"tests/__init__.py": "", "tests/test_calc.py": f"_unittest = 1\n{lines}"}
+    case = "import unittest\nclass Pad(unittest.TestCase):\n    def test_pad(self): pass\n"
+    assert judged({"calc.py": repairs.BROKEN + case + PADDING}, tests=tests, names=()) == suites.Verdict(1, 3)
+    assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.Verdict(3, 3)
+
+
 FORGED = b'<testsuite><testcase classname="tests.test_calc.TestCalc" name="test_add"/></testsuite>'
 PLACE = "import os\nplace = os.environ['PYTEST_ADDOPTS'].split()[0].partition('=')[2]\n"
 WRITTEN = {
@@ -306,8 +375,8 @@ WRITTEN = {
 @pytest.fixture(scope="module")
 def judged_by_pytest(tmp_path_factory):
     with repairs.judging((repairs.pytest_alone(tmp_path_factory.mktemp("pytest")),)) as judged:
-        yield lambda code, more="", **task: judged(
-            {"calc.py": code}, f"python3 -m pytest tests {more}", seconds=40.0, **task
+        yield lambda code, more="", files=(), **task: judged(
+            {"calc.py": code, **dict(files)}, f"python3 -m pytest tests {more}", seconds=40.0, **task
         )
 
 

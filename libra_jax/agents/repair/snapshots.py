@@ -13,7 +13,6 @@ import io
 import os
 import pathlib
 import posixpath
-import sys
 import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,12 +31,7 @@ OWNED = (
 )  # fmt: skip
 """Names of files that decide how tests are found and run. They keep the snapshot's content, if it has them."""
 
-_CUSTOMS = ("sitecustomize", "usercustomize")
-_RUNNERS = frozenset(
-    {*sys.stdlib_module_names, *_CUSTOMS, "pytest", "_pytest", "pluggy", "iniconfig", "hypothesis", "py"}
-)
-"""Modules that a file at the top of the repository would replace."""
-
+_CODE = (".py", ".so")
 _LONGEST_PATH = 1000
 _LONGEST_HEADER = 2**16
 _HEADERS_BYTES = 2**24
@@ -238,17 +232,17 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
       workspace: Files that the policy left, by path.
       tests: Hidden tests by path.
     """
-    known = {path.split("/", 1)[0] for path in snapshot.files}
     # The folder src is searched before the root, so a new module there would replace a test, a helper or a package.
     rooted = {_module(path) for path in (*snapshot.files, *tests) if not path.startswith("src/")}
     rooted -= {_module(path.removeprefix("src/")) for path in snapshot.files if path.startswith("src/")}
     files = {
         path: file
         for path, file in workspace.items()
-        if not _is_the_suites(path, known)
+        if not _is_the_suites(path)
+        and (path in snapshot.files or not path.startswith("."))  # HOME is the root, so programs read settings there
         and not (path.startswith("src/") and _module(path.removeprefix("src/")) in rooted)
     }
-    files |= {path: file for path, file in snapshot.files.items() if _is_the_suites(path, known)}
+    files |= {path: file for path, file in snapshot.files.items() if _is_the_suites(path)}
     above = {parent for path in tests for parent in _parents(path)}
     # A policy's file must not take the place of a test's folder, nor the other way round.
     files = {path: file for path, file in files.items() if path not in above and not tests.keys() & _parents(path)}
@@ -262,19 +256,50 @@ def for_tests(snapshot: Snapshot, workspace: Mapping[str, File], tests: Mapping[
     return Snapshot(files, links)
 
 
-def _is_the_suites(path: str, known: set[str]) -> bool:
-    """Returns whether a file belongs to the suite and not to the policy. `known` are the snapshot's top-level names."""
+def _is_the_suites(path: str) -> bool:
+    """Returns whether a file belongs to the suite and not to the policy."""
     *folders, name = path.split("/")
-    described = (".dist-info", ".egg-info")  # these name plugins
-    if any(folder in (*TEST_FOLDERS, "__pycache__", ".git") or folder.endswith(described) for folder in folders):
-        return True
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in OWNED):
-        return True
-    first, *rest = path.split("/")
-    if first == "src" and rest:
-        return rest[0].partition(".")[0] in _RUNNERS
-    # The repository's own modules may have such names; only new ones are suspicious.
-    return first not in known and first.partition(".")[0] in _RUNNERS
+    described = (".dist-info", ".egg-info")  # these name plugins, in any case
+    for folder in folders:
+        if folder in (*TEST_FOLDERS, "__pycache__", ".git") or folder.lower().endswith(described):
+            return True
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OWNED)
+
+
+def new_modules(snapshot: Snapshot, tests: Mapping[str, File], files: Iterable[str]) -> dict[str, list[str]]:
+    """Returns files of modules that neither the repository nor the suite has, by the name that imports them.
+
+    Python searches the root, src, and for each file of the suite the first folder above that is no package (pytest).
+
+    Args:
+      snapshot: The original repository.
+      tests: Hidden tests by path.
+      files: Paths of the files for the tests.
+    """
+    code = {path for path in (*snapshot.files, *tests) if path.endswith(_CODE)}
+    folders = {parent for path in snapshot.files for parent in _parents(path)}
+    modules, searched = set(), {"", "src/"}
+    for path in code:
+        folder, _, name = path.rpartition("/")
+        modules.add(f"{folder}/{_module(name)}".removeprefix("/").removesuffix("/__init__"))
+        if path in tests or _is_the_suites(path):
+            # A new folder in a package may be a new package.
+            while f"{folder}/__init__.py" in code or (
+                folder not in folders and f"{_above(folder)}/__init__.py" in code
+            ):
+                folder = _above(folder)
+            searched.add(f"{folder}/".removeprefix("/"))
+    added = collections.defaultdict(set)
+    for path in {path for path in files if path.endswith(_CODE)} - code:
+        for folder in searched:
+            name = _module(path.removeprefix(folder))
+            if path.startswith(folder) and folder + name not in modules:
+                added[name].add(path)
+    return {name: sorted(paths) for name, paths in added.items()}
+
+
+def _above(folder: str) -> str:
+    return folder.rpartition("/")[0]
 
 
 def _module(path: str) -> str:
@@ -303,15 +328,3 @@ def changed_lines(before: Mapping[str, File], after: Mapping[str, File]) -> int:
             lines.subtract(collections.Counter(old.splitlines()))
             count += sum(map(abs, lines.values()))
     return count
-
-
-def top_modules(paths: Iterable[str]) -> list[str]:
-    """Returns the modules and packages that can be imported from a repository's root or its folder src."""
-    found = set()
-    for path in paths:
-        first, *rest = path.removeprefix("src/").split("/")
-        if first.endswith(".py") and not rest:
-            found.add(first.removesuffix(".py"))
-        elif rest and path.endswith(".py"):
-            found.add(first)
-    return sorted(name for name in found if name.isidentifier())

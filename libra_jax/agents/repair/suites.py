@@ -190,12 +190,18 @@ async def run(
 def _all_tests(after: Mapping[str, outcomes.Outcome], before: Mapping[str, outcomes.Outcome]) -> list[str]:
     """Returns the tests that have to pass if a task names none: all of the suite, also those that did not run.
 
-    A test that is skipped on the policy's files (`after`) and in the unchanged repository (`before`) is left out.
+    A test that is skipped on the policy's files (`after`) and in the unchanged repository (`before`) is left out. So is
+    a passed test that the unchanged repository does not have, unless it cannot import the file: the tested code may
+    bring tests of its own.
     """
+    # `unittest_report.py` names the import of a file, pytest the file.
+    unloaded = tuple(f"{name.removesuffix('.import')}." for name, outcome in before.items() if outcome == "failed")
     return [
         name
         for name in sorted(after.keys() | before.keys())
-        if (name in after or not name.endswith(".import")) and not after.get(name) == before.get(name) == "skipped"
+        if (name in after or not name.endswith(".import"))
+        and not after.get(name) == before.get(name) == "skipped"
+        and not (before and name not in before and after[name] == "passed" and not name.startswith(unloaded))
     ]
 
 
@@ -314,17 +320,19 @@ class _Examination:
         if suite.calls:
             self.code = calls_module.code(suite.calls, pool.EXAMINATION_OUTPUT_BYTES)
             return
-        known = {*snapshots.top_modules(snapshot.files), *snapshots.top_modules(tests)}
         request = {
             "secret": self._secret,
             "command": suite.command,
             "unittest": PROGRAMS["unittest_report"],
             "most_bytes": pool.EXAMINATION_OUTPUT_BYTES,
             "tests": list(tests),
-            "added": [name for name in snapshots.top_modules(files.files) if name not in known],
+            "added": snapshots.new_modules(snapshot, tests, files.files),
             "startup": [name for name in snapshots.OWNED if not name.endswith((".pyc", ".pyo"))],
         }
-        self.code = f"{PROGRAMS['runner']}\nmain(json.loads({json.dumps(request)!r}))\n"
+        # Not with the workspace on the path: a module of the repository's own may have the name of a standard one.
+        self.code = (
+            f"import sys\ndel sys.path[0]\nexec({PROGRAMS['runner']!r})\nmain(json.loads({json.dumps(request)!r}))\n"
+        )
 
     def _runs(self, name: str, file: snapshots.File) -> bool:
         """Returns whether tests of a file run whose name does not begin with "test". pytest takes `*_test.py`."""
