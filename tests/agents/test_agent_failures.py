@@ -110,6 +110,7 @@ urllib.request.urlopen(request, timeout=30).read()
     [
         ("raise ValueError('no code block')", True),
         ("sys.exit(3)", True),
+        ("sys.exit('HiddenFieldError: x')", True),  # what a program prints proves no fault of the config
         ("raise ConnectionResetError('gone')", False),
         ("os.kill(os.getpid(), 9)", False),
     ],

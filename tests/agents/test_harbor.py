@@ -87,6 +87,21 @@ def test_tests_without_a_reward_are_a_crash_and_late_ones_fail(folder, runtime):
     assert (outcome.reward, outcome.metrics["tests_overdue"]) == (0.0, 1.0)
 
 
+UNREADABLE = {
+    "too deep": "printf '[%.0s' $(seq 100000) > /logs/verifier/reward.json",
+    "a link": "ln -s /proc/sys/kernel/pid_max /logs/verifier/reward.json",
+    "a pipe": "mkfifo /logs/verifier/reward.json",
+    "a hole of a terabyte": "truncate -s 1T /logs/verifier/reward.json",
+}
+
+
+@pytest.mark.parametrize("script", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_a_reward_that_cannot_be_read_voids_the_attempt(folder, runtime, script):
+    (folder / "greet" / "tests" / "test.sh").write_text(f"{script}\n")
+    with pytest.raises(protocols.AttemptVoided, match="gave no reward"):
+        run(folder, command=["true"])
+
+
 def test_rewards_of_several_names_are_metrics_beside_the_reward(folder, runtime):
     told = json.dumps({"reward": 0.5, "style": 0.25})
     (folder / "greet" / "tests" / "test.sh").write_text(f"echo '{told}' > /logs/verifier/reward.json\n")

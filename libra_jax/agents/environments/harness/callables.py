@@ -8,7 +8,6 @@ import functools
 import hmac
 import inspect
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
-from libra_jax.agents.environments.harness import commands, jobs, private_view, processes, workspace
+from libra_jax.agents.environments.harness import child, commands, jobs, private_view, processes, workspace
 
 _CHILD = str(Path(__file__).with_name("child.py"))
 _CALL, _VERDICT, _VERDICT_BYTES = "call.json", "verdict", 2**22
@@ -56,6 +55,8 @@ class InProcess:
             raise
         except Exception as error:
             whose = f"agent {resolving.shown(self.name)}, task {job.task.prompt_id}:"
+            if isinstance(error, child.HiddenFieldError):
+                raise protocols.EnvironmentCrashed(f"{whose} it {resolving.raised(error)}") from error
             raise jobs.failure(f"{whose} it {resolving.raised(error)}", _names(error), type(error).__name__) from error
         ended = processes.Ended(status, seconds=loop.time() - began)
         return await deadlines.off_loop(commands.finished, job, settings, ended, verdict)
@@ -106,15 +107,17 @@ class InChild:
             most_bytes=self.settings.output_bytes,
         )
         verdict = await deadlines.off_loop(_read_verdict, sealed, key)
+        if isinstance(verdict, Mapping) and child.HIDDEN in verdict:
+            raise protocols.EnvironmentCrashed(
+                f"agent {self.function}, task {job.task.prompt_id}: {verdict[child.HIDDEN]}"
+            )
         return await deadlines.off_loop(commands.finished, job, self.settings, ended, verdict)
 
 
 def _read_verdict(path: Path, key: str) -> object:
     """Returns the verdict in a file. None if there is none that the reporter sealed."""
     try:
-        # The agent's processes may have put a link, a pipe, a folder or a large file there.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            seal, _, text = file.read(_VERDICT_BYTES).partition(b"\n")
+        seal, _, text = workspace.read(path, _VERDICT_BYTES).partition(b"\n")
         good = hmac.compare_digest(seal, hmac.digest(key.encode(), text, "sha256").hex().encode())
         verdict: object = json.loads(text) if good else None
     except (OSError, ValueError, RecursionError):

@@ -17,6 +17,9 @@ from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+HIDDEN = "hidden_field"
+"""In a sealed verdict: the function asked for a field that it must not see. What it prints may come from the model."""
+
 _PR_SET_DUMPABLE = 4
 
 
@@ -73,13 +76,16 @@ def main(path: str) -> None:
     arguments = asked["arguments"]
     if "folder" in inspect.signature(function).parameters:
         arguments["folder"] = os.getcwd()
-    found = function(task, endpoint, **arguments)
-    if inspect.isawaitable(found):
+    try:
+        found = function(task, endpoint, **arguments)
+        if inspect.isawaitable(found):
 
-        async def awaited() -> Any:
-            return await found
+            async def awaited() -> Any:
+                return await found
 
-        found = asyncio.run(awaited())
+            found = asyncio.run(awaited())
+    except HiddenFieldError as error:
+        found = {HIDDEN: str(error)}
     # An object with fields, such as a dataclass, is a mapping of them.
     text = json.dumps(found, default=lambda other: getattr(other, "__dict__", str(other))).encode()
     # Not through a link or a pipe, which the agent's processes may have put there.

@@ -25,10 +25,11 @@ from typing import Any
 
 from libra_jax import config, protocols
 from libra_jax.agents import deadlines, resolving, wire
-from libra_jax.agents.environments.harness import commands, jobs, processes, program
+from libra_jax.agents.environments.harness import commands, jobs, processes, program, workspace
 
 _FIELD = "task.environment_arguments"
 _LOGS = ("agent", "verifier", "artifacts")
+_REWARD_BYTES = 2**20
 _LIBRA = "/libra"
 """Where a container shows the agent its task file."""
 
@@ -149,15 +150,15 @@ def _verdict(folder: Path, judged: processes.Ended) -> object:
     if overdue:
         return {"reward": 0.0, "metrics": {"tests_overdue": 1.0}}
     try:
-        if (folder / "reward.json").exists():
-            rewards = json.loads((folder / "reward.json").read_text())
+        if os.path.lexists(folder / "reward.json"):
+            rewards = json.loads(workspace.read(folder / "reward.json", _REWARD_BYTES))
             if isinstance(rewards, Mapping):
                 one = next(iter(rewards.values())) if len(rewards) == 1 else rewards.get("reward")
                 numbers = {f"reward_{name}": value for name, value in rewards.items() if name != "reward"}
                 return {"reward": one, "metrics": {**numbers, "tests_overdue": 0.0}}
             return {"reward": rewards, "metrics": {"tests_overdue": 0.0}}
-        reward = float((folder / "reward.txt").read_text())
-    except (OSError, ValueError) as error:
+        reward = float(workspace.read(folder / "reward.txt", _REWARD_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         said = (judged.errors.strip() or judged.output.strip())[-400:]
         raise protocols.AttemptVoided(f"the tests gave no reward ({error}); they said last: {said}") from error
     return {"reward": reward, "metrics": {"tests_overdue": 0.0}}

@@ -121,7 +121,7 @@ _LAST_ERROR = re.compile(
 
 
 def failure(message: str, errors: str, reason: str = "") -> protocols.EnvironmentCrashed:
-    """Returns the failure of an agent: one of the machine or of the config, or else the agent's own.
+    """Returns the failure of an agent: one of the machine, or else the agent's own.
 
     Args:
       message: a sentence on it.
@@ -130,8 +130,6 @@ def failure(message: str, errors: str, reason: str = "") -> protocols.Environmen
     """
     names = _LAST_ERROR.findall(errors)
     last = reason or (names[-1] if names else "")
-    if last == child.HiddenFieldError.__name__:
-        return protocols.EnvironmentCrashed(message)
     # Before its last error, a program's text may quote any. With a reason, all names are of classes.
     if _MACHINES.search(last) or ((reason or not last) and _MACHINES.search(errors)):
         return protocols.AttemptVoided(message)  # a model may write such words, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,12 @@ def lay(files: snapshots.Snapshot, folder: Path) -> None:
     for path, target in files.links.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).symlink_to(target)
+
+
+def read(path: Path, most_bytes: int) -> bytes:
+    """Returns the first bytes of a file. An agent may have put a link, a pipe or a folder there, or a large file."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        return file.read(most_bytes)
 
 
 def collect(work: Path, patterns: Sequence[str], most_bytes: int) -> tuple[dict[str, snapshots.File], str]:
