@@ -282,7 +282,7 @@ def learnt_in(workdir: pathlib.Path, policy: str) -> config.RunConfig:
     first.on_arrival(protocols.RequestInfo("0/0", "0", 0, 10, dispatch_version=0), 0.0)
     first.on_finish("0/0", 700, 1.0)
     written = checkpoints.Checkpoints(workdir, keep=1)
-    written.begin(3, {"scheduler": dict(first.snapshot())})
+    written.write(3, checkpoints.encode({"scheduler": dict(first.snapshot())}))
     written.commit(3)
     return config.RunConfig(scheduler=config.SchedulerConfig(learnt_from=(str(workdir),)))
 
