@@ -317,6 +317,7 @@ UNASKED_BY_PYTEST = {
     "__init__.py": LEAVE,
     "pluggy.abi3.so": "none",
     "checks/graphlib.py": LEAVE,
+    "checks/__init__.py": None,
 }
 
 
@@ -328,7 +329,8 @@ def test_modules_that_the_repository_does_not_import_do_not_run(judged, made):
 
 def test_modules_that_pytest_would_import_do_not_run(judged_by_pytest):
     tests = {**repairs.TESTS, "checks/test_sorting.py": "import graphlib\n"}
-    verdict = judged_by_pytest(repairs.BROKEN, "checks", files=UNASKED_BY_PYTEST, tests=tests)
+    task = {"files": UNASKED_BY_PYTEST, "tests": tests, "repository": {**repairs.REPOSITORY, "checks/__init__.py": ""}}
+    verdict = judged_by_pytest(repairs.BROKEN, "checks", **task)
     assert verdict == suites.Verdict(1, 3)
 
 
@@ -354,6 +356,7 @@ def test_tests_that_the_tested_code_adds_do_not_count(judged):
     lines = repairs.TESTS["tests/test_calc.py"].replace("from calc import add, times", "from calc import *")
     tests = {"tests/__init__.py": "", "tests/test_calc.py": f"_unittest = 1\n{lines}"}
     case = "import unittest\nclass Pad(unittest.TestCase):\n    def test_pad(self): pass\n"
+    case += "Pad.__module__, Pad.__qualname__ = 'tests.test_calc', 'TestCalc.test_add'\n"
     assert judged({"calc.py": repairs.BROKEN + case + PADDING}, tests=tests, names=()) == suites.Verdict(1, 3)
     assert judged({"calc.py": repairs.FIXED}, tests=tests, names=()) == suites.Verdict(3, 3)
 

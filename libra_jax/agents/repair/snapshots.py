@@ -14,7 +14,7 @@ import os
 import pathlib
 import posixpath
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,7 +266,7 @@ def _is_the_suites(path: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OWNED)
 
 
-def new_modules(snapshot: Snapshot, tests: Mapping[str, File], files: Iterable[str]) -> dict[str, list[str]]:
+def new_modules(snapshot: Snapshot, tests: Mapping[str, File], files: Collection[str]) -> dict[str, list[str]]:
     """Returns files of modules that neither the repository nor the suite has, by the name that imports them.
 
     Python searches the root, src, and for each file of the suite the first folder above that is no package (pytest).
@@ -278,16 +278,19 @@ def new_modules(snapshot: Snapshot, tests: Mapping[str, File], files: Iterable[s
     """
     code = {path for path in (*snapshot.files, *tests) if path.endswith(_CODE)}
     folders = {parent for path in snapshot.files for parent in _parents(path)}
+
+    def is_package(folder: str) -> bool:
+        init, above = (f"{place}/__init__.py" for place in (folder, folder.rpartition("/")[0]))
+        # A new folder in a package may be a new package.
+        return init in files and (init in code or (folder not in folders and above in code))
+
     modules, searched = set(), {"", "src/"}
     for path in code:
         folder, _, name = path.rpartition("/")
         modules.add(f"{folder}/{_module(name)}".removeprefix("/").removesuffix("/__init__"))
         if path in tests or _is_the_suites(path):
-            # A new folder in a package may be a new package.
-            while f"{folder}/__init__.py" in code or (
-                folder not in folders and f"{_above(folder)}/__init__.py" in code
-            ):
-                folder = _above(folder)
+            while is_package(folder):
+                folder = folder.rpartition("/")[0]
             searched.add(f"{folder}/".removeprefix("/"))
     added = collections.defaultdict(set)
     for path in {path for path in files if path.endswith(_CODE)} - code:
@@ -296,10 +299,6 @@ def new_modules(snapshot: Snapshot, tests: Mapping[str, File], files: Iterable[s
             if path.startswith(folder) and folder + name not in modules:
                 added[name].add(path)
     return {name: sorted(paths) for name, paths in added.items()}
-
-
-def _above(folder: str) -> str:
-    return folder.rpartition("/")[0]
 
 
 def _module(path: str) -> str:

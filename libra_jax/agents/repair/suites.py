@@ -177,7 +177,8 @@ async def run(
     if not suite.calls and (not wanted or "xfailed" in found.outcomes.values()):
         with contextlib.suppress(_Died):
             before = (await bench.unchanged()).outcomes
-    wanted = wanted or _all_tests(found.outcomes, before)
+    files = [outcomes.dotted(f"{path}::") for path in suite.tests]
+    wanted = wanted or _all_tests(found.outcomes, before, files)
     # The tested code can cause a skip or an expected failure itself, so only those of the unchanged repository count.
     good = [
         name
@@ -187,15 +188,17 @@ async def run(
     return Verdict(len(good), len(wanted))
 
 
-def _all_tests(after: Mapping[str, outcomes.Outcome], before: Mapping[str, outcomes.Outcome]) -> list[str]:
+def _all_tests(
+    after: Mapping[str, outcomes.Outcome], before: Mapping[str, outcomes.Outcome], files: Sequence[str]
+) -> list[str]:
     """Returns the tests that have to pass if a task names none: all of the suite, also those that did not run.
 
     A test that is skipped on the policy's files (`after`) and in the unchanged repository (`before`) is left out. So is
     a passed test that the unchanged repository does not have, unless it cannot import the file: the tested code may
     bring tests of its own.
     """
-    # `unittest_report.py` names the import of a file, pytest the file.
-    unloaded = tuple(f"{name.removesuffix('.import')}." for name, outcome in before.items() if outcome == "failed")
+    # `unittest_report.py` names the import of a file, pytest the file. Tested code may name its tests anything.
+    unloaded = tuple(file for file in files if before.keys() & {f"{file}import", file.removesuffix(".")})
     return [
         name
         for name in sorted(after.keys() | before.keys())

@@ -106,20 +106,18 @@ class InChild:
             seconds=self.settings.seconds,
             most_bytes=self.settings.output_bytes,
         )
-        verdict = await deadlines.off_loop(_read_verdict, sealed, key)
-        if isinstance(verdict, Mapping) and child.HIDDEN in verdict:
-            raise protocols.EnvironmentCrashed(
-                f"agent {self.function}, task {job.task.prompt_id}: {verdict[child.HIDDEN]}"
-            )
+        verdict, hidden = await deadlines.off_loop(_read_verdict, sealed, key)
+        if hidden:
+            raise protocols.EnvironmentCrashed(f"agent {self.function}, task {job.task.prompt_id}: {hidden}")
         return await deadlines.off_loop(commands.finished, job, self.settings, ended, verdict)
 
 
-def _read_verdict(path: Path, key: str) -> object:
-    """Returns the verdict in a file. None if there is none that the reporter sealed."""
+def _read_verdict(path: Path, key: str) -> tuple[object, str]:
+    """Returns the verdict in a file, and what a hidden field says. None and no text if `child.py` sealed nothing."""
     try:
         seal, _, text = workspace.read(path, _VERDICT_BYTES).partition(b"\n")
         good = hmac.compare_digest(seal, hmac.digest(key.encode(), text, "sha256").hex().encode())
-        verdict: object = json.loads(text) if good else None
+        verdict, hidden = json.loads(text) if good else (None, "")
     except (OSError, ValueError, RecursionError):
-        return None
-    return verdict
+        return None, ""
+    return verdict, hidden

@@ -17,9 +17,6 @@ from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-HIDDEN = "hidden_field"
-"""In a sealed verdict: the function asked for a field that it must not see. What it prints may come from the model."""
-
 _PR_SET_DUMPABLE = 4
 
 
@@ -76,6 +73,8 @@ def main(path: str) -> None:
     arguments = asked["arguments"]
     if "folder" in inspect.signature(function).parameters:
         arguments["folder"] = os.getcwd()
+    found: Any = None
+    hidden = ""  # sealed, because what this process prints may come from the model
     try:
         found = function(task, endpoint, **arguments)
         if inspect.isawaitable(found):
@@ -85,9 +84,9 @@ def main(path: str) -> None:
 
             found = asyncio.run(awaited())
     except HiddenFieldError as error:
-        found = {HIDDEN: str(error)}
+        hidden = str(error)
     # An object with fields, such as a dataclass, is a mapping of them.
-    text = json.dumps(found, default=lambda other: getattr(other, "__dict__", str(other))).encode()
+    text = json.dumps([found, hidden], default=lambda other: getattr(other, "__dict__", str(other))).encode()
     # Not through a link or a pipe, which the agent's processes may have put there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(asked["verdict"], flags), "wb") as sealed:
