@@ -69,10 +69,10 @@ def contain_exits() -> Iterator[None]:
             task = None
         if isinstance(error, asyncio.CancelledError):  # the run, or a deadline, asked for it
             passes = task is not None and task.cancelling() > 0
-        else:  # Ctrl-C reaches no other thread; Python closes a coroutine that no task runs any more
-            passes = threading.current_thread() is threading.main_thread() and (
-                isinstance(error, KeyboardInterrupt) or (isinstance(error, GeneratorExit) and task is None)
-            )
+        elif isinstance(error, GeneratorExit):  # Python closes a coroutine or a generator outside of a task
+            passes = task is None
+        else:  # Ctrl-C reaches no other thread
+            passes = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
         if passes:
             raise
         raise UserExit(f"{type(error).__name__}: {error}") from error

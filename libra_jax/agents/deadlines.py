@@ -116,8 +116,9 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
         try:
             with user_code.contain_exits():
                 result = function(*arguments)
-        except StopIteration as error:  # a future does not accept StopIteration
-            failure = RuntimeError(f"StopIteration({error})")
+        except (StopIteration, GeneratorExit) as error:  # a future does not pass these on
+            failure = user_code.UserExit(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeGuard, cast
@@ -94,11 +93,16 @@ def environment_factory(
             "the parameter and returns a dialogue.Dialogue, or clear tools.use",
         )
     resolving.check_arguments(factory, task.environment, arguments, field)
-    # A class shows its methods without being called; what a function makes is looked at by `demonstrator`.
+    # A class shows its methods without being called; what a function makes is looked at by `make`.
     if inspect.isclass(factory):
         _check_methods(task, factory, factory)
-    make = functools.partial(resolving.call, factory, task.environment, arguments, field)
-    return cast("Callable[[], protocols.Environment | protocols.Harness]", make)
+
+    def make() -> protocols.Environment | protocols.Harness:
+        made = resolving.call(factory, task.environment, arguments, field)
+        _check_methods(task, made, type(made))
+        return cast("protocols.Environment | protocols.Harness", made)
+
+    return make
 
 
 def _check_methods(task: config.TaskConfig, made: object, kind: type) -> None:
@@ -120,8 +124,6 @@ async def demonstrator(
       ConfigError: The factory cannot be found or called, or does not make an environment.
     """
     trial = environment_factory(task, tools)()
-    # A factory that is a function shows only now what it makes.
-    _check_methods(task, trial, type(trial))
     lent = needed and callable(getattr(trial, "demonstration", None))
 
     async def close() -> None:

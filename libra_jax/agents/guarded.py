@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextvars
+import dataclasses
 import json
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast, get_args
 
 from libra_jax import protocols
 from libra_jax.agents import deadlines, resolving
@@ -21,6 +25,9 @@ _FIELDS = {"step": "tool_seconds", "ready": "wait_seconds"}
 
 _METRIC = re.compile(r"[A-Za-z0-9_/]+")
 """Pattern of a metric's name. Files, charts and queries take such a name without quotes."""
+
+counts: contextvars.ContextVar[collections.Counter[str]] = contextvars.ContextVar("counts")
+"""Counts of the rollout whose environment runs. The toolboxes that the environment makes add to them."""
 
 
 class Environment:
@@ -43,6 +50,7 @@ class Environment:
         self._wait_seconds = limits.wait_seconds
         kind = type(environment)
         self._name = f"{kind.__module__}:{kind.__qualname__}"
+        self._counts = collections.Counter[str]()
 
     def optional(self, verb: str) -> Callable[..., Any] | None:
         """Returns an optional method of the environment. None if it has no such method."""
@@ -52,14 +60,15 @@ class Environment:
 
     async def reset(self) -> Sequence[protocols.Message]:
         """Returns the messages that pose the task."""
-        messages = await self._call("reset", self._reset_seconds, self._task)
-        if problem := messages_problem(messages):
+        self._counts.clear()
+        messages = await self._call("reset", self._reset_seconds, self._task.copy())
+        if problem := messages_problem(messages) or ("" if messages else "no message, which asks nothing"):
             raise self.crash("reset", f"returned {problem}")
         return list(messages)
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a snapshot."""
-        await self._call("restore", self._reset_seconds, self._task, state)
+        await self._call("restore", self._reset_seconds, self._task.copy(), protocols.copy_data(state))
 
     async def snapshot(self) -> Mapping[str, Any] | None:
         """Returns the environment's state, which JSON can hold. None if the environment gives none now, or never."""
@@ -71,7 +80,7 @@ class Environment:
             json.dumps(state)
         except (TypeError, ValueError) as error:
             raise self.crash("snapshot", f"gave a state that is not JSON ({error})") from error
-        return state
+        return cast("Mapping[str, Any] | None", protocols.copy_data(state))
 
     async def ready(self, output: str) -> None:
         """Waits for what the step needs. This wait is not part of the tool's time."""
@@ -103,7 +112,15 @@ class Environment:
             raise self.crash("step", f"gave {problem}")
         if problem := messages_problem(result.messages):
             raise self.crash("step", f"gave the StepResult.messages {problem}")
-        return result
+        if problem := returns_problem(result.tool_returns):
+            raise self.crash("step", f"gave the StepResult.tool_returns {problem}")
+        return dataclasses.replace(result, metrics={**self._counts, **result.metrics}) if self._counts else result
+
+    def reward(self, reward: object) -> float:
+        """Returns the reward of a step's result, after its check."""
+        if not is_finite(reward):
+            raise self.crash("step", f"gave the reward {shown(reward)}, which is not a finite number")
+        return float(reward)
 
     async def close(self, metrics: dict[str, float]) -> None:
         await close(self._environment.close, self._reset_seconds, metrics)
@@ -114,6 +131,7 @@ class Environment:
 
     async def _call(self, verb: str, seconds: float, *arguments: Any) -> Any:
         """Awaits a method. Raises `Overdue` for a step or a wait that is too slow, and a crash for everything else."""
+        counts.set(self._counts)  # of this rollout's task and of those that it starts
         try:
             return await deadlines.within(seconds, deadlines.call(getattr(self._environment, verb), *arguments))
         except deadlines.Overdue as overdue:
@@ -151,10 +169,12 @@ async def close(method: Callable[..., Any], seconds: float, metrics: dict[str, f
 
 
 def metrics_problem(metrics: object) -> str:
-    """Returns what keeps an object from being metrics; empty if it is a mapping from names to numbers."""
-    if not isinstance(metrics, Mapping) or not all(isinstance(value, numbers.Real) for value in metrics.values()):
-        return f"the metrics {metrics!r}, which are not all numbers"
-    for name in metrics:
+    """Returns what keeps an object from being metrics; empty if it is a mapping from names to finite numbers."""
+    if not isinstance(metrics, Mapping):
+        return f"the metrics {shown(metrics)}, which are no mapping"
+    for name, value in metrics.items():
+        if not is_finite(value):
+            return f"the metric {name!r:.80} = {shown(value)}, which is not a finite number"
         if not (isinstance(name, str) and _METRIC.fullmatch(name)):
             return f"a metric the name {name!r:.80}; use only letters, digits, _ and /"
     return ""
@@ -178,6 +198,35 @@ def messages_problem(messages: object) -> str:
     return ""
 
 
+def returns_problem(answers: object) -> str:
+    """Returns what keeps an object from being a list of tool returns, and what one is; empty if it is one."""
+    if not isinstance(answers, Sequence) or isinstance(answers, str | bytes):
+        return f"{type(answers).__name__} instead of a list of protocols.ToolReturn"
+    statuses = get_args(protocols.ToolStatus)
+    for answer in answers:
+        if not isinstance(answer, protocols.ToolReturn):
+            return f"a list of {type(answer).__name__} instead of protocols.ToolReturn"
+        for name in ("tool", "content", "call", "error"):
+            if not isinstance(value := getattr(answer, name), str):
+                return f"a ToolReturn whose {name} is of type {type(value).__name__}"
+        if answer.status not in statuses:
+            return f"a ToolReturn with the status {shown(answer.status)}; a status is {', '.join(statuses)}"
+        if not is_finite(answer.seconds):
+            return f"a ToolReturn whose seconds are {shown(answer.seconds)}"
+    return ""
+
+
 def is_finite(value: object) -> TypeGuard[float]:
     """Returns whether a value is a number that a reward may be."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def shown(value: object) -> str:
+    """Returns a user's value for a sentence."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes no integer of thousands of digits
+        return f"one of type {type(value).__name__}"

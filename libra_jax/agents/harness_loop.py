@@ -112,7 +112,7 @@ class _Driven(loop.RolloutSetup):
         )
         endpoint = await self.host.gateway.open(opened, reachable=opened.set_reachable)
         with turns.watched() as turn:
-            work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task, endpoint))
+            work = asyncio.ensure_future(deadlines.call(self.harness.run, self.task.copy(), endpoint))
         void: protocols.AttemptVoided | None = None
         try:
             await self._wait(work, opened, watch, turn)
@@ -202,7 +202,7 @@ class _Driven(loop.RolloutSetup):
         for value in (outcome.reward, *outcome.segment_rewards.values()):
             # A scorer may replace the harness's own reward, but not a segment's.
             if not guarded.is_finite(value) and (self.reward is None or value is not outcome.reward):
-                raise self.crash("run", f"gave the reward {value!r}, which is not a finite number")
+                raise self.crash("run", f"gave the reward {guarded.shown(value)}, which is not a finite number")
         return outcome
 
     def _failed(

@@ -185,22 +185,10 @@ class _Stepped(RolloutSetup):
             self.metrics.update(kept.metrics)
             return
         self.messages = [*await self.environment.reset()]
-        prompt = self._rendered(self.messages, first=True)
-        if len(prompt) >= self.limits.max_context:
-            raise protocols.TaskRefused(
-                f"task {self.task.prompt_id}: its prompt of {len(prompt)} tokens leaves no room to answer within "
-                f"rollout.max_context = {self.limits.max_context}; raise that or drop the task"
-            )
+        prompt = prompt_tokens(self.tokenizer, self.task, self.messages, self.limits)
         self.walk.append(prompt, protocols.TokenSource.PROMPT)
 
     # Tokens -----------------------------------------------------------------------------------------------------
-
-    def _rendered(self, messages: Sequence[protocols.Message], *, first: bool) -> list[int]:
-        """Returns the tokens of an increment. One task's messages that the template refuses must not end the run."""
-        try:
-            return self.tokenizer.render(messages, first=first, generation_prompt=True)
-        except protocols.DataError as error:
-            raise protocols.TaskRefused(f"task {self.task.prompt_id}: {error}") from error
 
     async def _output(self) -> tuple[str | None, bool]:
         """Returns the next output, and whether any of it was sampled now.
@@ -313,7 +301,7 @@ class _Stepped(RolloutSetup):
 
         def rendered(answers: Sequence[protocols.ToolReturn]) -> tuple[list[protocols.Message], list[int]]:
             said = [*(protocols.Message("tool", answer.content) for answer in answers), *result.messages]
-            return said, self._rendered(said, first=False)
+            return said, _rendered(self.tokenizer, self.task, said, first=False)
 
         said, tokens = rendered(answers)
         if self.limits.answer_tokens and len(tokens) > room - self.limits.answer_tokens:
@@ -340,9 +328,8 @@ class _Stepped(RolloutSetup):
         own = float(reward) if guarded.is_finite(reward) else None
         if self.reward is not None:
             reward = await self._score(self.reward, finish, reward)
-        elif not guarded.is_finite(reward):
-            raise self.environment.crash("step", f"gave the reward {reward!r}, which is not a finite number")
-        assert reward is not None
+        else:
+            reward = self.environment.reward(reward)
         trajectory = self.trajectory
         # Retained turns that this walk did not reach are no part of the rollout.
         del trajectory.turns[self.walk.turn + 1 :]
@@ -367,6 +354,33 @@ class _Stepped(RolloutSetup):
         scored = await score(scorer, self.task, transcript)
         self.metrics.update(scored.metrics)
         return scored.reward
+
+
+def prompt_tokens(
+    tokenizer: protocols.Tokenizer, task: protocols.Task, messages: Sequence[protocols.Message], limits: Limits
+) -> list[int]:
+    """Returns the tokens of a rollout's first messages.
+
+    Raises:
+      TaskRefused: The chat template refuses a message, or the prompt leaves no room to answer.
+    """
+    prompt = _rendered(tokenizer, task, messages, first=True)
+    if len(prompt) >= limits.max_context:
+        raise protocols.TaskRefused(
+            f"task {task.prompt_id}: its prompt of {len(prompt)} tokens leaves no room to answer within "
+            f"rollout.max_context = {limits.max_context}; raise that or drop the task"
+        )
+    return prompt
+
+
+def _rendered(
+    tokenizer: protocols.Tokenizer, task: protocols.Task, messages: Sequence[protocols.Message], *, first: bool
+) -> list[int]:
+    """Returns the tokens of an increment. One task's messages that the template refuses must not end the run."""
+    try:
+        return tokenizer.render(messages, first=first, generation_prompt=True)
+    except protocols.DataError as error:
+        raise protocols.TaskRefused(f"task {task.prompt_id}: {error}") from error
 
 
 def turn_metrics(turns: Sequence[protocols.Turn], reward: float, finish: str) -> dict[str, float]:
@@ -397,5 +411,5 @@ async def score(scorer: scoring.Scorer, task: protocols.Task, transcript: scorin
     except Exception as error:
         raise protocols.RewardFailed(f"{crash} {resolving.raised(error)}") from error
     if not guarded.is_finite(found.reward):
-        raise protocols.RewardFailed(f"{crash} gave {found.reward!r}, which is not a finite number")
+        raise protocols.RewardFailed(f"{crash} gave {guarded.shown(found.reward)}, which is not a finite number")
     return found

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import functools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import cast
 
 from libra_jax import config, protocols
-from libra_jax.agents import child, factories, guarded, resolving
+from libra_jax.agents import child, factories, guarded, loop, resolving, tokenizers
 from libra_jax.agents.tools import toolkit
 
 SECONDS = 20.0
@@ -132,12 +132,20 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
             if opened is None:
                 return 0.0
             world, _ = opened
-            await world.reset()
+            messages = await world.reset()
+            if (template := tokenizer()) is not None:
+                loop.prompt_tokens(template, task, messages, factories.limits(run))
             result = await world.step(output)
-            reward = 0.0 if result.reward is None else result.reward
-            if not math.isfinite(reward):
-                raise world.crash("step", f"gave a reward of {reward}, which is not a finite number")
-            return reward if result.done else 0.0
+            # Reward functions may replace the environment's own reward.
+            own = guarded.is_finite(result.reward) or not run.reward.functions or run.reward.environment_weight
+            return world.reward(result.reward) if result.done and own else 0.0
+
+    @functools.cache
+    def tokenizer() -> protocols.Tokenizer | None:
+        try:
+            return tokenizers.create(run.task, run.model.path, incremental=False)
+        except protocols.LibraError:  # it is not on this machine
+            return None
 
     problem, certain = "", True
     for output, given in ((answer, GIVEN), ("", SILENT)):

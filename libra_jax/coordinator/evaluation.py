@@ -74,7 +74,7 @@ class WarmStart:
                 made = f"the demonstration of {task.prompt_id}"
                 try:
                     with resolving.named(self._names.environment, "task.environment", made):
-                        batch.append(tokenizers.demonstration_trajectory(task, demonstrator, tokenizer))
+                        batch.append(tokenizers.demonstration_trajectory(task.copy(), demonstrator, tokenizer))
                 except (protocols.DataError, protocols.EnvironmentCrashed, protocols.ConfigError) as error:
                     # One bad task must not end the run. A batch of nothing else does.
                     if index + 1 == first + self._limits.batch_size and not batch:

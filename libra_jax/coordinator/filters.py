@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from libra_jax import config as configuration
@@ -34,7 +35,7 @@ def make(config: configuration.RunConfig) -> tuple[str, Filter]:
 
     def own(group: protocols.Group) -> str | None:
         with resolving.named(name, FIELD, f"the call for {group.task.prompt_id}"):
-            reason = function(group=group, **arguments)
+            reason = function(group=dataclasses.replace(group, task=group.task.copy()), **arguments)
         if reason is None or (isinstance(reason, str) and reason):
             return reason
         raise protocols.ConfigError(

@@ -128,7 +128,7 @@ from libra_jax.protocols.scheduling import (
     Sampler,
     Scheduler,
 )
-from libra_jax.protocols.tasks import Message, Task, TaskSource, ToolCall
+from libra_jax.protocols.tasks import Message, Task, TaskSource, ToolCall, copy_data
 from libra_jax.protocols.telemetry import LOST, POOLS, Recorder, Records, Span
 from libra_jax.protocols.training import (
     BatchPart,
@@ -347,6 +347,7 @@ __all__ = [
     "WorkerLost",
     "WorkerNoted",
     "WorkerSpans",
+    "copy_data",
     "equal_rewards",
     "portable",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +28,25 @@ class Task:
     def prompt(self) -> str:
         """Id that the task shares with others of the same prompt."""
         return self.repeats or self.prompt_id
+
+    def copy(self) -> Task:
+        """Returns the task with a payload of its own, which user code may change."""
+        return dataclasses.replace(self, payload=copy_data(self.payload))
+
+
+def copy_data(value: Any) -> Any:
+    """Returns a deep copy of JSON-able data, several times faster than `copy.deepcopy`. Shares what has no copy."""
+    kind = type(value)
+    if kind is dict:
+        return {key: copy_data(item) for key, item in value.items()}
+    if kind is list:
+        return [copy_data(item) for item in value]
+    if kind in (str, int, float, bool, type(None)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except TypeError:  # a lock or an open file, for example, which only a Python program can put there
+        return value
 
 
 class TaskSource(Protocol):

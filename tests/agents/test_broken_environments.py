@@ -11,6 +11,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.agents import calculator, loop
+from libra_jax.agents.tools import toolbox
 from libra_jax.simulator import clock
 
 
@@ -102,7 +103,9 @@ def test_a_reset_that_hangs_is_a_crash():
     assert environment.closed == 1
 
 
-@pytest.mark.parametrize("reward", [None, math.nan, math.inf, -math.inf, "1", [1.0]])
+@pytest.mark.parametrize(
+    "reward", [None, math.nan, math.inf, -math.inf, "1", [1.0], 10**400, -(10**5000)], ids=lambda _: ""
+)
 def test_a_reward_that_is_no_finite_number_is_a_crash_that_names_environment_and_task(reward):
     async def step(output):
         return protocols.StepResult(done=True, reward=reward)
@@ -115,12 +118,22 @@ def test_a_reward_that_is_no_finite_number_is_a_crash_that_names_environment_and
     assert environment.closed == 1
 
 
-@pytest.mark.parametrize("metrics", [{"score": "3"}, {"score": None}, {"score": [1.0]}, None, ["score"]])
-def test_a_metric_that_is_no_number_is_a_crash_that_names_environment_and_task(metrics):
+@pytest.mark.parametrize("value", ["3", None, [1.0], math.nan, math.inf, 10**400, 10**5000], ids=lambda _: "")
+def test_a_metric_that_is_no_finite_number_is_a_crash_that_names_it(value):
+    async def step(output):
+        return protocols.StepResult(done=True, reward=1.0, metrics={"good": 1.0, "score": value})
+
+    why = r"Probe, task t: step gave the metric 'score' = .*, which is not a finite number$"
+    with pytest.raises(protocols.EnvironmentCrashed, match=why):
+        doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+@pytest.mark.parametrize("metrics", [None, ["score"]])
+def test_metrics_that_are_no_mapping_are_a_crash_that_names_environment_and_task(metrics):
     async def step(output):
         return protocols.StepResult(done=True, reward=1.0, metrics=metrics)
 
-    with pytest.raises(protocols.EnvironmentCrashed, match=r"Probe, task t: step gave the metrics .* not all numbers"):
+    with pytest.raises(protocols.EnvironmentCrashed, match=r"Probe, task t: step gave the metrics .* are no mapping"):
         doubles.attempt(["x"], environment=doubles.Probe(step))
 
 
@@ -134,11 +147,67 @@ def test_a_metric_with_an_odd_name_is_a_crash_that_says_what_names_are_made_of(n
         doubles.attempt(["x"], environment=doubles.Probe(step))
 
 
-def test_a_metric_may_be_not_finite():
-    async def step(output):
-        return protocols.StepResult(done=True, reward=1.0, metrics={"perplexity": math.inf})
+def returned(**fields):
+    return [protocols.ToolReturn(**{"tool": "a", "status": "success", "content": "x", **fields})]
 
-    assert doubles.attempt(["x"], environment=doubles.Probe(step))[0].metrics["perplexity"] == math.inf
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        (returned(status="great"), "the status 'great'; a status is success, failure, timeout"),
+        (returned(status=None), "the status None"),
+        (returned(status=["success"]), "the status"),
+        (returned(content=5), "whose content is of type int"),
+        (returned(tool=None), "whose tool is of type NoneType"),
+        (returned(call=1), "whose call is of type int"),
+        (returned(error=1), "whose error is of type int"),
+        (returned(seconds=math.nan), "whose seconds are nan"),
+        ("text", "str instead of a list of protocols.ToolReturn"),
+        (None, "NoneType instead of a list"),
+        (["text"], "a list of str instead of protocols.ToolReturn"),
+    ],
+)
+def test_returns_that_no_record_can_hold_are_a_crash_of_their_environment(answers, problem):
+    async def step(output):
+        return protocols.StepResult(tool_returns=answers)
+
+    with pytest.raises(protocols.EnvironmentCrashed, match=f"step gave the StepResult.tool_returns .*{problem}"):
+        doubles.attempt(["x"], environment=doubles.Probe(step))
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_a_reset_without_a_message_is_a_crash_not_an_empty_prompt(empty):
+    async def reset(task):
+        return empty
+
+    with pytest.raises(protocols.EnvironmentCrashed, match="Probe, task t: reset returned no message"):
+        doubles.attempt(["x"], environment=doubles.Probe(reset=reset))
+
+
+class CallsItself(doubles.Probe):
+    """Calls a tool that raises, by a toolbox that it makes at its reset."""
+
+    async def reset(self, task):
+        self.box = toolbox.Toolbox([Raising()])
+        return await super().reset(task)
+
+    async def step(self, output):
+        if output == "answer":
+            return protocols.StepResult(done=True, reward=1.0)
+        return protocols.StepResult(tool_returns=[await self.box.call("raising", {})])
+
+
+class Raising:
+    name, description, parameters = "raising", "Raises.", {"type": "object"}
+
+    async def call(self, arguments):
+        raise OSError("gone")
+
+
+def test_calls_that_raise_are_counted_for_an_environment_that_calls_its_toolbox():
+    trajectory, _ = doubles.attempt(["call", "call", "answer"], environment=CallsItself())
+    assert trajectory.metrics["raised_calls"] == 2.0
+    assert "raised_calls" not in doubles.attempt(["answer"], environment=CallsItself())[0].metrics
 
 
 def test_an_environment_that_raises_is_a_crash_never_a_reward():

@@ -1,5 +1,6 @@
 """An environment of a user's own is played once before a run: what it raises or returns amiss is said by its name."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -53,6 +54,44 @@ class ScoredNaN(Whole):
         return protocols.StepResult(done=True, reward=float("nan"))
 
 
+class ScoredNothing(Whole):
+    async def step(self, output):
+        return protocols.StepResult(done=True)
+
+
+class ScoredTooMuch(Whole):
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward=10**400)
+
+
+class NotClosed:
+    reset, step = Whole.reset, Whole.step
+
+
+def not_closed():
+    return NotClosed()
+
+
+class PosedByNoRole(Whole):
+    async def reset(self, task):
+        return [protocols.Message("usr", "1+1")]
+
+
+class PosedAsNothing(Whole):
+    async def reset(self, task):
+        return []
+
+
+class Exits(Whole):
+    async def step(self, output):
+        sys.exit(0)
+
+
+class CancelsItself(Whole):
+    async def step(self, output):
+        raise asyncio.CancelledError
+
+
 class Ending(Whole):
     async def step(self, output):
         os._exit(3)
@@ -81,7 +120,14 @@ def play(monkeypatch):
         (NotPosed, "reset raised KeyError: 'question' (tests/agents/test_rehearsal.py, line "),
         (PosedAsText, "reset returned str instead of a list of protocols.Message"),
         (NotScored, "step raised KeyError: '2'"),
-        (ScoredNaN, "step gave a reward of nan, which is not a finite number"),
+        (ScoredNaN, "step gave the reward nan, which is not a finite number"),
+        (ScoredNothing, "step gave the reward None, which is not a finite number"),
+        (ScoredTooMuch, "step gave the reward 1000"),
+        (not_closed, "rehearsed:not_closed makes a NotClosed, which has no method close"),
+        (PosedByNoRole, "has no role 'usr'"),
+        (PosedAsNothing, "reset returned no message"),
+        (Exits, "step raised SystemExit: 0 (tests/agents/test_rehearsal.py"),
+        (CancelsItself, "step raised CancelledError (tests/agents/test_rehearsal.py"),
         (Ending, "rehearsed:Ending ended its process (exit status 3)"),
     ],
 )

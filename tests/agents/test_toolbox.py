@@ -291,3 +291,14 @@ def test_a_tool_may_return_its_text_and_nothing_else_than_a_return():
         returning(3)
     with pytest.raises(protocols.EnvironmentCrashed, match="a ToolReturn whose content is of type int; write async"):
         returning(protocols.ToolReturn("mine", "success", 3))
+
+
+@pytest.mark.parametrize("status", ["great", "", None, ["success"]])
+def test_a_return_of_an_unknown_status_is_refused_with_the_known_ones(status):
+    why = r"call of the tool 'mine' returned a ToolReturn with the status .*; a status is success, failure, timeout"
+    with pytest.raises(protocols.EnvironmentCrashed, match=why):
+        returning(protocols.ToolReturn("mine", status, "x"))
+
+
+def test_a_return_counts_for_the_tool_that_was_called():
+    assert returning(protocols.ToolReturn("another", "success", "x")).tool == "mine"

@@ -187,3 +187,20 @@ def pause():
 
 async def paused():
     await pause()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("convrt", "; did you mean 'convert'?"),
+        ("zzz", "; it has convert, tables$"),
+        ("qqqq", "; it has convert, tables$"),
+    ],
+)
+def test_a_missing_name_of_a_module_names_the_nearest_or_all(tmp_path, monkeypatch, name, hint):
+    (tmp_path / "units_kv.py").write_text(
+        "from os import path\ndef convert(): ...\ndef tables(): ...\ndef _no(): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(protocols.ConfigError, match=f"units_kv has no '{name}'{hint}".replace("?", r"\?")):
+        resolving.resolve(f"units_kv:{name}", "tools.use")

@@ -115,6 +115,18 @@ class Object:
         type(self).closed += 1
 
 
+def meddling():
+    """Counts its calls in the task and in the transcript, as if these were its own."""
+
+    def score(task, transcript):
+        task.payload["seen"] = task.payload.get("seen", 0) + 1
+        task.payload["answer"].pop()
+        transcript.metrics["seen"] = transcript.metrics.get("seen", 0.0) + 1.0
+        return task.payload["seen"] + transcript.metrics["seen"] + len(task.payload["answer"])
+
+    return score
+
+
 def counting(factor=1.0):
     def score(task, text):
         CALLS.append((task.prompt_id, text))

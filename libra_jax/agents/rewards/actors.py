@@ -13,17 +13,15 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import inspect
-import math
-import numbers
-import reprlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from libra_jax import config, protocols, user_code
-from libra_jax.agents import deadlines, resolving
+from libra_jax.agents import deadlines, guarded, resolving
 from libra_jax.agents.rewards import scoring
 
 MOST_HUNG = 32
@@ -128,8 +126,11 @@ class RewardWorker:
         """Calls a function. The caller sets the deadline."""
         began = asyncio.get_running_loop().time()
         try:
+            # An embedded actor shares the data with the task source, and with other functions and rollouts.
+            if not isinstance(given, str):
+                given = dataclasses.replace(given, metrics=dict(given.metrics))
             with user_code.contain_exits():
-                value = await self._call(self._functions[name], task, given)
+                value = await self._call(self._functions[name], task.copy(), given)
         except Exception as error:
             # One line, because it becomes part of a sentence.
             line = " ".join(resolving.raised(error).split())
@@ -142,14 +143,10 @@ class RewardWorker:
         found: list[float] = []
         names = [str(key) for key in metrics]
         for metric, told in zip([None, *names], [value, *metrics.values()], strict=True):
-            try:
-                number = float(told) if isinstance(told, numbers.Real) else math.nan
-            except OverflowError:  # an integer beyond all floats
-                number = math.inf
-            if not math.isfinite(number):
-                wrong = f"gave {reprlib.repr(told)}, which" if metric is None else f"gave a metric {metric!r} that"
+            if not guarded.is_finite(told):
+                wrong = f"gave {guarded.shown(told)}, which" if metric is None else f"gave a metric {metric!r} that"
                 return Outcome(problem=f"{wrong} is not a finite number")
-            found.append(number)
+            found.append(float(told))
         return Outcome(found[0], dict(zip(names, found[1:], strict=True)), seconds)
 
     async def trouble(self) -> str:

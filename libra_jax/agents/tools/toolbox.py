@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import inspect
@@ -13,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from libra_jax import config, protocols, user_code
-from libra_jax.agents import resolving
+from libra_jax.agents import guarded, resolving
 from libra_jax.agents.sandbox import limits, pool
 from libra_jax.agents.tools import schemas
 
@@ -88,7 +89,6 @@ class Toolbox:
 
     Attributes:
       session: The argument.
-      raised: Number of calls that a failure answered because they raised.
       any_eager: Whether calls of some tool may begin early.
     """
 
@@ -102,7 +102,7 @@ class Toolbox:
     ) -> None:
         config.check(most_characters > 0, "tools.most_characters", f"must be positive, not {most_characters}")
         self.session = session
-        self.raised = 0
+        self._counts = guarded.counts.get(collections.Counter())
         self._in_session = frozenset(in_session)
         self._exceptions = exceptions
         self._tools: dict[str, Tool] = {}
@@ -144,6 +144,11 @@ class Toolbox:
         tool = self._tools.get(name) if isinstance(name, str) else None
         return bool(getattr(tool, "eager", False))
 
+    @property
+    def raised(self) -> int:
+        """Number of calls that a failure answered because they raised, of all toolboxes of the rollout."""
+        return self._counts["raised_calls"]
+
     async def ready(self, names: Collection[object]) -> None:
         """Waits until the rollout has its sandbox, if a tool of these names needs it."""
         if self.session is not None and any(isinstance(name, str) and name in self._in_session for name in names):
@@ -182,20 +187,19 @@ class Toolbox:
         except Exception as error:
             if self._exceptions == "restart":
                 raise
-            self.raised += 1
+            self._counts["raised_calls"] += 1
             _log_once(tool.name, resolving.raised(error))
             cause = user_code.original(error)
             answer = protocols.ToolReturn(tool.name, "failure", f"error: {type(cause).__name__}: {cause}")
         if isinstance(answer, str):
             answer = protocols.ToolReturn(tool.name, "success", answer)
-        if not isinstance(answer, protocols.ToolReturn) or not isinstance(answer.content, str):
-            what = type(answer).__name__
-            if isinstance(answer, protocols.ToolReturn):
-                what = f"a ToolReturn whose content is of type {type(answer.content).__name__}"
-            raise protocols.EnvironmentCrashed(f"call of the tool {tool.name!r} returned {what}; write {CALL}")
+        problem = type(answer).__name__
+        if not isinstance(answer, protocols.ToolReturn) or (problem := guarded.returns_problem([answer])):
+            raise protocols.EnvironmentCrashed(f"call of the tool {tool.name!r} returned {problem}; write {CALL}")
         text = limits.cut(answer.content, self._most_characters)
         # A tool may know better than the clock how long it worked, for example without a wait for its turn.
-        return dataclasses.replace(answer, content=text, seconds=answer.seconds or loop.time() - began)
+        seconds = answer.seconds or loop.time() - began
+        return dataclasses.replace(answer, tool=tool.name, content=text, seconds=seconds)
 
     async def close(self) -> None:
         """Ends the rollout's sandbox, if it has one."""

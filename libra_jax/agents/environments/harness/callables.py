@@ -47,7 +47,7 @@ class InProcess:
         verdict: object = None
         try:
             # A partial of an async function counts as async, so `call` takes both kinds.
-            call = deadlines.call(functools.partial(self.function, **given), job.public, job.endpoint)
+            call = deadlines.call(functools.partial(self.function, **given), job.public.copy(), job.endpoint)
             verdict = await deadlines.within(settings.seconds, call)
         except deadlines.Overdue:
             status = None
