@@ -23,6 +23,10 @@ STEP_GIB = 8
 """GiB that memory is rounded up to: the estimate is no better than that."""
 
 
+USUAL_ACCELERATORS = 8
+"""Accelerators that the hosts of most clusters have at most."""
+
+
 @dataclasses.dataclass(frozen=True)
 class HostSize:
     """Needs of each host.
@@ -34,6 +38,28 @@ class HostSize:
 
     cpus: int
     memory_gib: int
+
+
+def unlikely(config: libra_config.RunConfig) -> str:
+    """Returns what looks wrong with the accelerators of the hosts, as a sentence. Empty if nothing does."""
+    layout, each, field = (
+        hosts.layout(config),
+        config.cluster.accelerators_per_host,
+        "config.cluster.accelerators_per_host",
+    )
+    total = placement.partition(config).total
+    if layout is None:
+        if config.trainer.platform == "cpu" or total <= USUAL_ACCELERATORS:
+            return ""
+        return f"{field}: is 0, so one host is asked for all {total} accelerators; give the number that a host has"
+    idle = each * len(layout.hosts) - total
+    if not idle or config.trainer.platform == "cpu" or config.elastic.resize:  # a resized mesh may take them
+        return ""
+    taken = ", ".join(f"{host.accelerators} of {each} on host {host.number}" for host in layout.hosts)
+    return (
+        f"{field}: the run takes {taken}, so {idle} stay idle; no host both trains and rolls out. A larger mesh, more "
+        "of rollout.tensor_parallel, or a --plan takes them"
+    )
 
 
 def estimate(config: libra_config.RunConfig, shape: model_config.TransformerConfig | None) -> HostSize:

@@ -79,12 +79,17 @@ class Run:
         preflight.validate(self._with_model, need_weights=False)
 
     def host_size(self) -> host_sizes.HostSize:
-        """Estimates what each host needs.
+        """Estimates what each host needs. Prints a line if accelerators would stay idle, or the memory is a guess.
 
         Raises:
           LibraError: the model's config.json cannot be read.
         """
-        return host_sizes.estimate(self.config, wiring.known_shape(self._with_model))
+        if unlikely := host_sizes.unlikely(self.config):
+            print(f"warning: {unlikely}.", file=sys.stderr)
+        shape = wiring.known_shape(self._with_model)
+        if shape is None and not flags.FLAGS["memory"].value:
+            print("note: without the model's shape, the memory of a host is a guess; give --memory.", file=sys.stderr)
+        return host_sizes.estimate(self.config, shape)
 
 
 def grace() -> flags.FlagHolder[int]:

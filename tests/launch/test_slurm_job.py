@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import subprocess
 
-from support import slurm_job
+from support import host_sizes, slurm_job
 
 import pytest
 
@@ -201,6 +201,24 @@ def test_a_host_is_asked_for_what_the_run_needs_and_the_partition_has(settings, 
     )
     asked = [option for option in part.options if option.startswith(("--cpus-per-task", "--mem=", "--mem "))]
     assert asked == options
+
+
+@pytest.mark.parametrize(
+    ("changed", "fragments"),
+    [
+        ({"per_host": 0}, ()),
+        ({"per_host": 0, "rollout__tensor_parallel": (1,) * 12}, ("is 0, so one host is asked for all 16 accel",)),
+        ({"per_host": 4, "trainer__processes": 1}, ()),
+        (
+            {"per_host": 8, "trainer__processes": 1, "trainer__fsdp": 1, "rollout__tensor_parallel": (1,)},
+            ("takes 1 of 8 on host 0, 1 of 8 on host 1, so 14 stay idle",),
+        ),
+    ],
+)
+def test_hosts_with_idle_or_too_many_accelerators_are_warned_of(changed, fragments):
+    said = host_sizes.unlikely(parse(qwen3_1p7b_8gpu, **changed))
+    assert all(fragment in said for fragment in fragments)
+    assert bool(said) == bool(fragments)
 
 
 def test_memory_of_a_host_grows_with_the_model_and_its_share_of_the_state():
