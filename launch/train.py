@@ -99,12 +99,15 @@ def _describe(named: libra_config.RunConfig, found: hub.Found) -> None:
     example = dry_run.example(found.config)
     scored = trial.functions(found.config.reward, example)
     failing, doubtful = dry_run.failures(found.config, scored)
-    if example is not None and (problem := rehearsal.play(found.config, example.task, example.transcript.answer)):
-        (failing if problem.certain else doubtful).append(problem.sentence)
+    played = rehearsal.Rehearsed()
+    if example is not None:
+        played = rehearsal.play(found.config, example.task, example.transcript.answer)
+    if played.problem:
+        (failing if played.certain else doubtful).append(played.problem)
     missing = [*found.problems, *preflight.missing(found.config, found.fields)]
     missing += [*preflight.missing_disk(found.config, Path(_WORKDIR.value or workdirs.default(named))), *failing]
     posed = None if example is None else rehearsal.pose(found.config, example.task)
-    said = f"{dry_run.describe(found.config, found.notes, scored, posed)}\nworkdir     {workdir}"
+    said = f"{dry_run.describe(found.config, found.notes, scored, posed, played.reward)}\nworkdir     {workdir}"
     if not missing:  # they would hide what is missing
         said = f"{dry_run.settings(named)}\n{said}"
     print(escapes.visible(said, lines=True), flush=True)  # it quotes a task, which may be anybody's

@@ -199,10 +199,7 @@ def equal(given: str, payload: Mapping[str, Any]) -> bool:
 
 
 def ends_with(given: str, payload: Mapping[str, Any]) -> bool:
-    """Returns whether a text, or its last number, is an accepted answer.
-
-    The last number counts only for an accepted answer that is one number: `9:30` is not `10:30`.
-    """
+    """Returns whether a text is an accepted answer, or its last number is one that is a number and nothing else."""
     value = last_number(given)
     numbers = map(number, accepted(payload))
     return equal(given, payload) or (value is not None and (value in numbers or equal_number(value, payload)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import json
@@ -58,6 +59,16 @@ class FileTasks:
         """Returns the number of training tasks in an epoch."""
         return len(self._train)
 
+    def describe(self) -> str:
+        """Returns how many tasks are held out, and how many differ in nothing but their answers. Empty if none."""
+        given = collections.defaultdict[str, set[str]](set)
+        for _, payload in self._train + self._evaluation:
+            rest = json.dumps({**payload, "answer": ""}, sort_keys=True, default=str)
+            given[rest].add(json.dumps(payload.get("answer"), default=str))
+        unlike = sum(len(values) > 1 for values in given.values())
+        said = f", {len(self._evaluation):,} held out" if self._evaluation else ""
+        return f"{said}, {unlike:,} posed again with another answer" if unlike else said
+
     def task(self, index: int) -> protocols.Task:
         """Returns the training task with this index. The index may go past the first epoch."""
         epoch, place = divmod(index, len(self._train))
@@ -83,6 +94,8 @@ class FileTasks:
         name = f"{self._name}{split}-{number}"
         return protocols.Task(f"{name}-epoch{epoch}", payload, repeats=name) if epoch else protocols.Task(name, payload)
 
+
+_warn_once = functools.cache(logging.getLogger(__name__).warning)  # checks before a run read a file several times
 
 _OTHER_COLUMNS = (
     " (other columns are named as --config.task.arguments=\"{'columns': {'prompt': 'question', 'answer': "
@@ -170,7 +183,7 @@ def read(
                 f"{missing[0]}: {count}, this one first; write them, or leave such rows out with "
                 "--config.task.arguments=\"{'missing_answers': 'skip'}\""
             )
-        logging.getLogger(__name__).warning("%s: %s, and are skipped", path, count)
+        _warn_once("%s: %s, and are skipped", path, count)
     if not found:
         raise protocols.DataError(
             f'{path}: holds no tasks; a JSONL file has one a line, such as {{"prompt": "12+30", "answer": "42"}} '

@@ -30,16 +30,18 @@ SILENT = "; it was given the first task and an empty output"
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What went wrong.
+class Rehearsed:
+    """The result of a trial of an environment.
 
     Attributes:
-      sentence: names the setting, and what the environment was given.
+      problem: what went wrong. Names the setting, and what the environment was given. Empty if nothing did.
       certain: a run would fail, too. A run waits longer for what was only slow here.
+      reward: reward of the task's own answer; None if the rollout did not end with it.
     """
 
-    sentence: str
+    problem: str = ""
     certain: bool = True
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,37 +102,35 @@ def _posed(run: config.RunConfig, task: protocols.Task, sender: connection.Conne
         sender.send(None)
 
 
-def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Problem | None:
+def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Rehearsed:
     """Poses the task and answers it, and then once more with an empty output, which should earn nothing.
 
-    Returns what went wrong; None if nothing did. An environment that ships, and one whose tools are another program's
-    (`tools.mcp`), is not played. `answer` is the policy's only output in the first rollout.
+    An environment that ships, and one whose tools are another program's (`tools.mcp`), is not played. `answer` is the
+    policy's only output in the first rollout.
     """
     if run.task.environment.startswith(resolving.SHIPPED) or run.tools.mcp or run.tools.mcp_file:
-        return None
-    certain, name = True, resolving.shown(run.task.environment)
+        return Rehearsed()
+    certain, reward, name = True, None, resolving.shown(run.task.environment)
     with child.forked(_played, run, task, answer) as (played, receiver):
         try:
             if receiver.poll(SECONDS):
-                problem, certain = receiver.recv()
+                problem, certain, reward = receiver.recv()
             else:
                 problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer{GIVEN}", False
             played.join(CLOSE_SECONDS if certain else 0.0)
         except EOFError:
             played.join(CLOSE_SECONDS)
             problem = f"{name} ended its process (exit status {played.exitcode}){GIVEN}"
-    if not problem:
-        return None
-    return Problem(f"config.task.environment: {problem}", certain)
+    return Rehearsed(f"config.task.environment: {problem}" if problem else "", certain, reward)
 
 
 def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
-    """Sends the first problem, or an empty text, and whether a run would certainly fail with it."""
+    """Sends the first problem or an empty text, whether a run would surely fail with it, and the answer's reward."""
 
-    async def body(output: str) -> float:
+    async def body(output: str) -> float | None:
         async with _opened(run, task) as opened:
             if opened is None:
-                return 0.0
+                return None
             world, _ = opened
             messages = await world.reset()
             if (template := tokenizer()) is not None:
@@ -138,7 +138,7 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
             result = await world.step(output)
             # Reward functions may replace the environment's own reward.
             own = guarded.is_finite(result.reward) or not run.reward.functions or run.reward.environment_weight
-            return world.reward(result.reward) if result.done and own else 0.0
+            return world.reward(result.reward) if result.done and own else None
 
     @functools.cache
     def tokenizer() -> protocols.Tokenizer | None:
@@ -147,11 +147,11 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
         except protocols.LibraError:  # it is not on this machine
             return None
 
-    problem, certain = "", True
+    problem, certain, rewards = "", True, list[float | None]()
     for output, given in ((answer, GIVEN), ("", SILENT)):
         try:
-            earned = asyncio.run(body(output))
-            if given is SILENT and earned > 0:
+            rewards.append(earned := asyncio.run(body(output)))
+            if given is SILENT and earned is not None and earned > 0:
                 name = resolving.shown(run.task.environment)
                 problem, certain = f"{name} paid {earned:g}, which a policy can earn by writing nothing{given}", False
         except protocols.LibraError as error:
@@ -160,4 +160,4 @@ def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: co
             problem, certain = resolving.raised(error) + given, given is GIVEN
         if problem:
             break
-    sender.send((problem, certain))
+    sender.send((problem, certain, rewards[0] if rewards else None))

@@ -11,7 +11,7 @@ from typing import Any
 
 from libra_jax import config as libra_config
 from libra_jax import machine, protocols
-from libra_jax.agents import answers, factories, rehearsal, resolving, tokenizers
+from libra_jax.agents import answers, datasets, factories, rehearsal, resolving, tables, tokenizers
 from libra_jax.agents.rewards import scoring, trial
 from libra_jax.agents.sandbox import limits
 from libra_jax.cluster import hosts, placement
@@ -40,6 +40,7 @@ def describe(
     notes: Sequence[str] = (),
     scored: Sequence[trial.Scored] = (),
     posed: rehearsal.Posed | None = None,
+    earned: float | None = None,
 ) -> str:
     """Returns the policy, the tasks, the reward, the objective, the device mesh, the partition and the memory.
 
@@ -48,6 +49,7 @@ def describe(
       notes: sentences about the replacements of Hugging Face ids.
       scored: what the reward functions made of `example`.
       posed: the first task as the environment poses it; None if it is not known.
+      earned: reward of the user's environment for the first task with its own answer; None if it is not known.
     """
     shape = wiring.known_shape(config)
     parts, size = placement.partition(config), machine.bytes_text
@@ -71,9 +73,10 @@ def describe(
     lines = [
         f"policy      {_policy(config, shape)}",
         *(f"  {note}" for note in notes),
-        f"tasks       {_tasks(config)}",
+        *_tasks(config),
         *(_prompt(config, posed) if posed is not None else ()),
         f"reward      {' + '.join(what if weight == 1 else f'{weight:g} x {what}' for weight, what in terms)}",
+        *([f"  environment gave {earned:g} {EXAMPLE}"] if earned is not None else []),
         *(f"  {one.name} gave {one.outcome.value:g} {EXAMPLE}" for one in scored if not one.outcome.problem),
         *_learning(config),
         f"mesh        data={trainer.data} fsdp={trainer.fsdp} tensor={trainer.tensor} context={trainer.context}",
@@ -193,19 +196,26 @@ def _ordinals(devices: tuple[int, ...]) -> str:
     return f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]}-{devices[-1]}"
 
 
-def _tasks(config: libra_config.RunConfig) -> str:
-    """Describes the source of the tasks, their number, and the first task."""
+def _tasks(config: libra_config.RunConfig) -> list[str]:
+    """Describes the source of the tasks, their number, the first task, and columns of the file that nothing reads."""
     task = config.task
     try:
         source = factories.task_source(task, config.seed)
     except protocols.DataError:
         if not task.path or Path(task.path).exists():
             raise
-        return f"{task.source} ({task.path} is not here)"
+        return [f"tasks       {task.source} ({task.path} is not here)"]
     count = f"{len(source):,} to train on" if isinstance(source, Sized) else "generated"
+    count += source.describe() if isinstance(source, datasets.FileTasks) else ""
     file = f" from {task.path}" if task.path else ""
     first = textwrap.shorten(_asked(source.task(0).payload), PROMPT_CHARACTERS, placeholder=" ...")
-    return f"{task.source}{file}, {count}; the first: {first}"
+    lines = [f"tasks       {task.source}{file}, {count}; the first: {first}"]
+    if task.source == f"{datasets.__name__}:task_source":
+        named = repr({"prompt_column": "prompt", "answer_column": "answer", **task.arguments})
+        names = next(tables.rows(task.path, (), task.arguments.get("split", "train"))).values
+        unread = [repr(name) for name in names if repr(name) not in named and f"'{name}." not in named]
+        lines += [f"  unread    {', '.join(unread)}: no task has these columns"] if unread else []
+    return lines
 
 
 def _prompt(config: libra_config.RunConfig, posed: rehearsal.Posed) -> list[str]:

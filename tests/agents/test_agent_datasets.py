@@ -116,6 +116,14 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, text, problem):
     assert "\n" not in str(caught.value)
 
 
+def test_held_out_tasks_and_prompts_with_unlike_answers_are_counted():
+    rows = [{"prompt": f"{n}", "answer": f"{n}"} for n in range(8)] + [{"prompt": "3", "answer": "4"}] * 2
+    assert datasets.of_rows(rows, holdout=0).describe() == ", 1 posed again with another answer"
+    unlike = [{**row, "setting": n} for n, row in enumerate(rows)]
+    assert datasets.of_rows(unlike, holdout=0).describe() == ""
+    assert datasets.of_rows(rows[:8], holdout=0.25).describe() == ", 2 held out"
+
+
 def test_missing_answers_are_counted_and_skipped_only_if_asked(tmp_path, caplog):
     lost = ["null", "NaN", '""', '"  "', "[]"]
     path = tmp_path / "tasks.jsonl"

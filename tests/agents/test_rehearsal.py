@@ -134,7 +134,7 @@ def play(monkeypatch):
 def test_what_goes_wrong_is_said_with_the_field_and_what_it_was_given(play, kind, problem):
     found = play(kind)
     assert found.certain
-    said = found.sentence
+    said = found.problem
     assert said.startswith("config.task.environment: ")
     assert problem in said
     assert said.endswith("; it was given the first task and the task's own answer")
@@ -156,16 +156,21 @@ class FailsOnNothing(Whole):
 )
 def test_an_empty_output_that_earns_or_breaks_something_is_warned_of(play, kind, problem):
     found = play(kind)
-    assert found is not None
     assert not found.certain
-    assert problem in found.sentence
-    assert found.sentence.endswith("; it was given the first task and an empty output")
+    assert problem in found.problem
+    assert found.problem.endswith("; it was given the first task and an empty output")
+
+
+class Asking(Whole):
+    async def step(self, output):
+        return protocols.StepResult(tool_returns=[protocols.ToolReturn("user", "success", "And?")])
 
 
 def test_of_one_that_plays_and_of_one_that_is_not_played_nothing_is_said(play):
-    assert play(Whole) is None
+    assert play(Whole) == rehearsal.Rehearsed(reward=1.0)
+    assert play(Asking) == rehearsal.Rehearsed(), "the rollout goes on"
     servers = {"mcpServers": {"time": {"command": "none-such", "args": []}}}
-    assert play(NotPosed, mcp=servers, use=("time",)) is None
+    assert play(NotPosed, mcp=servers, use=("time",)) == rehearsal.Rehearsed()
 
 
 def test_one_that_takes_long_may_fail_and_its_processes_end(play, monkeypatch, tmp_path):
@@ -178,7 +183,7 @@ def test_one_that_takes_long_may_fail_and_its_processes_end(play, monkeypatch, t
     monkeypatch.setattr(rehearsal, "SECONDS", 3.0)
     found = play(Slow)
     assert not found.certain
-    assert "rehearsed:Slow took more than 3 s; a run may wait longer" in found.sentence
+    assert "rehearsed:Slow took more than 3 s; a run may wait longer" in found.problem
     started = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 20
     while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:

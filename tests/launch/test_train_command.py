@@ -61,6 +61,51 @@ def test_dry_run_validates_the_real_size_config_without_its_weights():
     scripts.assert_one_sentence(result, "this run cannot start here", *missing)
 
 
+MIRROR = """
+from libra_jax import protocols
+
+
+class Mirror:
+    async def reset(self, task):
+        self.answer = task.payload["answer"]
+        return [protocols.Message("user", task.payload["prompt"])]
+
+    async def step(self, output):
+        return protocols.StepResult(done=True, reward=float(output == self.answer))
+
+    async def close(self): ...
+
+
+def make():
+    return Mirror()
+"""
+"""An environment of a user's own."""
+
+
+def test_dry_run_shows_columns_that_nothing_reads_and_what_an_environment_gave(tmp_path):
+    (tmp_path / "mirror.py").write_text(MIRROR)
+    rows = [{"prompt": f"{n}?", "answer": str(n), "level": 3, "meta": {"gold": n}, "other": 1} for n in range(9)]
+    rows += [{"prompt": "1?", "answer": "2"}, {"prompt": "none?", "answer": None}]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"meta": {"gold": 5}, **row}) + "\n" for row in rows))
+    arguments = {"holdout": 0, "missing_answers": "skip", "columns": {"gold": "meta.gold"}}
+    result = scripts.run(
+        "train.py",
+        "--config=configs/questions.py",
+        f"--config.task.path={tasks}",
+        f"--config.task.arguments={arguments}",
+        "--config.task.environment=mirror:make",
+        "--config.task.environment_arguments={}",
+        "--dry_run",
+        environment={"PYTHONPATH": f"{tmp_path}:{scripts.ROOT}"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert ", 10 to train on; the first: " in result.stdout
+    assert "  unread    'level', 'other': no task has these columns\n" in result.stdout
+    assert "  environment gave 1 for the first task with its own answer\n" in result.stdout
+    assert result.stderr.count("1 of 11 rows have no answer") == 1
+
+
 def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     question = "How long is a piece of string " + "that is cut in half and " * 5
@@ -68,7 +113,7 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
     result = train("--config=configs/questions.py", f"--config.task.path={tasks}", "--dry_run")
     assert result.returncode == 0, result.stderr
     shown = next(line for line in result.stdout.splitlines() if line.startswith("tasks "))
-    assert f"{tasks}, 38 to train on; the first: How long is a piece of string" in shown
+    assert f"{tasks}, 38 to train on, 2 held out; the first: How long is a piece of string" in shown
     assert shown.endswith(" ...")
     prompt = result.stdout.partition("the first, as the policy sees it (")[2].partition("reward  ")[0]
     assert "  | <|system|>You can use a calculator" in prompt

@@ -209,7 +209,7 @@ def test_a_run_reads_the_snapshot_and_its_workdir_keeps_the_id(cache, tmp_path):
     environment = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     dry = scripts.run("train.py", *ids, "--dry_run", environment=environment)
     assert dry.returncode == 0, dry.stderr
-    assert "8 to train on; the first: " in dry.stdout
+    assert "8 to train on, 1 held out; the first: " in dry.stdout
     assert "--config.model.path='acme/tiny'\n" in dry.stdout, "the config is shown as it was given"
     assert "dataset acme/sums: snapshot 01234567 of the Hugging Face cache" in dry.stdout
     stored = json.loads(json.dumps(config.to_dict(config.RunConfig()), default=list))
