@@ -24,7 +24,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import config as libra_config
-from libra_jax import protocols
+from libra_jax import protocols, user_code
 from libra_jax.agents import rehearsal, resolving
 from libra_jax.agents.rewards import trial
 from libra_jax.coordinator import stopping
@@ -76,7 +76,11 @@ def main() -> int:
         allow_changes=changes.allowed_names(_ALLOW_CHANGES.value),
         at_signal=last_resort.begin,
     )
-    summary = asyncio.run(run)
+    try:
+        with user_code.contain_exits():  # one that a task of a user's own raises ends the event loop
+            summary = asyncio.run(run)
+    except user_code.UserExit as error:
+        raise protocols.LibraError(f"a task that your code started {resolving.raised(error)}") from error
     if summary.terminated:
         observing.end_process()
     return 0

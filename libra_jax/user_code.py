@@ -47,6 +47,13 @@ class UserExit(Exception):
     """An exception of user code that is no `Exception`, such as SystemExit. `__cause__` is that exception."""
 
 
+def exit_of(error: BaseException) -> UserExit:
+    """Returns the error that stands for an exception of user code."""
+    made = UserExit(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
+
+
 def original(error: BaseException) -> BaseException:
     """Returns the exception that user code raised."""
     return error.__cause__ if isinstance(error, UserExit) and error.__cause__ is not None else error
@@ -75,4 +82,4 @@ def contain_exits() -> Iterator[None]:
             passes = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
         if passes:
             raise
-        raise UserExit(f"{type(error).__name__}: {error}") from error
+        raise exit_of(error) from error

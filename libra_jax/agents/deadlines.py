@@ -117,8 +117,7 @@ async def off_loop(function: Callable[..., T], *arguments: Any) -> T:
             with user_code.contain_exits():
                 result = function(*arguments)
         except (StopIteration, GeneratorExit) as error:  # a future does not pass these on
-            failure = user_code.UserExit(f"{type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = user_code.exit_of(error)
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more

@@ -28,6 +28,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
+from libra_jax import user_code
 from libra_jax.protocols import ActorAddress, ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
 
 P = ParamSpec("P")
@@ -144,8 +145,10 @@ class ActorThread:
             self.running = what
             try:
                 future.set_result(function())
-            except BaseException as error:  # including SystemExit: the caller must get it, and this thread must live
+            except (Exception, asyncio.CancelledError) as error:
                 future.set_exception(error)
+            except BaseException as error:  # the caller's loop must live, and this thread
+                future.set_exception(user_code.exit_of(error))
             self.running = ""
             del job, function, future  # frees their arrays and batches now, not at the next call
 
@@ -281,7 +284,9 @@ class ActorHost:
             why = "was stopped during the call" if self._stopped else "cancelled the call"
             raise lost(self.spec.name, why) from None
         except (Exception, SystemExit) as error:
-            raise LibraError(f"actor {self.spec.name!r}: {what} failed with {summary(error)}") from error
+            raise LibraError(
+                f"actor {self.spec.name!r}: {what} failed with {summary(user_code.original(error))}"
+            ) from error
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of a sync or async method.

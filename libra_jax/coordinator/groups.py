@@ -6,7 +6,7 @@ import asyncio
 import collections
 from collections.abc import Mapping, Sequence
 
-from libra_jax import protocols
+from libra_jax import protocols, user_code
 from libra_jax.agents import resolving
 from libra_jax.coordinator import (
     checkpoints,
@@ -160,7 +160,8 @@ class Groups:
             tasks.append(asyncio.ensure_future(self._runner.teach(group.replay)))
         crash: protocols.EnvironmentCrashed | None = None
         try:
-            await asyncio.gather(*tasks)
+            with user_code.contain_exits():  # a group that ended as cancelled would be waited for forever
+                await asyncio.gather(*tasks)
         except protocols.EnvironmentCrashed as error:
             crash = error
         finally:

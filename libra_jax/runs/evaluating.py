@@ -323,9 +323,10 @@ def _tasks_of_file(config: libra_config.RunConfig, asked: Asked) -> list[protoco
     except protocols.LibraError as error:
         sentence = str(error).removeprefix("config.task.path: ").replace("config.task.path", "--tasks")
         raise type(error)(f"--tasks={asked.tasks}: {sentence}") from error
-    if hasattr(source, "__len__"):
-        return [source.task(index) for index in range(min(len(source), asked.most_tasks or len(source)))]
-    return [source.evaluation_task(index) for index in range(asked.most_tasks or config.evaluation.tasks)]
+    with resolving.named(config.task.source, "task.source", "a task"):
+        if hasattr(source, "__len__"):
+            return [source.task(index) for index in range(min(len(source), asked.most_tasks or len(source)))]
+        return [source.evaluation_task(index) for index in range(asked.most_tasks or config.evaluation.tasks)]
 
 
 # What is shown --------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import types
 import loop_doubles as doubles
 import pytest
 
-from libra_jax import protocols, user_code
+from libra_jax import config, protocols, user_code
 from libra_jax.agents import deadlines, resolving, wire
 from libra_jax.agents.rewards import actors
-from libra_jax.agents.tools import toolbox
+from libra_jax.agents.tools import toolbox, toolkit
 
 
 class Own(BaseException):
@@ -154,6 +154,28 @@ def test_what_a_factory_or_a_function_on_the_loop_raises_names_its_field(name, b
     read = wire.checked(body, lambda verb, problem: protocols.EnvironmentCrashed(f"{verb} {problem}"))
     with pytest.raises(protocols.EnvironmentCrashed, match=f"status raised {name}"):
         read(None, protocols.Message("tool", ""))
+
+
+@pytest.mark.parametrize("verb", ["open", "tools"])
+@pytest.mark.parametrize(("name", "body"), PLAIN.items())
+def test_what_a_shared_tool_raises_when_it_opens_is_an_error(monkeypatch, verb, name, body):
+    class Shared:
+        async def open(self): ...
+        async def close(self):
+            raise SystemExit(0)
+
+        def tools(self):
+            return []
+
+    setattr(Shared, verb, in_async(body) if verb == "open" else body)
+    monkeypatch.setattr("libra_jax.agents.resolving.resolve", lambda *_: Shared)
+
+    async def opened():
+        async with toolkit.Toolkit(config.ToolsConfig(use=("mine:Shared",)), config.SandboxConfig()):
+            pass
+
+    with pytest.raises(Exception, match=name.removeprefix("ValueError: ")):
+        within_seconds(opened())
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -27,6 +27,10 @@ class Pickled:
         return Pickled, ()
 
 
+class OwnExit(BaseException):
+    """As panics of Rust extensions raise it."""
+
+
 class Counter:
     """A sync actor."""
 
@@ -59,6 +63,10 @@ class Counter:
             raise DataError("tasks.jsonl line 3 is not JSON; mend the line")
         if kind == "exit":
             raise SystemExit(2)
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "own":
+            raise OwnExit("panic")
         raise ValueError("first line\nsecond line")
 
     def _private(self) -> None: ...

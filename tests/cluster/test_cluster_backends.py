@@ -192,8 +192,9 @@ def test_our_errors_cross_as_themselves_and_others_as_one_sentence(with_actors):
         ) as e:
             await counter.call(Counter.fail, "theirs")
         assert "second line" in str(e.value.__cause__)
-        with pytest.raises(LibraError, match="SystemExit"):
-            await counter.call(Counter.fail, "exit")
+        for kind, told in (("exit", "SystemExit: 2"), ("interrupt", "KeyboardInterrupt"), ("own", "OwnExit: panic")):
+            with pytest.raises(LibraError, match=f"^actor 'counter': fail failed with {told}$"):
+                await counter.call(Counter.fail, kind)
         assert await counter.call(Counter.add, 0) is not None
 
     with_actors(body)

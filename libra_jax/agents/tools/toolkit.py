@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
 
-from libra_jax import config, protocols
+from libra_jax import config, protocols, user_code
 from libra_jax.agents import deadlines, resolving
 from libra_jax.agents.sandbox import pool
 from libra_jax.agents.tools import formats, mcp_connection, mcp_server, toolbox
@@ -221,8 +221,9 @@ class Toolkit:
         own = (await self.sandbox()).session() if session or self._of_session else None
         tools = [make(own) for make in self._of_session if own is not None]
         in_session = [tool.name for tool in tools]
-        for _, shared in self._shared:
-            tools += shared.tools() if isinstance(shared, Shared) else [shared]
+        with user_code.contain_exits():
+            for _, shared in self._shared:
+                tools += shared.tools() if isinstance(shared, Shared) else [shared]
         return toolbox.Toolbox(tools, self._config.most_characters, own, in_session, self._config.exceptions)
 
 
