@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import coordinator_doubles as doubles
 import pytest
 
@@ -79,3 +81,22 @@ def test_zero_variance_looks_at_the_environments_reward_alone():
     for other in (0.0, 0.299):
         rollouts[1].environment_reward = other
         assert zero_variance(group) is None
+
+
+class Exits(doubles.TwoTurns):
+    """Raises, for one of the tasks, what would end a task or an event loop."""
+
+    error: BaseException
+
+    async def step(self, output):
+        if self._index == 2:
+            raise self.error
+        return await super().step(output)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(0), GeneratorExit()], ids=repr)
+def test_a_group_whose_environment_exits_is_replaced_not_waited_for(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(Exits, "error", error, raising=False)
+    made = doubles.Bench(doubles.make_config(), tmp_path, make_environment=Exits)
+    assert made.run().replaced == {"environment": 1}
+    assert any(type(error).__name__ in note for note in made.recorder.notes)
