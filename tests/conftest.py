@@ -32,7 +32,7 @@ HEAVY = ("vllm", "ray", "slow", "multiprocess")
 
 # The same examples each time, on a busy machine too: a failure is of the change. --hypothesis-profile has others.
 PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("repeatable", derandomize=True, **PATIENT)
+hypothesis.settings.register_profile("repeatable", derandomize=True, max_examples=50, **PATIENT)
 hypothesis.settings.register_profile("explore", derandomize=False, print_blob=True, **PATIENT)
 hypothesis.settings.load_profile("repeatable")
 

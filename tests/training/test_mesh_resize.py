@@ -112,6 +112,7 @@ def test_a_mesh_of_six_is_accepted_where_rows_divide_and_takes_the_same_steps(be
 
 
 @pytest.mark.slow
+@pytest.mark.drill  # what it adds to the two tests above is the length of the curve
 def test_sixty_steps_with_four_resizes_lose_as_those_of_one_mesh(begun_of_each):
     steady, step = begun_of_each()
     wanted = [step(steady) for _ in range(60)]
