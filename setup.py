@@ -17,7 +17,7 @@ def compiled():
         return []
     from mypyc.build import mypycify
 
-    queues = ["libra_jax/planning/pipeline.py", "libra_jax/planning/pools.py"]
+    queues = ["libra_jax/planning/forecast/pipeline.py", "libra_jax/planning/forecast/degree_queues.py"]
     return mypycify(sorted(glob.glob("libra_jax/scheduling/[!_]*.py")) + queues)
 
 
@@ -31,7 +31,7 @@ setup(
     ext_modules=compiled(),
     package_data={
         "libra_jax.models": ["presets/*.json"],
-        "libra_jax.telemetry": ["templates/*.j2"],
+        "libra_jax.telemetry.report": ["templates/*.j2"],
         "libra_jax.training": ["targets/*.txtpb"],
     },
     install_requires=[

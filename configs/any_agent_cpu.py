@@ -17,14 +17,14 @@ start, so they have few rollouts and steps:
 from configs import quickstart
 from libra_jax import config as libra_config
 
-_LOOP = "libra_jax.agents.environments.harness.openai_loop"
+_LOOP = "libra_jax.harness.openai_loop"
 
 
 def get_config(variant: str = "loop") -> libra_config.RunConfig:
     libra_config.check_choice(variant, ("loop", "process", "agents_sdk"), "any_agent_cpu")
     config = quickstart.get_config()
     config.name = "any-agent" if variant == "loop" else f"any-agent-{variant}"
-    config.task.environment = "libra_jax.agents.environments.harness:environment"
+    config.task.environment = "libra_jax.harness:environment"
     config.task.environment_arguments = {
         "callable": f"{_LOOP}:agent",
         # The loop scores itself by the task's answer. The model runs no commands, so it cannot read the answer.
@@ -38,11 +38,11 @@ def get_config(variant: str = "loop") -> libra_config.RunConfig:
         config.task.environment_arguments = {**config.task.environment_arguments, "python": "python", "most": 2}
     if variant == "agents_sdk":
         config.task.environment_arguments = {
-            "callable": "libra_jax.agents.outside.agents_sdk:solve",
+            "callable": "libra_jax.examples.outside.agents_sdk:solve",
             "fields": ("expression", "max_characters"),
-            "score": "libra_jax.agents.outside.agents_sdk:score",
+            "score": "libra_jax.examples.outside.agents_sdk:score",
             "python": ".venv/harness-openai_agents/bin/python",
-            "demonstrate": "libra_jax.agents.outside.agents_sdk:demonstration",
+            "demonstrate": "libra_jax.examples.outside.agents_sdk:demonstration",
             "most": 2,
         }
         config.gateway.tool_parser = "hermes"  # as the demonstrations write calls

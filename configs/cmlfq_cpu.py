@@ -31,8 +31,8 @@ def get_config(policy: str = "cmlfq") -> libra_config.RunConfig:
     config.model.preset = "libra-tiny"
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
 
-    config.task.source = "libra_jax.agents.calculator:task_source"
-    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.source = "libra_jax.examples.calculator:task_source"
+    config.task.environment = "libra_jax.examples.calculator:environment"
     config.task.arguments = {"levels": ("plain", "nested")}  # one operation, or two and three
     # Tool returns are expressions too, so they are as wide as prompts: the model copies from the same distance in every
     # turn. During a tool's delay another request may have the slot.

@@ -43,8 +43,8 @@ def get_config(variant: str = "elastic") -> libra_config.RunConfig:
     config.coordinator.group_size = 8
     config.coordinator.max_staleness = 1  # rollout and training side by side
 
-    config.task.source = "libra_jax.agents.calculator:task_source"
-    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.source = "libra_jax.examples.calculator:task_source"
+    config.task.environment = "libra_jax.examples.calculator:environment"
     config.task.arguments = {
         "phases": (("plain", 300), ("nested", 0)),
         "phase_tasks": PHASE_STEPS * config.coordinator.groups_per_step,

@@ -12,7 +12,7 @@ minutes on two cores at a load of 6 to 10.
 
 from libra_jax import config as libra_config
 
-_ENVIRONMENTS = "libra_jax.agents.environments"
+_ENVIRONMENTS = "libra_jax.environments"
 
 
 def get_config() -> libra_config.RunConfig:

@@ -18,8 +18,8 @@ def get_config() -> libra_config.RunConfig:
     config.name = "mcp"
     config.steps = 4
 
-    config.task.source = "libra_jax.agents.environments.time_zones:task_source"
-    config.task.environment = "libra_jax.agents.environments.time_zones:environment"
+    config.task.source = "libra_jax.examples.time_zones:task_source"
+    config.task.environment = "libra_jax.examples.time_zones:environment"
     config.task.max_turns = 3
 
     # The same form as in Claude's and VS Code's files, which tools.mcp_file names: a command, or the url of a running

@@ -5,7 +5,8 @@
   python launch/plan.py --config=configs/mixed_hardware.py --inventory=h800:32,h20:32
 
 An H800 has 6.7 times the arithmetic of an H20, which training and prefill take; an H20 has 1.2 times the bandwidth and
-memory, which decoding takes (planning/hardware.py). Variants, each with the accelerators that train behind a comma:
+memory, which decoding takes (planning/costs/hardware.py). Variants, each followed by a comma and the
+accelerators that train:
 
 * mixed: H800s train; all other accelerators roll out. C-MLFQ prices each instance by its own accelerator.
 * alike: as many accelerators of each kind train, at the pace of the slower one; the others roll out.

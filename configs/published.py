@@ -91,8 +91,8 @@ def _model(config: libra_config.RunConfig, model: str) -> None:
 
 def _repositories(config: libra_config.RunConfig) -> None:
     """Repairs repositories, judged by hidden tests. The sandbox needs the packages that the projects import."""
-    config.task.source = "libra_jax.agents.environments.repo_repair:task_source"
-    config.task.environment = "libra_jax.agents.environments.repo_repair:environment"
+    config.task.source = "libra_jax.environments.repo_repair:task_source"
+    config.task.environment = "libra_jax.environments.repo_repair:environment"
     config.task.arguments = {"fail_to_pass_column": "fail_to_pass", "command_column": "command"}
     config.task.environment_arguments = {"test_seconds": 120.0, "most_mib": 256}
     config.task.path = "data/repairs.jsonl"
@@ -103,8 +103,8 @@ def _repositories(config: libra_config.RunConfig) -> None:
 
 def _search(config: libra_config.RunConfig) -> None:
     """Answers questions by search in a file of passages."""
-    config.task.source = "libra_jax.agents.datasets:task_source"
-    config.task.environment = "libra_jax.agents.environments.search_qa:environment"
+    config.task.source = "libra_jax.environments.datasets:task_source"
+    config.task.environment = "libra_jax.environments.search_qa:environment"
     config.task.path = "data/search.parquet"
     config.task.max_turns = 8
     config.tools.use = ("search",)
@@ -113,8 +113,8 @@ def _search(config: libra_config.RunConfig) -> None:
 
 def _math(config: libra_config.RunConfig) -> None:
     """Answers in one turn, compared as mathematics."""
-    config.task.source = "libra_jax.agents.datasets:task_source"
-    config.task.environment = "libra_jax.agents.environments.math:environment"
+    config.task.source = "libra_jax.environments.datasets:task_source"
+    config.task.environment = "libra_jax.environments.math:environment"
     config.task.path = "data/dapo.jsonl"
     config.task.max_turns = 1
 

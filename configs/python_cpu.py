@@ -24,8 +24,8 @@ def get_config() -> libra_config.RunConfig:
     config.model.preset = "libra-tiny"
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
 
-    config.task.source = "libra_jax.agents.environments.integers:task_source"
-    config.task.environment = "libra_jax.agents.environments.math:environment"
+    config.task.source = "libra_jax.examples.integers:task_source"
+    config.task.environment = "libra_jax.environments.math:environment"
     config.task.max_turns = 4
     config.task.tool_seconds = 60.0  # answers wait for the verifier, too, if a whole batch answers at once
 

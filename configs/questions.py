@@ -17,8 +17,8 @@ from libra_jax import config as libra_config
 def get_config(weights: str = "") -> libra_config.RunConfig:
     config = libra_config.RunConfig()
     config.name = "questions"
-    config.task.source = "libra_jax.agents.datasets:task_source"
-    config.task.environment = "libra_jax.agents.question:environment"
+    config.task.source = "libra_jax.environments.datasets:task_source"
+    config.task.environment = "libra_jax.environments.question:environment"
     config.task.environment_arguments = {"match": "exact", "calculator": True}
     config.task.path = "questions.jsonl"
 

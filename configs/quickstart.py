@@ -20,8 +20,8 @@ def get_config() -> libra_config.RunConfig:
 
     config.model.preset = "libra-tiny"
 
-    config.task.source = "libra_jax.agents.calculator:task_source"
-    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.source = "libra_jax.examples.calculator:task_source"
+    config.task.environment = "libra_jax.examples.calculator:environment"
     config.task.max_turns = 3
     # Tool returns are short, so only a policy that rambles fills the context. If such rollouts are masked (the
     # default), nothing unteaches it: 3 runs with the mask ended at rewards of 0.945 to 0.979, others at 0.95 to 0.99.

@@ -22,8 +22,8 @@ def get_config() -> libra_config.RunConfig:
     config.model.compute_dtype = "bfloat16"
     config.model.remat = "dots"
 
-    config.task.source = "libra_jax.agents.datasets:task_source"
-    config.task.environment = "libra_jax.agents.question:environment"
+    config.task.source = "libra_jax.environments.datasets:task_source"
+    config.task.environment = "libra_jax.environments.question:environment"
     config.task.environment_arguments = {"match": "exact", "calculator": True}
     config.task.path = "data/questions.jsonl"
     config.task.tokenizer = ""  # the model's own

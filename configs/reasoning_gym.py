@@ -18,8 +18,8 @@ from libra_jax import config as libra_config
 def get_config(name: str = "basic_arithmetic") -> libra_config.RunConfig:
     config = libra_config.RunConfig()
     config.name = f"reasoning-gym-{name}"
-    config.task.source = "libra_jax.agents.environments.reasoning_gym:task_source"
-    config.task.environment = "libra_jax.agents.environments.reasoning_gym:environment"
+    config.task.source = "libra_jax.environments.reasoning_gym:task_source"
+    config.task.environment = "libra_jax.environments.reasoning_gym:environment"
     config.task.arguments = {"name": name}
     config.task.max_turns = 1
 

@@ -24,9 +24,9 @@ def get_config() -> libra_config.RunConfig:
     config.model.preset = "libra-tiny"
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
 
-    config.task.source = "libra_jax.agents.repair.planted:task_source"
+    config.task.source = "libra_jax.examples.planted:task_source"
     config.task.arguments = {"level": "easy"}
-    config.task.environment = "libra_jax.agents.environments.repo_repair:environment"
+    config.task.environment = "libra_jax.environments.repo_repair:environment"
     config.task.environment_arguments = {"prompt": "{issue}", "test_seconds": 20.0}
     config.task.max_turns = 4
     config.task.tool_seconds = 60.0  # a step also scores, which takes another sandbox

@@ -26,9 +26,9 @@ def get_config() -> libra_config.RunConfig:
     config.model.preset = "libra-tiny"
     config.model.attention_chunk = 64  # dialogues are short: small blocks skip most of a packed row
 
-    config.task.source = "libra_jax.agents.environments.acquaintances:task_source"
+    config.task.source = "libra_jax.examples.acquaintances:task_source"
     config.task.arguments = {**WORLD, "asked": ("City",)}  # copied letter by letter; a job is one of only twelve words
-    config.task.environment = "libra_jax.agents.environments.search_qa:environment"
+    config.task.environment = "libra_jax.environments.search_qa:environment"
     config.task.environment_arguments = {"match": "em"}
     config.task.max_turns = 4
 
@@ -37,7 +37,7 @@ def get_config() -> libra_config.RunConfig:
     config.tools.describe = False  # the warm start has shown it the tool
     config.tools.arguments = {
         "search": {
-            "source": "libra_jax.agents.environments.acquaintances:corpus",
+            "source": "libra_jax.examples.acquaintances:corpus",
             "source_arguments": WORLD,
             "results": 1,
             "template": "{snippet}",  # all passages have one length, so the model always copies from the same distance

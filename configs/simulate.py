@@ -6,7 +6,7 @@
   python launch/simulate.py --config=configs/simulate.py:trace --trace=trace.jsonl   # buckets that fit its lengths
 
 Batch, split and layout are the same for every policy. They were fixed before any policy was compared, from an earlier
-cost model. The present one (planning/costs.py) says of the middle of the software-engineering run:
+cost model. The present one (planning/costs/costs.py) says of the middle of the software-engineering run:
 
 * Split: 20 devices train and 28 roll out. At the middle of the run a batch of 512 trajectories has 3.7 M generated
   tokens and 9.8 M tokens of context. That is 527 s of training on 20 devices and, with all slots in use, 501 s of

@@ -34,8 +34,8 @@ def get_config(variant: str = "synchronous") -> libra_config.RunConfig:
     config.coordinator.group_size = 48
     config.coordinator.max_staleness = 1 if variant == "overlapped" else 0
 
-    config.task.source = "libra_jax.agents.calculator:task_source"
-    config.task.environment = "libra_jax.agents.calculator:environment"
+    config.task.source = "libra_jax.examples.calculator:task_source"
+    config.task.environment = "libra_jax.examples.calculator:environment"
     config.task.arguments = {"period": DISTINCT_STEPS * config.coordinator.groups_per_step}
     config.task.environment_arguments = {"stepwise": True, "return_width": 20, "delay": 0.02}
     config.task.max_turns = 5

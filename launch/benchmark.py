@@ -25,7 +25,7 @@ from absl import flags
 
 from benchmarks import bridge, gateway, parts, rollout, train, weight_sync
 from libra_jax import config as configuration
-from libra_jax.runs import huge_pages
+from libra_jax.build import huge_pages
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of the two sides; short ones get a multiple.", lower_bound=1)
 _PEER = flags.DEFINE_string("peer_python", None, "Interpreter with google-tunix; without it that ratio is left out.")

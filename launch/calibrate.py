@@ -29,9 +29,10 @@ from rich import console, table
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.models import hub
-from libra_jax.planning import calibration, costs, hardware, meshes, profiles, serving
-from libra_jax.runs import wiring
+from libra_jax.build import wiring
+from libra_jax.models.hf import hub
+from libra_jax.planning.costs import calibration, costs, hardware, profiles
+from libra_jax.planning.forecast import meshes, serving
 from libra_jax.simulator import recording, twin
 
 _WORKDIRS = flags.DEFINE_string(

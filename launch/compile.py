@@ -33,9 +33,11 @@ from rich import console, table
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.build import fitting, wiring
+from libra_jax.models import communication_bounds
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware, least, memory, programs
-from libra_jax.runs import fitting, wiring
+from libra_jax.planning.compiled import programs
+from libra_jax.planning.costs import hardware, memory
 
 TARGETS = ("h100", "v6e")
 
@@ -124,7 +126,7 @@ def _print(
     case: programs.Case, config: libra_config.RunConfig, shape: model_config.TransformerConfig, room: float
 ) -> None:
     gradient, foreseen = case.gradient, programs.expected(case, shape)
-    bound = least.volumes(shape, *case.mesh, case.columns, case.context)
+    bound = communication_bounds.volumes(shape, *case.mesh, case.columns, case.context)
     moved = gradient.wire_bytes
     slow, fast = foreseen.mfu
     mesh = f"data {case.data} x fsdp {case.fsdp} x tensor {case.tensor}"

@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import protocols
-from libra_jax.runs import evaluating
+from libra_jax.build import evaluating
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that names tasks, environment and engine, beside --model.", lock_config=True

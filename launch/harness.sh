@@ -2,7 +2,7 @@
 # Makes the virtual environment of an agent whose pins conflict with ours: `bash launch/harness.sh mini_swe_agent` makes
 # .venv/harness-mini_swe_agent from third_party/harnesses/mini_swe_agent.txt. A config names its interpreter
 # (task.environment_arguments.python). LIBRA_JAX_HARNESSES names another folder than .venv. The names clients, clients_2,
-# aider and javascript are those of tests/agents/test_client_drill.py.
+# aider and javascript are those of tests/harness/test_client_drill.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 names=$(cd third_party/harnesses && ls -- *.txt *.json | sed 's/\.[a-z]*$//' | sort | paste -sd' ')

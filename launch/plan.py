@@ -45,12 +45,15 @@ from absl import flags
 from ml_collections import config_flags
 from rich import console, table
 
-from libra_jax import checksums, protocols
 from libra_jax import config as libra_config
+from libra_jax import protocols
+from libra_jax.build import inventory, planned, trial
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, search
-from libra_jax.runs import inventory, planned, trial
+from libra_jax.planning.costs import costs, hardware
+from libra_jax.planning.forecast import forecast
+from libra_jax.planning.search import search
 from libra_jax.simulator import scripts, settings, workloads
+from libra_jax.utils import checksums
 
 OBJECTIVES = ("step_time", "per_accelerator", "cheapest")
 SWEEPS = ("accelerators", "hardware", "lengths")

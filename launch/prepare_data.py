@@ -4,7 +4,7 @@
   python launch/prepare_data.py --dataset=search_r1 --input=downloads/nq_hotpotqa_train --output=data/search.parquet
   python launch/prepare_data.py --dataset=r2e_gym --input=downloads/R2E-Gym-Subset --output=data/repairs.jsonl
 
-`libra_jax/agents/published.py` lists the columns of each dataset. The input is a file, or a folder as it was
+`libra_jax/environments/published.py` lists the columns of each dataset. The input is a file, or a folder as it was
 downloaded or saved to disk. Nothing is downloaded.
 """
 
@@ -24,7 +24,7 @@ from support import cli
 from absl import flags
 
 from libra_jax import protocols
-from libra_jax.agents import published
+from libra_jax.environments import published
 
 _DATASET = flags.DEFINE_enum("dataset", None, sorted(published.DATASETS), "Which dataset it is.", required=True)
 _INPUT = flags.DEFINE_string("input", None, "Its file, or the folder of its files.", required=True)

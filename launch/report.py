@@ -11,7 +11,7 @@ from support import cli
 
 from absl import flags
 
-from libra_jax.telemetry import report
+from libra_jax.telemetry.report import report
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; the flag's name may be left out.", required=True)
 

@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import protocols
-from libra_jax.runs import evaluating, serving
+from libra_jax.build import evaluating, serving
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that names the engine and the tokenizer, beside --model.", lock_config=True

@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import protocols
-from libra_jax.runs import huge_pages, supervised
+from libra_jax.build import huge_pages, supervised
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file that names model, tokenizer, trainer and optimizer.", lock_config=True

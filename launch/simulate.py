@@ -29,10 +29,11 @@ from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.planning import plans
-from libra_jax.scheduling import prediction_quality
+from libra_jax.planning.search import plans
+from libra_jax.scheduling.prediction import prediction_quality
 from libra_jax.simulator import comparison, report, settings
-from libra_jax.telemetry import page, tool_report, trace
+from libra_jax.telemetry import trace
+from libra_jax.telemetry.report import page, tool_report
 
 COMPARED = (
     "cmlfq",

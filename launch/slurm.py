@@ -32,7 +32,7 @@ from support import cli, job_flags, slurm_job
 from absl import flags
 
 from libra_jax import protocols
-from libra_jax.runs import workdirs
+from libra_jax.build import workdirs
 
 COMMAND_SECONDS = 30.0
 

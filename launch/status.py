@@ -18,8 +18,9 @@ from absl import flags
 from rich.console import Console
 from rich.live import Live
 
-from libra_jax import machine, protocols
+from libra_jax import protocols
 from libra_jax.telemetry import files, recorder, screen, status
+from libra_jax.utils import machine
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; default the one under runs/ that was written last.")
 _WATCH = flags.DEFINE_bool("watch", False, "Redraw the screen every second, until the run ends.")

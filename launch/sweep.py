@@ -35,7 +35,7 @@ from rich import console, table
 from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.simulator import comparison, report, settings
-from libra_jax.telemetry import page, pool_report, timeline
+from libra_jax.telemetry.report import page, pool_report, timeline
 
 LAST = 5
 """Divisor of a run's steps: the last fifth is reported apart, because it shows the run after lengths have drifted."""

@@ -24,13 +24,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import config as libra_config
-from libra_jax import protocols, user_code
-from libra_jax.agents import rehearsal, resolving
-from libra_jax.agents.rewards import trial
+from libra_jax import protocols
+from libra_jax.build import api, changes, dry_run, huge_pages, observing, preflight, wiring, workdirs
 from libra_jax.coordinator import stopping
-from libra_jax.models import hub
-from libra_jax.runs import api, changes, dry_run, huge_pages, observing, preflight, wiring, workdirs
+from libra_jax.models.hf import hub
+from libra_jax.rewards import trial
+from libra_jax.rollouts import rehearsal
 from libra_jax.telemetry import escapes
+from libra_jax.utils import resolving, user_code
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, such as configs/quickstart.py.", lock_config=True

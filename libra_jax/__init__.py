@@ -15,15 +15,15 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from libra_jax.runs.api import evaluate, evaluate_async, plan, simulate, simulate_async, train, train_async
-    from libra_jax.runs.records import load
+    from libra_jax.build.api import evaluate, evaluate_async, plan, simulate, simulate_async, train, train_async
+    from libra_jax.build.records import load
 else:
 
     def __getattr__(name):
         """Imports a public function at its first use. Type checkers see the functions above."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("libra_jax.runs." + ("records" if name == "load" else "api")), name)
+        return getattr(importlib.import_module("libra_jax.build." + ("records" if name == "load" else "api")), name)
 
 
 # No HTTP client asks a proxy for this machine, here or in a process that starts here. Clients read either name.

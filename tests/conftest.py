@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("LIBRA_JAX_STRICT_METRICS", "1")  # names of metrics that are not registered are refused
 
-ENGINES = ("cluster", "engines", "launch", "runs")
+ENGINES = ("build", "cluster", "engines", "launch")
 """Folders with tests that start engines, whole runs or a Ray cluster: of those with vLLM one at a time, and one of the
 others beside it, or they crowd each other out."""
 

@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ROOMS = ["libra_jax/coordinator", "libra_jax/trainer_control", "libra_jax/runs", "libra_jax/elastic", "launch"]
+ROOMS = ["libra_jax/coordinator", "libra_jax/trainer_control", "libra_jax/build", "libra_jax/hybrid", "launch"]
 
-ACTORS = ["libra_jax/clients.py", "libra_jax/cluster", "libra_jax/protocols", "libra_jax/weights"]
+ACTORS = ["libra_jax/utils/typed_clients.py", "libra_jax/cluster", "libra_jax/protocols", "libra_jax/weights"]
 """Where calls are handed on to other processes."""
 
 PLANTED = {

@@ -21,10 +21,10 @@ ROOT = Path(__file__).parent.parent
 IMPORTS = """
 from libra_jax import protocols
 from libra_jax.coordinator import elasticity, instances, parts, saving
-from libra_jax.elastic import hybrid, transitions
+from libra_jax.hybrid import hybrid, transitions
 from libra_jax.engines import client as engines_client
 from libra_jax.trainer_control import client, handover, recovery, resize
-from libra_jax.weights import relay_tree, sync
+from libra_jax.weights import relay_tree; from libra_jax.coordinator import weight_sync as sync
 """
 
 
@@ -256,7 +256,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         subjects[len(lines)] = f"{module}.{name}"
     file = tmp_path_factory.mktemp("seams") / "planted.py"
     file.write_text("\n".join(lines) + "\n")
-    paths = [ROOT, *(ROOT / "tests" / room for room in ("coordinator", "gateway", "trainer_control"))]
+    paths = [ROOT, *(ROOT / "tests" / room for room in ("coordinator", "harness", "trainer_control"))]
     before, folder = os.environ.get("MYPYPATH"), os.getcwd()
     os.environ["MYPYPATH"] = os.pathsep.join(map(str, paths))
     os.chdir(ROOT)

@@ -25,7 +25,7 @@ import psutil
 from benchmarks import sessions, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.gateway import server
+from libra_jax.harness.gateway import server
 
 SESSIONS = 1000
 REQUESTS = 5

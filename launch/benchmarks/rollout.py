@@ -15,13 +15,13 @@ from vllm.v1.engine import async_llm
 from benchmarks import workload
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import loop as agent_loop
-from libra_jax.agents import tokenizers
+from libra_jax.chat import tokenizers
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import vllm_launch
-from libra_jax.loops import streams
 from libra_jax.models import config as models_config
+from libra_jax.rollouts import loop as agent_loop
+from libra_jax.rollouts import streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 

@@ -19,12 +19,12 @@ import psutil
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import chat_format, loop, session, tokenizers, wire
+from libra_jax.chat import chat_format, tokenizers
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import dispatch, instances, parts
 from libra_jax.engines import fake_engine
-from libra_jax.gateway import fronts
-from libra_jax.loops import streams
+from libra_jax.harness.gateway import fronts
+from libra_jax.rollouts import loop, session, streams, tool_results
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
 
@@ -79,7 +79,7 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
             form=form,
             sampler=sampler,
             limits=limits,
-            read_status=wire.status,
+            read_status=tool_results.status,
         )
     )
     pipe.send(first.url)
@@ -90,7 +90,9 @@ async def _serve(pipe: connection.Connection, secrets: Sequence[str]) -> None:
             for secret in secrets:
                 trajectory = protocols.Trajectory(f"{secret}/{lives}", secret)
                 sampler.open(trajectory, len(opened) // 8, 0)
-                one = session.Session(trajectory, form=form, sampler=sampler, limits=limits, read_status=wire.status)
+                one = session.Session(
+                    trajectory, form=form, sampler=sampler, limits=limits, read_status=tool_results.status
+                )
                 opened[trajectory.trajectory_id] = one, await gateway.open(one, secret)
         elif command == "close":
             for name, (one, endpoint) in opened.items():

@@ -4,7 +4,7 @@ Two batches of 64 trajectories: `padded`, where each has 128 tokens, and `real`,
 first step. There tunix pads each to the longest prompt and the longest completion of the batch, and ours are packed.
 Only tokens of trajectories count, padding does not.
 
-Both sides have a malloc with huge pages (`libra_jax.runs.huge_pages`). The peer is measured without, too, and its
+Both sides have a malloc with huge pages (`libra_jax.build.huge_pages`). The peer is measured without, too, and its
 faster setting counts.
 """
 
@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks import workload
 from libra_jax import config as configuration
 from libra_jax import protocols
+from libra_jax.build import cpu_rows, huge_pages, wiring
 from libra_jax.models import config as models_config
-from libra_jax.runs import cpu_rows, huge_pages, wiring
 from libra_jax.training import trainer
 
 ROWS = 64

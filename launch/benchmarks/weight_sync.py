@@ -14,11 +14,11 @@ from benchmarks import bridge, workload
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import instances, parts
+from libra_jax.coordinator import instances, parts, weight_sync
 from libra_jax.models import config as models_config
 from libra_jax.models import transformer
 from libra_jax.telemetry import memory
-from libra_jax.weights import snapshot, sync
+from libra_jax.weights import snapshot
 
 NAMES = ("rollout-0", "rollout-1")
 
@@ -72,7 +72,7 @@ async def measure(
     seconds, paused = [], []
     try:
         await started.start()
-        syncing = sync.WeightSync(config, trainer=weights, engines=started, recorder=run.recorder)
+        syncing = weight_sync.WeightSync(config, trainer=weights, engines=started, recorder=run.recorder)
         for version in range(rounds + 1):
             seconds.append(await run.scope.race(syncing.sync_weights(version)))
             paused.append(syncing.paused_seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import tokenizers
+from libra_jax.chat import tokenizers
 
 Figures = Mapping[str, float | str]
 """Measured values by name."""

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu import rows, timing
-from libra_jax.models import attention, feasibility
-from libra_jax.planning import rows as packing
+from libra_jax.models import feasibility
+from libra_jax.models import rows as packing
+from libra_jax.models.attention import attention
 
 ALLOWED = 2.0
 """Largest error of the kernel, as a multiple of the error of plain attention in the same dtype."""

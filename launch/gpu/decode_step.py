@@ -1,6 +1,6 @@
 """Time of the matrix products of a decode step, as an engine runs them: in a CUDA graph, each degree's part of a model.
 
-What the cost model (`planning/costs.py`) needs of a GPU: which share of the memory's bandwidth weights are read with,
+What the cost model (`planning/costs/costs.py`) needs of a GPU: the share of the bandwidth that weights are read with,
 and what each layer adds at any degree. Attention and all-reduces are left out, which depend on contexts and on links.
 
 Letters: N decoding sequences, D model width.
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from gpu import rows, shapes
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
+from libra_jax.planning.costs import hardware
 
 DEGREES = (1, 2, 4, 8)
 SEQUENCES = (1, 16, 64, 256)

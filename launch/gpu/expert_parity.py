@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu import attention_parity, rows, timing
-from libra_jax.models import attention, expert_rows, experts, feasibility
+from libra_jax.models import feasibility
+from libra_jax.models.attention import attention
+from libra_jax.models.experts import expert_rows, experts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from gpu import rows, shapes, timing
 from libra_jax import config as config_lib
-from libra_jax.models import gather
+from libra_jax.models.hf import gather
 from libra_jax.training import checkpoints, resize
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib

@@ -20,7 +20,7 @@ from torch.nn import attention
 
 from gpu import rows, shapes
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware
+from libra_jax.planning.costs import costs, hardware
 
 CHUNK = 4096
 """Tokens whose logits exist at once."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents import splits
-from libra_jax.agents.environments import dialogue
-from libra_jax.agents.tools import toolbox, toolkit
+from libra_jax.environments import dialogue
+from libra_jax.rollouts import splits
+from libra_jax.tools import toolbox, toolkit
 
 DRY = "dry"
 """Argument of the config for a machine without a GPU: a tiny character model, and two small steps."""

@@ -9,7 +9,8 @@ from multiprocessing import connection
 import torch
 import torch.multiprocessing  # teaches pickle to receive tensors by handles of their memory
 
-from libra_jax import parent_death, protocols
+from libra_jax import protocols
+from libra_jax.utils import parent_death
 from libra_jax.weights import memfd
 
 Sums = Mapping[str, float]

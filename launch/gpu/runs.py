@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpu import random_text, rows
-from libra_jax import parent_death, protocols
+from libra_jax import protocols
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import metrics
+from libra_jax.utils import parent_death
 
 DEADLINE_SECONDS = 130.0
 """Deadline of a run in seconds, below that of every case, so that a run that hangs leaves its logs."""

@@ -19,11 +19,12 @@ from gpu import rows, shapes, timing
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import reports
+from libra_jax.data import packing
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, memory
+from libra_jax.planning.costs import costs, hardware, memory
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import logprobs, packing, step
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.training import logprobs, step
 from libra_jax.training import state as state_lib
 from libra_jax.weights import memfd
 

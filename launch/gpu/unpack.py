@@ -42,7 +42,7 @@ MODULES = (
     "libra_jax.engines.vllm_engine",
     "libra_jax.engines.vllm_weights",
     "libra_jax.engines.vllm_weight_sender",
-    "libra_jax.runs.api",
+    "libra_jax.build.api",
     "ml_collections.config_flags",
     "tensorboardX",
 )

@@ -13,7 +13,7 @@ from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.coordinator import reports
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
+from libra_jax.planning.costs import hardware
 from libra_jax.training import trainer
 
 GROUPS, GROUP_SIZE = 8, 8

@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from libra_jax import parent_death, protocols
+from libra_jax import protocols
+from libra_jax.utils import parent_death
 
 END_SECONDS = 10.0
 """Seconds for a process to end after it was asked to, or killed."""

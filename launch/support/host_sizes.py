@@ -8,7 +8,7 @@ import math
 from libra_jax import config as libra_config
 from libra_jax.cluster import hosts, placement
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, memory
+from libra_jax.planning.costs import costs, memory
 
 CPUS_PER_ACCELERATOR = 6
 """CPUs of a worker on an accelerator: vLLM's core process, its front end, or a trainer's input, compiler and saves."""

@@ -20,9 +20,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from libra_jax import config as libra_config
-from libra_jax.models import hub
+from libra_jax.build import changes, preflight, wiring
+from libra_jax.models.hf import hub
 from libra_jax.protocols import ConfigError, DataError
-from libra_jax.runs import changes, preflight, wiring
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run's config file, which all hosts have, too.", lock_config=True

@@ -11,7 +11,7 @@ from ml_collections import config_flags
 
 from libra_jax import config as libra_config
 from libra_jax.cluster import hosts
-from libra_jax.planning import plans
+from libra_jax.planning.search import plans
 from libra_jax.protocols import ConfigError
 from libra_jax.telemetry import escapes
 

@@ -26,8 +26,9 @@ from typing import TextIO
 from support import real_results
 
 from libra_jax import config as libra_config
-from libra_jax import parent_death, protocols
+from libra_jax import protocols
 from libra_jax.telemetry import escapes, files, metrics
+from libra_jax.utils import parent_death
 
 LAUNCHERS = {"here": "train.py", "slurm": "slurm.py", "kubernetes": "kubernetes.py"}
 """Script of each launcher."""

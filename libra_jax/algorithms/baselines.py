@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.agents import resolving
 from libra_jax.algorithms import advantages, checks, corrections
+from libra_jax.utils import resolving
 
 Relative = Callable[[advantages.AdvantageInputs], jax.Array]
 """Returns the rewards less their baseline, [N]."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from libra_jax import config as config_lib
-from libra_jax.agents import resolving
+from libra_jax.utils import resolving
 
 LOG_RATIO_BOUND = 20.0
 """Largest absolute log-ratio, as in `corrections.bounded_ratio`."""

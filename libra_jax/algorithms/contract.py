@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from libra_jax import config as config_lib
-from libra_jax import protocols, user_code
-from libra_jax.agents import resolving
+from libra_jax import protocols
 from libra_jax.algorithms import advantages, estimators, losses
+from libra_jax.utils import resolving, user_code
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.agents import resolving
 from libra_jax.algorithms import advantages, baselines, checks, truncated
+from libra_jax.utils import resolving
 
 # Compiled: its dozen operations, run one by one, take a tenth of the host's part of a small step.
 _spread_rewards = jax.jit(advantages.spread_rewards)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.agents import resolving
 from libra_jax.algorithms import aggregation, batch_statistics, checks, corrections
+from libra_jax.utils import resolving
 
 
 class LossInputs(NamedTuple):

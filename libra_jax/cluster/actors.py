@@ -28,8 +28,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
-from libra_jax import user_code
 from libra_jax.protocols import ActorAddress, ActorSpec, ConfigError, DeadlineMissed, LibraError, WorkerLost
+from libra_jax.utils import user_code
 
 P = ParamSpec("P")
 T = TypeVar("T")

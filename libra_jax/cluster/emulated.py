@@ -24,9 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from libra_jax import scratch
 from libra_jax.cluster import granted, guard, hosts
 from libra_jax.protocols import LibraError
+from libra_jax.utils import scratch
 from libra_jax.weights import memfd
 
 MOST = 250

@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from libra_jax import turns
 from libra_jax.cluster import actors
 from libra_jax.protocols import ActorSpec
+from libra_jax.utils import turns
 
 _environment_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 

@@ -25,9 +25,9 @@ import ray
 import ray.exceptions
 from ray._private import ray_constants
 
-from libra_jax import scratch
 from libra_jax.cluster import actors, granted, guard
 from libra_jax.protocols import ConfigError, DeadlineMissed, LibraError
+from libra_jax.utils import scratch
 
 _log = logging.getLogger(__name__)
 

@@ -143,7 +143,7 @@ class PlannerConfig:
 @group
 @dataclass
 class ElasticConfig:
-    """Hybrid workers, which switch between rollout and training while the run goes on (libra_jax/elastic)."""
+    """Hybrid workers, which switch between rollout and training while the run goes on (libra_jax/hybrid)."""
 
     hybrid: int = 0  # number of hybrid workers: the last instances of rollout.tensor_parallel, which also help to train
     floor: int = 1  # minimum number of instances that roll out

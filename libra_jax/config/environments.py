@@ -22,8 +22,8 @@ SHARE_OF_CALLS = 0.95
 class TaskConfig:
     """The tasks. Factories are named `"package.module:factory"`."""
 
-    source: str = "libra_jax.agents.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
-    environment: str = "libra_jax.agents.calculator:environment"  # factory(**environment_arguments) -> Environment
+    source: str = "libra_jax.examples.calculator:task_source"  # factory(path=, seed=, **arguments) -> TaskSource
+    environment: str = "libra_jax.examples.calculator:environment"  # factory(**environment_arguments) -> Environment
     path: str = ""  # JSONL, Parquet or CSV file, folder of such files, or Hugging Face id, for sources that read tasks
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of the source
     environment_arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the environment
@@ -187,7 +187,7 @@ class SandboxConfig(SandboxLimits):
 @group
 @dataclass
 class ToolsConfig:
-    """Tools of the policy, in environments that take tools (libra_jax.agents.environments)."""
+    """Tools of the policy, in environments that take tools (libra_jax.environments)."""
 
     # Tools: python, shell, edit, search, calculator, a server of `mcp` or `mcp_file`, or "package.module:factory".
     use: tuple[str, ...] = ()

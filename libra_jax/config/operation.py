@@ -96,7 +96,7 @@ class TelemetryConfig:
     tensorboard: bool = True  # TensorBoard files
     wandb_project: str = ""  # project at Weights & Biases; empty is off
     report: bool = True  # report.html, written at the end
-    samples: int = 8  # rollouts of each step and evaluation that are written as text (agents/samples.py); 0 is off
+    samples: int = 8  # rollouts of each step and evaluation that are written as text (rollouts/samples.py); 0 is off
     port: int = 0  # port of the health page and of Prometheus's metrics, in the coordinator's process; 0: off, -1: any
     # Address of this host at which the health page listens; beyond the loopback it needs a token.
     host: str = "127.0.0.1"

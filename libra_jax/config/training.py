@@ -148,7 +148,7 @@ class TrainerConfig:
     # XDG_CACHE_HOME or ~/.cache on GPUs and TPUs, off on CPU), off, or a path. JAX_COMPILATION_CACHE_DIR wins. Its
     # files are code: nobody else may write there.
     compilation_cache: str = "auto"
-    # Peak FLOP/s of a device, for train/mfu. 0: that of its hardware sheet (libra_jax/planning/hardware.py). A device
+    # Peak FLOP/s of a device, for train/mfu. 0: of its hardware sheet (planning/costs/hardware.py). A device
     # without a sheet, such as a CPU, then has no train/mfu.
     peak_flops: float = 0.0
     max_skipped_steps: int = 10  # non-finite steps in a row after which the run stops

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import resolving
+from libra_jax.utils import resolving
 
 FIELD = "algorithm.budget"
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from libra_jax import checksums, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import fencing
+from libra_jax.utils import checksums
 
 FOLDER, MANIFEST, COORDINATOR, TRAINER, ROUTING = "checkpoints", "manifest", "coordinator.json", "trainer", "routing"
 FORMAT = 7

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from libra_jax import checksums, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import checkpoint_store as store
 from libra_jax.coordinator import prompts, records, replay
-from libra_jax.elastic import hybrid
+from libra_jax.hybrid import hybrid
+from libra_jax.utils import checksums
 
 EXPORT = "config.json"
 

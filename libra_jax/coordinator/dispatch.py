@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from libra_jax import protocols
 from libra_jax.coordinator import instances, routing
+from libra_jax.utils import run_context
 
 CHECKS = 8
 """Number of looks at waiting requests within their deadline."""
@@ -60,7 +61,7 @@ class Dispatcher(protocols.Dispatch):
     """
 
     def __init__(
-        self, run: protocols.RunContext, *, scheduler: protocols.Scheduler, engines: instances.Instances
+        self, run: run_context.RunContext, *, scheduler: protocols.Scheduler, engines: instances.Instances
     ) -> None:
         config = run.config
         self._interval = config.deadlines.first_token / CHECKS

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, instances, reports
-from libra_jax.elastic import hybrid, training_sides
+from libra_jax.coordinator import weight_sync as sync
+from libra_jax.hybrid import hybrid, training_sides
 from libra_jax.planning import planner as planner_lib
 from libra_jax.planning import replanning
 from libra_jax.trainer_control import resize
-from libra_jax.weights import sync
+from libra_jax.utils import run_context
 
 
 class Planner(Protocol):
@@ -88,7 +89,7 @@ class PlanFollower:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         *,
         planner: Planner,
         engines: instances.Instances,
@@ -271,7 +272,7 @@ class Elasticity:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         workers: Workers,
         *,
         dispatcher: dispatch.Dispatcher,

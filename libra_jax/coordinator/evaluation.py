@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import factories, resolving, tokenizers
+from libra_jax.chat import tokenizers
 from libra_jax.coordinator import parts, public, reports, scores, stopping
-from libra_jax.loops import rollouts
+from libra_jax.rollouts import factories, rollouts
+from libra_jax.utils import resolving
 
 FIRST_TASK = 1_000_000_000
 """Position of the first demonstrated task. It is far beyond the tasks that a run trains on, and never held out."""

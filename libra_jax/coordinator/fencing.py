@@ -35,7 +35,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from libra_jax import checksums, protocols
+from libra_jax import protocols
+from libra_jax.utils import checksums
 
 FOLDER = "fencing"
 

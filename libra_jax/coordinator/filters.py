@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import resolving
+from libra_jax.utils import resolving
 
 FIELD = "algorithm.filter"
 

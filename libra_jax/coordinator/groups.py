@@ -6,8 +6,7 @@ import asyncio
 import collections
 from collections.abc import Mapping, Sequence
 
-from libra_jax import protocols, user_code
-from libra_jax.agents import resolving
+from libra_jax import protocols
 from libra_jax.coordinator import (
     checkpoints,
     filters,
@@ -19,10 +18,11 @@ from libra_jax.coordinator import (
     streaming,
     success,
 )
-from libra_jax.loops import rollouts
+from libra_jax.coordinator import weight_sync as sync
+from libra_jax.rollouts import rollouts
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
-from libra_jax.weights import sync
+from libra_jax.utils import resolving, run_context, user_code
 
 ENVIRONMENT, REWARD, TEACHER, TASK = FAILED = "environment", "reward", "teacher", "task"
 """Reasons to replace a group that failed."""
@@ -53,7 +53,7 @@ class Groups:
     """
 
     def __init__(
-        self, run: protocols.RunContext, runner: rollouts.Runner, rates: success.Rates, replays: replay.Replay
+        self, run: run_context.RunContext, runner: rollouts.Runner, rates: success.Rates, replays: replay.Replay
     ) -> None:
         self._config = run.config
         self._recorder = run.recorder
@@ -292,7 +292,7 @@ class Batches:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         *,
         prompts: prompts.Prompts,
         replays: replay.Replay,

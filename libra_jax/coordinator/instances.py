@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from libra_jax import deadlines, protocols, turns
+from libra_jax import protocols
 from libra_jax.engines import client as engines_client
+from libra_jax.utils import deadlines, run_context, turns
 
 SETTLE_SECONDS = 1.0
 """Seconds between two looks at engines that are being started."""
@@ -110,7 +111,7 @@ class Instances:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         specs: Sequence[protocols.ActorSpec],
         *,
         make_spec: MakeSpec | None = None,

@@ -14,10 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from libra_jax import deadlines, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import dispatch, instances
-from libra_jax.loops import client as worker_client
-from libra_jax.loops import mirror, rollouts
+from libra_jax.rollouts import loop_worker_client as worker_client
+from libra_jax.rollouts import mirror, rollouts
+from libra_jax.utils import deadlines, run_context
 
 
 class _GoesOnElsewhere(Exception):
@@ -141,7 +142,7 @@ class LoopWorkers(rollouts.Runner):
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         agent: rollouts.Agent,
         specs: Sequence[protocols.ActorSpec],
         *,

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from libra_jax import deadlines, protocols
-from libra_jax.agents import samples as samples_lib
+from libra_jax import protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
@@ -26,15 +25,18 @@ from libra_jax.coordinator import (
 )
 from libra_jax.coordinator import groups as groups_lib
 from libra_jax.coordinator import prompts as prompts_lib
-from libra_jax.elastic import training_sides
-from libra_jax.loops import rollouts, streams
+from libra_jax.coordinator import weight_sync as sync
+from libra_jax.hybrid import training_sides
+from libra_jax.rollouts import rollouts, streams
+from libra_jax.rollouts import samples as samples_lib
 from libra_jax.trainer_control import client, handover, resize
 from libra_jax.trainer_control import recovery as recovery_lib
-from libra_jax.weights import relay_tree, sync
+from libra_jax.utils import deadlines, run_context
+from libra_jax.weights import relay_tree
 
 
 @dataclass(frozen=True)
-class RunContext(protocols.RunContext):
+class RunContext(run_context.RunContext):
     """What the parts of a run share, with what only its coordinator uses.
 
     Attributes:
@@ -98,7 +100,7 @@ class Workers:
     sides: training_sides.TrainingSides | None = None
     hosts: relay_tree.RelayTree | None = None
 
-    def __init__(self, run: protocols.RunContext, specs: WorkerSpecs) -> None:
+    def __init__(self, run: run_context.RunContext, specs: WorkerSpecs) -> None:
         self._run = run
         self.specs = specs
         self._engine_specs = specs.engines
@@ -229,7 +231,7 @@ class Parts:
 
 
 def wire(
-    run: protocols.RunContext,
+    run: run_context.RunContext,
     agent: rollouts.Agent,
     scheduler: protocols.Scheduler,
     planner: elasticity.Planner | None,

@@ -9,8 +9,8 @@ from typing import TypedDict
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import resolving
 from libra_jax.coordinator import budgets, success
+from libra_jax.utils import resolving
 
 
 class PromptsState(TypedDict):
@@ -48,7 +48,7 @@ def check(config: configuration.RunConfig, tasks: protocols.TaskSource) -> None:
         raise protocols.ConfigError(
             f"config.{name}: {chosen} goes by past rollouts of prompts that come again, and the source "
             f"{resolving.shown(config.task.source)} has no end, or no method __len__; take {usual}, or a source of a "
-            "table, such as libra_jax.agents.datasets:task_source"
+            "table, such as libra_jax.environments.datasets:task_source"
         )
     steps, most = total / config.coordinator.groups_per_step, config.algorithm.replay_max_staleness
     if config.algorithm.replay != "none" and config.task.order == "sequential" and steps > most:

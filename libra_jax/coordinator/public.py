@@ -8,8 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator
 
 from libra_jax import protocols
-from libra_jax.agents import loop, session, wire
-from libra_jax.loops import streams
+from libra_jax.rollouts import loop, session, streams, tool_results
 
 _SEED = "vLLM's engine on CPUs fails at seeded requests, so this server repeats no sample; leave it out"
 _SCHEMA = "the engines hold no tokenizer, by which vLLM would constrain outputs; describe the form in the prompt"
@@ -62,7 +61,7 @@ class Public:
                 form=self._form,
                 sampler=self._streams,
                 limits=limits,
-                read_status=wire.status,
+                read_status=tool_results.status,
                 strict=self._strict,
             )
             async with contextlib.aclosing(one.reply(request)) as items:

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from libra_jax import deadlines, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import (
     checkpoint_store,
     checkpoints,
@@ -23,8 +23,9 @@ from libra_jax.coordinator import (
     reports,
     stopping,
 )
-from libra_jax.loops import rollouts
+from libra_jax.rollouts import rollouts
 from libra_jax.trainer_control import handover
+from libra_jax.utils import deadlines
 
 OLDER = "verify older checkpoints"
 """Name of the background task that verifies older checkpoints."""

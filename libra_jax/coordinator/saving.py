@@ -12,8 +12,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from libra_jax import deadlines, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import checkpoint_store, checkpoints
+from libra_jax.utils import deadlines, run_context
 
 TELL_EVERY = 10
 """Number of failed checkpoints in a row of which one is told."""
@@ -34,7 +35,7 @@ class Saver:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         *,
         trainer: protocols.TrainerClient,
         state: Callable[[], checkpoints.CoordinatorState],

@@ -26,7 +26,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
-from libra_jax import background_tasks, deadlines, protocols
+from libra_jax import protocols
+from libra_jax.utils import background_tasks, deadlines, run_context
 
 T = TypeVar("T")
 
@@ -180,7 +181,7 @@ class Stopping:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         ending: Ending,
         abort_step: Callable[[], Coroutine[Any, Any, Any]],
     ) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from libra_jax import protocols
 from libra_jax.scheduling import admission
 from libra_jax.trainer_control import recovery as recovery_lib
+from libra_jax.utils import run_context
 
 
 class Stream:
@@ -30,7 +31,7 @@ class Stream:
     """
 
     def __init__(
-        self, run: protocols.RunContext, trainer: protocols.TrainerClient, recovery: recovery_lib.Recovery
+        self, run: run_context.RunContext, trainer: protocols.TrainerClient, recovery: recovery_lib.Recovery
     ) -> None:
         config = run.config.trainer
         self.taken: list[int] = []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
-from libra_jax import clients, protocols
 from libra_jax import config as configuration
+from libra_jax import protocols
 from libra_jax.protocols import RolloutEngine
+from libra_jax.utils import typed_clients
 
 
-class EngineClient(clients.ActorClient, protocols.EngineClient):
+class EngineClient(typed_clients.ActorClient, protocols.EngineClient):
     """A rollout engine, for one life of its processes. See `clients.ActorClient` for the arguments."""
 
     def __init__(
@@ -17,24 +18,30 @@ class EngineClient(clients.ActorClient, protocols.EngineClient):
     ) -> None:
         super().__init__(cluster, spec, limits, kind="engine")
 
-    start = clients.Call("engine_start", "start", RolloutEngine.start)
-    hand_over = clients.Call("first_token", "hand a request over", RolloutEngine.hand_over)
-    health = clients.Call("first_token", "answer a health check", RolloutEngine.health)
-    shutdown = clients.Call("shutdown", "shut down", RolloutEngine.shutdown)
+    start = typed_clients.Call("engine_start", "start", RolloutEngine.start)
+    hand_over = typed_clients.Call("first_token", "hand a request over", RolloutEngine.hand_over)
+    health = typed_clients.Call("first_token", "answer a health check", RolloutEngine.health)
+    shutdown = typed_clients.Call("shutdown", "shut down", RolloutEngine.shutdown)
 
     def generate(self, request: protocols.GenerationRequest) -> AsyncGenerator[protocols.TokenDelta, None]:
         return self._actor.stream(RolloutEngine.generate, request)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    pause = clients.Call("weight_sync", "pause", RolloutEngine.pause)
-    resume = clients.Call("weight_sync", "resume", RolloutEngine.resume)
-    init_weight_transfer = clients.Call("weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer)
-    start_weight_update = clients.Call("weight_sync", "prepare for new weights", RolloutEngine.start_weight_update)
-    update_weights = clients.Call("weight_sync", "load weight chunk {0.index}", RolloutEngine.update_weights)
-    finish_weight_update = clients.Call("weight_sync", "finish its weight update", RolloutEngine.finish_weight_update)
+    pause = typed_clients.Call("weight_sync", "pause", RolloutEngine.pause)
+    resume = typed_clients.Call("weight_sync", "resume", RolloutEngine.resume)
+    init_weight_transfer = typed_clients.Call(
+        "weight_sync", "open its weight transport", RolloutEngine.init_weight_transfer
+    )
+    start_weight_update = typed_clients.Call(
+        "weight_sync", "prepare for new weights", RolloutEngine.start_weight_update
+    )
+    update_weights = typed_clients.Call("weight_sync", "load weight chunk {0.index}", RolloutEngine.update_weights)
+    finish_weight_update = typed_clients.Call(
+        "weight_sync", "finish its weight update", RolloutEngine.finish_weight_update
+    )
 
     # Switching sides ---------------------------------------------------------------------------------------------
 
-    sleep = clients.Call("transition", "sleep", RolloutEngine.sleep)
-    wake = clients.Call("transition", "wake up", RolloutEngine.wake)
+    sleep = typed_clients.Call("transition", "sleep", RolloutEngine.sleep)
+    wake = typed_clients.Call("transition", "wake up", RolloutEngine.wake)

@@ -29,9 +29,10 @@ from vllm.inputs import engine as engine_inputs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, exceptions
 
-from libra_jax import config, protocols, turns
+from libra_jax import config, protocols
 from libra_jax.engines import vllm_lora, vllm_requests, vllm_weights
-from libra_jax.planning import hardware
+from libra_jax.planning.costs import hardware
+from libra_jax.utils import turns
 
 T = TypeVar("T")
 

@@ -56,8 +56,9 @@ gc.freeze()
 if _collects:
     gc.enable()
 
-from libra_jax import config, protocols, scratch
+from libra_jax import config, protocols
 from libra_jax.engines import logprob_contract, vllm_lora, vllm_plugin
+from libra_jax.utils import scratch
 
 _STARTER_NAME = "vllm-start"
 

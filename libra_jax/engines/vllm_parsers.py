@@ -16,7 +16,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from libra_jax import protocols
-from libra_jax.agents import hugging_face, messages, output_parsers, thoughts
+from libra_jax.chat import hugging_face, messages, output_parsers, thoughts
 
 # A call that does not parse is everyday here, and stays in the content. vLLM writes a stack trace for each.
 for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):

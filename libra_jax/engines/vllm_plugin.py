@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from libra_jax import parent_death
+from libra_jax.utils import parent_death
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,9 @@ from vllm.model_executor.model_loader import reload
 
 from libra_jax import config, protocols
 from libra_jax.engines import vllm_lora
-from libra_jax.models import adapters, hf_names
 from libra_jax.models import config as models_config
+from libra_jax.models.adapters import adapters
+from libra_jax.models.hf import hf_names
 from libra_jax.weights import memfd
 
 

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from libra_jax.models import attention, expert_rows, experts, rope, router, sharding
 from libra_jax.models import config as model_config
+from libra_jax.models import rope, sharding
+from libra_jax.models.attention import attention
+from libra_jax.models.experts import expert_rows, experts, router
 
 
 class Sequences(NamedTuple):

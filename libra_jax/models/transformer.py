@@ -22,9 +22,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from libra_jax import config as run_config
-from libra_jax.models import attention, embedding, feasibility, layers, lora, rope, router, sharding
 from libra_jax.models import config as model_config
-from libra_jax.planning import rows
+from libra_jax.models import embedding, feasibility, layers, rope, rows, sharding
+from libra_jax.models.adapters import lora
+from libra_jax.models.attention import attention
+from libra_jax.models.experts import router
 
 Params = Mapping[str, Any]
 """Nested plain dict of arrays; `hf_names.weight_map` names its leaves."""

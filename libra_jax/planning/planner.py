@@ -21,7 +21,9 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import forecast, plans, ranking, replanning
+from libra_jax.planning import replanning
+from libra_jax.planning.forecast import forecast
+from libra_jax.planning.search import plans, ranking
 
 LEVELS = 8
 """Steps over which a stage's level is averaged: with max staleness above 0 long and short steps alternate, so no

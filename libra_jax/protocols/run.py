@@ -6,17 +6,11 @@ import asyncio
 import collections
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from libra_jax.protocols.cluster import Cluster
 from libra_jax.protocols.scheduling import Instance, PlannedBucket
-from libra_jax.protocols.telemetry import Recorder
 from libra_jax.protocols.training import MeshSizes
-
-if TYPE_CHECKING:  # `config` raises errors of this package, so it cannot be imported here at run time
-    from libra_jax import config as configuration
 
 E = TypeVar("E")
 
@@ -194,28 +188,3 @@ class Events:
             result = handler(event)
             if inspect.isawaitable(result):
                 await result
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What the parts of one run share.
-
-    Attributes:
-      config: the run's configuration.
-      cluster: makes the actors. The coordinator shuts it down when the run ends.
-      recorder: writes what happens.
-      workdir: the run's folder; checkpoints go there, and the run resumes from there.
-      scope: runs work in the background until the run ends, and ends the run.
-      events: delivers what happens to the parts that subscribed.
-      clock: returns the present time in seconds: that of the event loop, virtual in a simulation. A run reads no other.
-      fencing: the run's fencing token in its workdir. A later token ends the run. None disables fencing.
-    """
-
-    config: configuration.RunConfig
-    cluster: Cluster
-    recorder: Recorder
-    workdir: Path
-    scope: Scope
-    events: Events = field(default_factory=Events)
-    clock: Callable[[], float] = lambda: asyncio.get_running_loop().time()
-    fencing: FencingToken | None = None

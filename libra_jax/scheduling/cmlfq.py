@@ -36,8 +36,9 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, evidence, paths, prefix_tree, requests, residents
+from libra_jax.scheduling import buckets, requests, residents
 from libra_jax.scheduling import costs as cost_model
+from libra_jax.scheduling.prediction import evidence, paths, prefix_tree
 
 TURN_SHARE = 0.02
 """Weight of the latest turn in the mean length of a turn."""

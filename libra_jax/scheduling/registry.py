@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import authors, baselines, cmlfq, heddle, known_lengths, levels
+from libra_jax.scheduling import cmlfq, levels
 from libra_jax.scheduling import costs as cost_model
+from libra_jax.scheduling.rivals import authors, baselines, heddle, known_lengths
 
 
 def create(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from libra_jax import protocols
 
 if TYPE_CHECKING:
-    from libra_jax.scheduling import buckets, paths
+    from libra_jax.scheduling import buckets
+    from libra_jax.scheduling.prediction import paths
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, learning, requests, slots
+from libra_jax.scheduling import buckets, requests, slots
+from libra_jax.scheduling.prediction import learning
 
 GROWN = 0.5
 """Share of the context that a request has yet to grow with which it is counted."""

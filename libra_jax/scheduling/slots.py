@@ -24,7 +24,8 @@ from typing import Any
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import buckets, learning, levels, places, requests
+from libra_jax.scheduling import buckets, levels, places, requests
+from libra_jax.scheduling.prediction import learning
 
 # Looked up once: a scheduler makes a decision in a few microseconds.
 TOOL_RETURN, ENGINE_LOST = protocols.MoveReason.TOOL_RETURN, protocols.MoveReason.ENGINE_LOST

@@ -24,7 +24,7 @@ import heapq
 from typing import Any, cast
 
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 from libra_jax.simulator import cache, offload, requests, trajectory
 
 WATERMARK = 0.01

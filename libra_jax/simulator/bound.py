@@ -42,7 +42,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from libra_jax import config as configuration
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 from libra_jax.simulator import scripts, world
 
 Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]

@@ -12,8 +12,8 @@ import asyncio
 from typing import NamedTuple
 
 from libra_jax import protocols
-from libra_jax.agents import guarded
-from libra_jax.agents import loop as agent_loop
+from libra_jax.rollouts import deadline_environment
+from libra_jax.rollouts import loop as agent_loop
 from libra_jax.simulator import trajectory as counted
 
 
@@ -32,7 +32,7 @@ async def run_rollout(setup: agent_loop.RolloutSetup, environment: protocols.Env
         raise protocols.ConfigError(
             "config.task.max_seconds: seconds of rollouts with several segments are not simulated; set it to 0"
         )
-    world = guarded.Environment(environment, setup.task, limits)
+    world = deadline_environment.Environment(environment, setup.task, limits)
     rollout = _Rollout(trajectory, world, setup.tokenizer, setup.sampler, limits)
     try:
         await rollout.run()
@@ -63,7 +63,7 @@ class _Rollout:
     def __init__(
         self,
         rollout: counted.Trajectory,
-        world: guarded.Environment,
+        world: deadline_environment.Environment,
         tokenizer: protocols.Tokenizer,
         sampler: protocols.Sampler,
         limits: agent_loop.Limits,

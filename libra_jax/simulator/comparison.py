@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax import parent_death, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import checkpoints
-from libra_jax.planning import request_costs
-from libra_jax.scheduling import known_lengths, registry
+from libra_jax.planning.costs import request_costs
+from libra_jax.scheduling import registry
+from libra_jax.scheduling.rivals import known_lengths
 from libra_jax.simulator import bound, faults, report, results, scripts, settings, traces, workloads, world
+from libra_jax.utils import parent_death
 
 Progress = Callable[[str], None]
 """Receives a line about each run that ended."""

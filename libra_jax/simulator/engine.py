@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 from libra_jax.simulator import batch, offload, requests, training_side, trajectory
 
 REPLICA_BYTES = 6

@@ -12,7 +12,7 @@ import collections
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 from libra_jax.simulator import trajectory
 
 Key = tuple[str, int]

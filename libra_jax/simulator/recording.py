@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from libra_jax import checksums, protocols
 from libra_jax import config as configuration
-from libra_jax.planning import calibration
+from libra_jax import protocols
+from libra_jax.planning.costs import calibration
 from libra_jax.simulator import scripts, traces
-from libra_jax.telemetry import files, metrics, timeline, trace
+from libra_jax.telemetry import files, metrics, trace
+from libra_jax.telemetry.report import timeline
+from libra_jax.utils import checksums
 
 LEAST_STEPS = 4
 """Least steps of a recording: half of them calibrate, the others are predicted."""

@@ -10,7 +10,8 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax.coordinator import run as coordinator
 from libra_jax.simulator import engine, trainer, trajectory
-from libra_jax.telemetry import memory, timeline
+from libra_jax.telemetry import memory
+from libra_jax.telemetry.report import timeline
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from libra_jax import protocols
-from libra_jax.planning import costs, meshes
+from libra_jax.planning.costs import costs
+from libra_jax.planning.forecast import meshes
 from libra_jax.simulator import training_side
 
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 
 
 @dataclass

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_jax.coordinator import checkpoints
-from libra_jax.planning import calibration, measured_costs, rows
+from libra_jax.models import rows
+from libra_jax.planning.costs import calibration, measured_costs
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import recording, report, world

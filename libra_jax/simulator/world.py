@@ -20,11 +20,14 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.coordinator import parts as parts_lib
 from libra_jax.coordinator import run as coordinator
-from libra_jax.loops import rollouts
-from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans, request_costs
-from libra_jax.scheduling import known_lengths
+from libra_jax.models.adapters import adapters
+from libra_jax.planning import planner
+from libra_jax.planning.costs import costs, hardware, request_costs
+from libra_jax.planning.forecast import forecast, meshes
+from libra_jax.planning.search import plans
+from libra_jax.rollouts import rollouts
+from libra_jax.scheduling.rivals import known_lengths
 from libra_jax.simulator import branching, clock, engine, offload, results, scripts, trainer, training_side, trajectory
 
 MakeScheduler = Callable[[request_costs.SchedulingCosts, known_lengths.Remaining], protocols.Scheduler]

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_jax import checksums, protocols
+from libra_jax import protocols
 from libra_jax.telemetry import escapes
+from libra_jax.utils import checksums
 
 Warn = Callable[[str, str], None]
 """Function `warn(key, sentence)` that shows the sentence, once for each key."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libra_jax import protocols
-from libra_jax.telemetry import metrics, timeline
+from libra_jax.telemetry import metrics
+from libra_jax.telemetry.report import timeline
 
 
 @dataclass(eq=False)

@@ -15,7 +15,8 @@ from typing import Any
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, metrics, samples, screen, sinks, timeline, trace
+from libra_jax.telemetry import console, files, metrics, samples, screen, sinks, trace
+from libra_jax.telemetry.report import timeline
 
 FLUSH_SECONDS = 1.0
 """Longest time in seconds that a record waits in memory, if further records arrive."""

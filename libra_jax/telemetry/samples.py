@@ -2,7 +2,7 @@
 
 A line is `{"step", "evaluation", "policy_version", "group_id", "rank", "of", "trajectory_id", "prompt_id", "reward",
 "reward_parts", "finish", "token_versions", "prompt", "turns": [{"text", "generated_tokens", "tool", "status",
-"tool_seconds", "returned"}]}`. `agents/samples.py` chooses the rollouts.
+"tool_seconds", "returned"}]}`. `rollouts/samples.py` chooses the rollouts.
 """
 
 from __future__ import annotations

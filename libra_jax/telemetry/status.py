@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from libra_jax import machine, protocols, user_code
+from libra_jax import protocols
 from libra_jax.telemetry import console, escapes, files, sinks
+from libra_jax.utils import machine, user_code
 
 STATUS_FILE = "status.json"
 

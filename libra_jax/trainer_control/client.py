@@ -13,9 +13,10 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from libra_jax import clients, deadlines, protocols
 from libra_jax import config as configuration
+from libra_jax import protocols
 from libra_jax.protocols import TrainerProcess, TrainingSide
+from libra_jax.utils import deadlines, typed_clients
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -228,47 +229,49 @@ class TrainerClient:
         self.lost, self._life = None, self._life + 1
         return former
 
-    start = clients.Call("trainer_start", "start", TrainerProcess.start)
-    stand_by = clients.Call("trainer_start", "stand by", TrainerProcess.stand_by)
+    start = typed_clients.Call("trainer_start", "start", TrainerProcess.start)
+    stand_by = typed_clients.Call("trainer_start", "stand by", TrainerProcess.stand_by)
 
     # Training ----------------------------------------------------------------------------------------------------
 
-    warm_start_step = clients.Call("train_step", "take a warm-start step", TrainerProcess.warm_start_step)
-    train_step = clients.Call("train_step", "take a training step", TrainerProcess.train_step)
-    accumulate = clients.Call("train_step", "sum gradients of finished groups", TrainerProcess.accumulate)
-    abort_step = clients.Call("train_step", "abort its step", TrainerProcess.abort_step)
-    policy_version = clients.Call("weight_sync", "say its version", TrainerProcess.policy_version)
+    warm_start_step = typed_clients.Call("train_step", "take a warm-start step", TrainerProcess.warm_start_step)
+    train_step = typed_clients.Call("train_step", "take a training step", TrainerProcess.train_step)
+    accumulate = typed_clients.Call("train_step", "sum gradients of finished groups", TrainerProcess.accumulate)
+    abort_step = typed_clients.Call("train_step", "abort its step", TrainerProcess.abort_step)
+    policy_version = typed_clients.Call("weight_sync", "say its version", TrainerProcess.policy_version)
 
     # Gradient channels -------------------------------------------------------------------------------------------
 
-    listen = clients.Call("weight_sync", "open a channel", TrainerProcess.listen)
-    connect = clients.Call("weight_sync", "connect to a channel", TrainerProcess.connect)
-    dismiss = clients.Call("weight_sync", "close a channel", TrainerProcess.dismiss)
+    listen = typed_clients.Call("weight_sync", "open a channel", TrainerProcess.listen)
+    connect = typed_clients.Call("weight_sync", "connect to a channel", TrainerProcess.connect)
+    dismiss = typed_clients.Call("weight_sync", "close a channel", TrainerProcess.dismiss)
 
     # Weight sync -------------------------------------------------------------------------------------------------
 
-    open_weights = clients.Call("weight_sync", "open its weights", TrainerProcess.open_weights)
-    stage_weights = clients.Call("weight_sync", "stage weights", TrainerProcess.stage_weights)
-    close_weights = clients.Call("weight_sync", "close its weights", TrainerProcess.close_weights)
+    open_weights = typed_clients.Call("weight_sync", "open its weights", TrainerProcess.open_weights)
+    stage_weights = typed_clients.Call("weight_sync", "stage weights", TrainerProcess.stage_weights)
+    close_weights = typed_clients.Call("weight_sync", "close its weights", TrainerProcess.close_weights)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
-    save = clients.Call("checkpoint", "begin a save", TrainerProcess.save)
-    wait_saved = clients.Call("checkpoint", "finish a save", TrainerProcess.wait_saved)
-    restore = clients.Call("checkpoint", "restore a checkpoint", TrainerProcess.restore)
-    export = clients.Call("checkpoint", "export its parameters", TrainerProcess.export)
+    save = typed_clients.Call("checkpoint", "begin a save", TrainerProcess.save)
+    wait_saved = typed_clients.Call("checkpoint", "finish a save", TrainerProcess.wait_saved)
+    restore = typed_clients.Call("checkpoint", "restore a checkpoint", TrainerProcess.restore)
+    export = typed_clients.Call("checkpoint", "export its parameters", TrainerProcess.export)
 
     # Another mesh ------------------------------------------------------------------------------------------------
 
-    begin_resize = clients.Call("trainer_start", "begin to resize", TrainerProcess.begin_resize)
-    resize_progress = clients.Call("trainer_start", "say how far its resize is", TrainerProcess.resize_progress)
-    finish_resize = clients.Call("trainer_start", "move to its new mesh", TrainerProcess.finish_resize)
-    cancel_resize = clients.Call("trainer_start", "cancel a resize", TrainerProcess.cancel_resize)
-    shapes = clients.Call("checkpoint", "name its programs", TrainerProcess.shapes)
-    warm = clients.Call("trainer_start", "compile its programs", TrainerProcess.warm)
-    snapshot = clients.Call("checkpoint", "begin a snapshot", TrainerProcess.snapshot)
-    snapshot_saved = clients.Call("checkpoint", "say whether its snapshot is saved", TrainerProcess.snapshot_saved)
-    is_saved = clients.Call("checkpoint", "look for a snapshot", TrainerProcess.is_saved)
+    begin_resize = typed_clients.Call("trainer_start", "begin to resize", TrainerProcess.begin_resize)
+    resize_progress = typed_clients.Call("trainer_start", "say how far its resize is", TrainerProcess.resize_progress)
+    finish_resize = typed_clients.Call("trainer_start", "move to its new mesh", TrainerProcess.finish_resize)
+    cancel_resize = typed_clients.Call("trainer_start", "cancel a resize", TrainerProcess.cancel_resize)
+    shapes = typed_clients.Call("checkpoint", "name its programs", TrainerProcess.shapes)
+    warm = typed_clients.Call("trainer_start", "compile its programs", TrainerProcess.warm)
+    snapshot = typed_clients.Call("checkpoint", "begin a snapshot", TrainerProcess.snapshot)
+    snapshot_saved = typed_clients.Call(
+        "checkpoint", "say whether its snapshot is saved", TrainerProcess.snapshot_saved
+    )
+    is_saved = typed_clients.Call("checkpoint", "look for a snapshot", TrainerProcess.is_saved)
 
     async def _ask(
         self,
@@ -300,7 +303,7 @@ class TrainerClient:
             raise protocols.TrainerLost(str(error)) from error
 
 
-class HybridClient(clients.ActorClient):
+class HybridClient(typed_clients.ActorClient):
     """`protocols.HybridClient`: the training side of a hybrid worker, during one life of its process.
 
     Methods without a docstring are those of `protocols.TrainingSide`.
@@ -308,15 +311,21 @@ class HybridClient(clients.ActorClient):
 
     _start_limit = "trainer_start"
 
-    start = clients.Call("trainer_start", "start", TrainingSide.start)
-    init_weight_transfer = clients.Call("weight_sync", "open its weight transport", TrainingSide.init_weight_transfer)
-    start_weight_update = clients.Call("weight_sync", "prepare for new parameters", TrainingSide.start_weight_update)
-    update_weights = clients.Call("weight_sync", "load weight chunk {0.index}", TrainingSide.update_weights)
-    finish_weight_update = clients.Call("weight_sync", "finish its weight update", TrainingSide.finish_weight_update)
-    warm = clients.Call("trainer_start", "compile its gradient steps", TrainingSide.warm)
-    join = clients.Call("transition", "join training", TrainingSide.join)
-    contribute = clients.Call("train_step", "compute its share of a step", TrainingSide.contribute)
-    leave = clients.Call("transition", "leave training", TrainingSide.leave)
+    start = typed_clients.Call("trainer_start", "start", TrainingSide.start)
+    init_weight_transfer = typed_clients.Call(
+        "weight_sync", "open its weight transport", TrainingSide.init_weight_transfer
+    )
+    start_weight_update = typed_clients.Call(
+        "weight_sync", "prepare for new parameters", TrainingSide.start_weight_update
+    )
+    update_weights = typed_clients.Call("weight_sync", "load weight chunk {0.index}", TrainingSide.update_weights)
+    finish_weight_update = typed_clients.Call(
+        "weight_sync", "finish its weight update", TrainingSide.finish_weight_update
+    )
+    warm = typed_clients.Call("trainer_start", "compile its gradient steps", TrainingSide.warm)
+    join = typed_clients.Call("transition", "join training", TrainingSide.join)
+    contribute = typed_clients.Call("train_step", "compute its share of a step", TrainingSide.contribute)
+    leave = typed_clients.Call("transition", "leave training", TrainingSide.leave)
 
 
 async def _verdict(calls: Sequence[asyncio.Future[Any]]) -> BaseException | None:

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Protocol
 
 from libra_jax import config as configuration
-from libra_jax import deadlines, protocols
+from libra_jax import protocols
 from libra_jax.trainer_control import client
+from libra_jax.utils import deadlines, run_context
 
 FOLDER = "handover"
 """Folder in the workdir that holds the snapshot during a hand-over."""
@@ -98,7 +99,7 @@ Successors = Callable[[protocols.MeshSizes, int], Way]
 
 
 def successors(
-    run: protocols.RunContext,
+    run: run_context.RunContext,
     make_trainer: client.MakeTrainer,
     *,
     serving: client.TrainerClient,

@@ -25,8 +25,9 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from libra_jax import config as configuration
-from libra_jax import protocols, turns
+from libra_jax import protocols
 from libra_jax.trainer_control import client, resize
+from libra_jax.utils import run_context, turns
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class Recovery:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         *,
         trainer: client.TrainerClient,
         checkpoints: Checkpoints,

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from libra_jax import protocols
 from libra_jax.trainer_control import handover
+from libra_jax.utils import run_context
 
 TRAINER = "trainer"
 """Name of the trainer in `transitions.jsonl`."""
@@ -145,7 +146,7 @@ class Resizing:
 
     def __init__(
         self,
-        run: protocols.RunContext,
+        run: run_context.RunContext,
         *,
         trainer: protocols.TrainerClient,
         sizes: protocols.MeshSizes,

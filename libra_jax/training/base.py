@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
-from libra_jax.models import hf
+from libra_jax.models.hf import hf
 from libra_jax.training import state as state_lib
 
 

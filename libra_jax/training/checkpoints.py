@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from libra_jax import checksums, protocols
+from libra_jax import protocols
+from libra_jax.data import world
 from libra_jax.training import state as state_lib
-from libra_jax.training import world
+from libra_jax.utils import checksums
 
 SEAL = checksums.SEAL
 HOST = "libra_host.json"

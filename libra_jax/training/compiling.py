@@ -15,9 +15,12 @@ from typing import Any
 import jax
 
 from libra_jax import config as config_lib
-from libra_jax.models import adapters, attention, expert_groups, expert_tiles, feasibility
 from libra_jax.models import config as model_config
-from libra_jax.planning import compiled, programs
+from libra_jax.models import feasibility
+from libra_jax.models.adapters import adapters
+from libra_jax.models.attention import attention
+from libra_jax.models.experts import expert_groups, expert_tiles
+from libra_jax.planning.compiled import compiled, programs
 from libra_jax.training import learner, step, topology
 from libra_jax.training import state as state_lib
 

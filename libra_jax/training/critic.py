@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax.algorithms import objective
+from libra_jax.data import packing
 from libra_jax.models import config as model_config
 from libra_jax.models import sharding, transformer
-from libra_jax.training import packing
 
 HEAD = "value_head"
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from libra_jax import config as config_lib
 from libra_jax.algorithms import batch_statistics
+from libra_jax.data import packing, row_places
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility
-from libra_jax.planning import rows
-from libra_jax.training import packing, row_places, step
+from libra_jax.models import feasibility, rows
+from libra_jax.training import step
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import batch_statistics, objective
+from libra_jax.data import packing, world
 from libra_jax.models import config as model_config
-from libra_jax.models import lora, sharding
-from libra_jax.training import model_state, packing, step, updates, world
+from libra_jax.models import sharding
+from libra_jax.models.adapters import lora
+from libra_jax.training import model_state, step, updates
 from libra_jax.training import state as state_lib
 
 AHEAD = 4

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from libra_jax import config as config_lib
 from libra_jax.algorithms import batch_statistics, corrections, kl, objective
+from libra_jax.data import packing
 from libra_jax.models import config as model_config
-from libra_jax.models import router, transformer
-from libra_jax.planning import rows
-from libra_jax.training import logprobs, packing
+from libra_jax.models import rows, transformer
+from libra_jax.models.experts import router
+from libra_jax.training import logprobs
 
 Batch = Mapping[str, jax.Array]
 

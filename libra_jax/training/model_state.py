@@ -17,11 +17,14 @@ import numpy as np
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import estimators
-from libra_jax.models import attention, lora, transformer
+from libra_jax.data import packing, world
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import config as model_config
-from libra_jax.training import background, inputs, losses, optimizer, packing, score_norms, step, world
+from libra_jax.models import transformer
+from libra_jax.models.adapters import lora
+from libra_jax.models.attention import attention
+from libra_jax.training import background, inputs, losses, optimizer, score_norms, step
 from libra_jax.training import critic as critic_lib
-from libra_jax.training import sequences as sequences_lib
 from libra_jax.training import state as state_lib
 
 
@@ -178,7 +181,7 @@ class ModelState:
             reference = self.state and self.state.reference
             if reference is None:
                 # Imported here, because a learner without a teacher needs no library of model files.
-                from libra_jax.models import hf
+                from libra_jax.models.hf import hf
 
                 path = self.config.algorithm.teacher
                 reference = hf.load(path, self.inputs.teacher, places, state_lib.shardings_of(places))

@@ -14,8 +14,8 @@ import jax
 import optax
 
 from libra_jax import config as config_lib
-from libra_jax.agents import resolving
-from libra_jax.models import lora
+from libra_jax.models.adapters import lora
+from libra_jax.utils import resolving
 
 PyTree = Any
 

@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 
-from libra_jax import checksums, protocols
 from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, peft
+from libra_jax.models.adapters import peft
+from libra_jax.models.hf import hf
 from libra_jax.training import base as base_lib
 from libra_jax.training import checkpoints
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import state as state_lib
+from libra_jax.utils import checksums
 from libra_jax.weights import create as weights_create
 
 ADAPTER = "adapter"

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from libra_jax.models import feasibility, lora
+from libra_jax.models import feasibility
+from libra_jax.models.adapters import lora
 from libra_jax.training import losses
 
 

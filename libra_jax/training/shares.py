@@ -19,9 +19,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from libra_jax import config as config_lib
-from libra_jax import machine, protocols
+from libra_jax import protocols
 from libra_jax.training import state as state_lib
 from libra_jax.training import step
+from libra_jax.utils import machine
 from libra_jax.weights import gradient_channel
 
 

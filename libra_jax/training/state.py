@@ -22,7 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, lora, sharding, transformer
+from libra_jax.models import feasibility, sharding, transformer
+from libra_jax.models.adapters import lora
 from libra_jax.training import critic as critic_lib
 
 PyTree = Any

@@ -26,8 +26,8 @@ import numpy as np
 import optax
 
 from libra_jax.algorithms import objective
-from libra_jax.models import lora
-from libra_jax.training import packing
+from libra_jax.data import packing
+from libra_jax.models.adapters import lora
 from libra_jax.training import state as state_lib
 
 Batch = Mapping[str, jax.Array]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from libra_jax import protocols
-from libra_jax.training import batch as batch_lib
-from libra_jax.training import packing
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import packing
+from libra_jax.data import sequences as sequences_lib
 
 
 @dataclass(frozen=True)

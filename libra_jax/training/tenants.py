@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_jax import protocols
+from libra_jax.data import packing
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing
 from libra_jax.training import state as state_lib
 
 

@@ -18,13 +18,14 @@ import jax
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import batch_advantages, packing
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs
-from libra_jax.training import batch as batch_lib
-from libra_jax.training import batch_advantages, optimizer, packing, step, streaming, trainer_life, updates
+from libra_jax.planning.costs import costs
 from libra_jax.training import critic as critic_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.training import optimizer, step, streaming, trainer_life, updates
 from libra_jax.training import shares as shares_lib
 from libra_jax.weights import adapter_snapshot
 from libra_jax.weights import snapshot as weight_snapshot

@@ -10,16 +10,18 @@ from typing import Any
 
 import jax
 
-from libra_jax import checksums, machine, protocols, turns
 from libra_jax import config as config_lib
+from libra_jax import protocols
 from libra_jax.algorithms import contract
-from libra_jax.models import adapters
+from libra_jax.data import world
 from libra_jax.models import config as model_config
-from libra_jax.planning import hardware
-from libra_jax.training import checkpoints, program_cache, resize, step, world
+from libra_jax.models.adapters import adapters
+from libra_jax.planning.costs import hardware
+from libra_jax.training import checkpoints, program_cache, resize, step
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import running as running_lib
 from libra_jax.training import shares as shares_lib
+from libra_jax.utils import checksums, machine, turns
 from libra_jax.weights import create as weights_create
 
 MIB = 2**20

@@ -16,7 +16,8 @@ import jax
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names, lora
+from libra_jax.models.adapters import lora
+from libra_jax.models.hf import hf_names
 from libra_jax.weights import snapshot
 
 

@@ -24,7 +24,7 @@ import torch
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import gather, hf_names
+from libra_jax.models.hf import gather, hf_names
 from libra_jax.weights import snapshot
 
 SENDER = "libra_jax.engines.vllm_weight_sender"

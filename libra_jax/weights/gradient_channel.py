@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from libra_jax import machine, protocols
+from libra_jax import protocols
+from libra_jax.utils import machine
 
 HEADER_BYTES = 64 * 2**10
 """Bytes of every header."""

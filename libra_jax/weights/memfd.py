@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import xxhash
 
-from libra_jax import machine, protocols
+from libra_jax import protocols
+from libra_jax.utils import machine
 
 HOST_VARIABLE = "LIBRA_JAX_HOST"
 """Environment variable with the host's name, for several emulated hosts on one machine."""

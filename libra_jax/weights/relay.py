@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from libra_jax import machine, protocols
+from libra_jax import protocols
+from libra_jax.utils import machine
 from libra_jax.weights import differences, gradient_channel, memfd
 
 MOST_COMPARERS = 4

@@ -27,8 +27,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from libra_jax import clients, deadlines, protocols
 from libra_jax import config as configuration
+from libra_jax import protocols
+from libra_jax.utils import deadlines, typed_clients
 
 FAN_OUT = 2
 """Maximum number of relays to which one relay passes a chunk on."""
@@ -60,16 +61,16 @@ async def came(awaited: asyncio.Future[T]) -> T:
     return awaited.result()
 
 
-class RelayClient(clients.ActorClient, protocols.RelayClient):
+class RelayClient(typed_clients.ActorClient, protocols.RelayClient):
     """A weight relay, for one life of its process. See `clients.ActorClient` for the arguments."""
 
-    health = clients.Call("weight_sync", "answer", protocols.Relay.health)
-    listen = clients.Call("weight_sync", "open a link", protocols.Relay.listen)
-    connect = clients.Call("weight_sync", "connect a link", protocols.Relay.connect)
-    compare = clients.Call("weight_sync", "compare chunk {0.index}", protocols.Relay.compare)
-    send = clients.Call("weight_sync", "send chunk {0.index} to {1}", protocols.Relay.send)
-    receive = clients.Call("weight_sync", "receive chunk {0.index}", protocols.Relay.receive)
-    shutdown = clients.Call("shutdown", "shut down", protocols.Relay.shutdown)
+    health = typed_clients.Call("weight_sync", "answer", protocols.Relay.health)
+    listen = typed_clients.Call("weight_sync", "open a link", protocols.Relay.listen)
+    connect = typed_clients.Call("weight_sync", "connect a link", protocols.Relay.connect)
+    compare = typed_clients.Call("weight_sync", "compare chunk {0.index}", protocols.Relay.compare)
+    send = typed_clients.Call("weight_sync", "send chunk {0.index} to {1}", protocols.Relay.send)
+    receive = typed_clients.Call("weight_sync", "receive chunk {0.index}", protocols.Relay.receive)
+    shutdown = typed_clients.Call("shutdown", "shut down", protocols.Relay.shutdown)
 
 
 @dataclass

@@ -30,7 +30,7 @@ import torch
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import gather, hf_names
+from libra_jax.models.hf import gather, hf_names
 from libra_jax.weights import memfd
 
 ALIGNMENT = 64

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from libra_jax.planning import programs
+from libra_jax.planning.compiled import programs
 from libra_jax.training import topology
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -9,8 +9,10 @@ import json
 
 import pytest
 
+from libra_jax.models import communication_bounds
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, least, programs
+from libra_jax.planning.compiled import programs
+from libra_jax.planning.costs import costs, hardware
 
 WIRE_BYTES = 1.25
 FLOPS = 1.15
@@ -86,7 +88,7 @@ def test_compiled_programs_do_little_more_than_they_must(gate, compiled, tmp_pat
     case, shape = compiled(gate.target, gate.settings(tmp_path)), gate.shape()
     gradient, foreseen = case.gradient, programs.expected(case, shape)
     faults = []
-    wire = gradient.wire_bytes / least.volumes(shape, *case.mesh, case.columns, case.context).total
+    wire = gradient.wire_bytes / communication_bounds.volumes(shape, *case.mesh, case.columns, case.context).total
     if wire > WIRE_BYTES:
         faults.append(f"wire bytes are {wire:.2f} x the least possible, not at most {WIRE_BYTES}")
     flops = foreseen.executed_flops / (foreseen.model_flops + foreseen.recomputed_flops)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from libra_jax import config as config_lib
-from libra_jax.models import adapters, lora, transformer
 from libra_jax.models import config as model_config
+from libra_jax.models import transformer
+from libra_jax.models.adapters import adapters, lora
 from libra_jax.weights import adapter_snapshot, snapshot
 
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")

@@ -16,15 +16,14 @@ from benchmarks import weight_sync as weights_source
 from benchmarks import workload
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import loop as agent_loop
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import dispatch, instances, parts
+from libra_jax.coordinator import dispatch, instances, parts, weight_sync
 from libra_jax.engines import client
-from libra_jax.loops import streams
 from libra_jax.models import config as models_config
+from libra_jax.rollouts import loop as agent_loop
+from libra_jax.rollouts import streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
-from libra_jax.weights import sync
 
 SLOTS, TOKENS = 16, 128
 NAMES = ("rollout-0", "rollout-1")
@@ -72,7 +71,7 @@ async def measure() -> dict[str, Any]:
     weights = weights_source.Weights(shape)
     try:
         await engines.start()
-        publisher = sync.WeightSync(config, trainer=weights, engines=engines, recorder=run.recorder)
+        publisher = weight_sync.WeightSync(config, trainer=weights, engines=engines, recorder=run.recorder)
         dispatcher = dispatch.Dispatcher(run, scheduler=registry.create(config.scheduler), engines=engines)
         sampler = streams.Streams(run, dispatcher=dispatcher, engines=engines)
 

@@ -23,8 +23,8 @@ from absl import app, flags
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create
+from libra_jax.data import dividing, packing, sequences
 from libra_jax.models import config as model_config
-from libra_jax.training import dividing, packing, sequences
 
 GROUPS, SIZE, TURNS, GENERATED, RETURNED, PROMPT, DELTA = 4, 16, 10, 700, 1_100, 1_500, 16
 VOCABULARY, VERSION, ROUNDS = 150_000, 5, 5

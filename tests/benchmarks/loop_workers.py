@@ -27,12 +27,13 @@ from absl import app, flags
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import tokenizers
+from libra_jax.chat import tokenizers
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import dispatch, instances, loop_workers, parts
-from libra_jax.loops import rollouts, streams, worker
+from libra_jax.rollouts import loop_worker, rollouts, streams
 from libra_jax.scheduling import registry
 from libra_jax.telemetry import memory
+from libra_jax.utils import run_context
 
 WORKERS = flags.DEFINE_integer("workers", 64, "Loop workers; 0: the loops run in the coordinator's process.")
 HOLDERS = flags.DEFINE_integer("holders", 2, "Processes that hold the workers.")
@@ -144,12 +145,13 @@ def hold(pipe: connection.Connection, config: configuration.RunConfig, shape: Sh
 
 async def _hold(pipe: connection.Connection, config: configuration.RunConfig, shape: Shape, count: int) -> None:
     @contextlib.asynccontextmanager
-    async def opened(run: protocols.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
+    async def opened(run: run_context.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
         yield agent(shape)
 
     gc.set_threshold(100_000, 50, 100)
     made = [
-        worker.Worker(config, inprocess.InProcessCluster(), pathlib.Path(), opened, "127.0.0.1") for _ in range(count)
+        loop_worker.Worker(config, inprocess.InProcessCluster(), pathlib.Path(), opened, "127.0.0.1")
+        for _ in range(count)
     ]
     for one in made:
         await one.start(asyncio.get_running_loop().time())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware
+from libra_jax.planning.costs import costs, hardware
 
 FILE = pathlib.Path(__file__).with_name("published_steps.csv")
 

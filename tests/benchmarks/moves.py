@@ -17,7 +17,7 @@ from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
 from libra_jax.coordinator import parts
-from libra_jax.elastic import training_sides
+from libra_jax.hybrid import training_sides
 from libra_jax.models import config as model_config
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client, handover
@@ -56,7 +56,8 @@ async def measure() -> dict[str, Any]:
 def _write_model(path: Path) -> model_config.TransformerConfig:
     import jax
 
-    from libra_jax.models import hf, transformer
+    from libra_jax.models import transformer
+    from libra_jax.models.hf import hf
 
     shape = models.hundred_million()
     hf.save(transformer.init_params(shape, jax.random.key(0)), shape, path)
@@ -151,7 +152,7 @@ class _Bench:
         plain = statistics.median([await self._published_step() for _ in range(PLAIN_STEPS)])
         spec = protocols.ActorSpec(
             "hybrid-0",
-            "libra_jax.training.training_side:create",
+            "libra_jax.hybrid.training_side:create",
             {
                 "config": configuration.to_dict(self._config),
                 "workdir": str(self._workdir),

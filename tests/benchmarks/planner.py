@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from libra_jax import config as configuration
-from libra_jax.planning import forecast, search
+from libra_jax.planning.forecast import forecast
+from libra_jax.planning.search import search
 from libra_jax.simulator import comparison, scripts, settings
 
 ACCELERATORS = (48, 128, 1_024, 10_240)

@@ -29,8 +29,11 @@ from absl import flags
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import forecast, plans, request_costs, search
-from libra_jax.scheduling import known_lengths, registry
+from libra_jax.planning.costs import request_costs
+from libra_jax.planning.forecast import forecast
+from libra_jax.planning.search import plans, search
+from libra_jax.scheduling import registry
+from libra_jax.scheduling.rivals import known_lengths
 from libra_jax.simulator import scripts, settings, workloads, world
 from tests.benchmarks import watched as watch
 

@@ -11,14 +11,15 @@ import pathlib
 import statistics
 from typing import Any
 
-from benchmarks import bridge, weight_sync, workload
+from benchmarks import bridge, workload
+from benchmarks import weight_sync as sync_benchmark
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.cluster import create as cluster_create
-from libra_jax.coordinator import instances, parts
+from libra_jax.coordinator import instances, parts, weight_sync
 from libra_jax.models import config as models_config
 from libra_jax.telemetry import memory
-from libra_jax.weights import relay_tree, sync
+from libra_jax.weights import relay_tree
 
 BUCKET_BYTES = 32 * 2**20
 """So that a version is eight, and one is loaded while the next comes."""
@@ -40,7 +41,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         rollout=configuration.RolloutConfig(slots=8, max_context=256, max_tokens=64, kv_cache_gib=0.25),
         cluster=configuration.ClusterConfig(backend="ray"),
     )
-    spec = workload.engine_spec(weight_sync.NAMES[0], config, models_config.to_hf(bridge.SHAPE))
+    spec = workload.engine_spec(sync_benchmark.NAMES[0], config, models_config.to_hf(bridge.SHAPE))
     cluster = cluster_create.create(config.cluster)
     specs = [dataclasses.replace(spec, host=1)]
     recorder = memory.MemoryRecorder()
@@ -49,8 +50,8 @@ async def measure(rounds: int) -> dict[str, Any]:
     hosts = relay_tree.RelayTree(
         config, cluster=cluster, specs={host: _relay(host) for host in (0, 1)}, recorder=run.recorder
     )
-    plain, summed = (weight_sync.Weights(bridge.SHAPE, BUCKET_BYTES, checksum) for checksum in (False, True))
-    ways: dict[str, tuple[weight_sync.Weights, relay_tree.RelayTree | None]] = {
+    plain, summed = (sync_benchmark.Weights(bridge.SHAPE, BUCKET_BYTES, checksum) for checksum in (False, True))
+    ways: dict[str, tuple[sync_benchmark.Weights, relay_tree.RelayTree | None]] = {
         "direct_seconds": (plain, None),
         "direct_with_checksums_seconds": (summed, None),
         "by_relay_seconds": (summed, hosts),
@@ -62,7 +63,7 @@ async def measure(rounds: int) -> dict[str, Any]:
         for number in range((rounds + 1) * len(ways)):
             way = list(ways)[number % len(ways)]
             weights, through = ways[way]
-            publisher = sync.WeightSync(
+            publisher = weight_sync.WeightSync(
                 config,
                 trainer=weights,
                 engines=engines,

@@ -57,10 +57,11 @@ def _child() -> dict[str, Any]:
     import jax
 
     from libra_jax import config as configuration
+    from libra_jax.data import packing
+    from libra_jax.data import sequences as sequences_lib
     from libra_jax.models import config as model_config
     from libra_jax.training import learner as learner_lib
-    from libra_jax.training import packing, resize, state
-    from libra_jax.training import sequences as sequences_lib
+    from libra_jax.training import resize, state
     from libra_jax.training import step as step_lib
     from tests.benchmarks import models
 

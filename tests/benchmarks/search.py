@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 from libra_jax import protocols
-from libra_jax.agents.tools import bm25, search
+from libra_jax.tools import bm25, search
 
 PASSAGES = 1_000_000
 WORDS = (16, 48)

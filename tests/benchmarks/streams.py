@@ -21,7 +21,7 @@ from support import cli
 from absl import flags
 
 from libra_jax import protocols
-from libra_jax.planning import forecast
+from libra_jax.planning.forecast import forecast
 from libra_jax.scheduling import registry
 from libra_jax.simulator import scripts, settings, world
 from tests.benchmarks import predictions

@@ -1,4 +1,4 @@
-"""Watches a scheduler: which instances decode a band's tokens (`RECOGNISED` in planning/confusion.py), and waits."""
+"""Watches a scheduler: which instances decode a band's tokens (planning/forecast/confusion.py), and waits."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from multiprocessing import shared_memory
 from typing import Any
 
-from libra_jax import turns
 from libra_jax.protocols import ActorAddress, DataError, TrainBatch
+from libra_jax.utils import turns
 
 
 class Pickled:

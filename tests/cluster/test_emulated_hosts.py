@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from libra_jax import scratch
 from libra_jax.cluster import emulated
 from libra_jax.protocols import LibraError
+from libra_jax.utils import scratch
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
 HERE = pathlib.Path(__file__).parent

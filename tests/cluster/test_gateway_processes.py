@@ -15,7 +15,7 @@ from libra_jax.cluster import create
 from libra_jax.config import ClusterConfig
 from libra_jax.telemetry import memory
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / folder) for folder in ("coordinator", "gateway")]
+sys.path += [str(pathlib.Path(__file__).parents[1] / folder) for folder in ("coordinator", "harness")]
 import gateway_child
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]

@@ -8,9 +8,9 @@ import os
 import pytest
 from cluster_actors import Counter, EarlyTurn, SlowStarter, Streamer
 
-from libra_jax import turns
 from libra_jax.cluster import inprocess
 from libra_jax.protocols import ActorSpec, ConfigError, LibraError
+from libra_jax.utils import turns
 
 
 def spec(name: str, factory: str, environment: dict[str, str] | None = None) -> ActorSpec:

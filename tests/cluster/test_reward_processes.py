@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import actors, composition, scoring
 from libra_jax.cluster import create
+from libra_jax.rewards import actors, composition, scoring
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]
 

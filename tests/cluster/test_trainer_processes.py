@@ -22,9 +22,9 @@ import trainer_processes as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.cluster import inprocess, ray_cluster
-from libra_jax.models import hf
+from libra_jax.data import dividing
+from libra_jax.models.hf import hf
 from libra_jax.trainer_control import client, handover
-from libra_jax.training import dividing
 from libra_jax.weights import memfd
 
 pytestmark = [pytest.mark.ray, pytest.mark.multiprocess, pytest.mark.slow]

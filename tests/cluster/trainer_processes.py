@@ -16,7 +16,8 @@ import small_model
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import hf, sharding, transformer
+from libra_jax.models import sharding, transformer
+from libra_jax.models.hf import hf
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import trainer
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, planner, ranking
+from libra_jax.planning import planner
+from libra_jax.planning.costs import costs, hardware
+from libra_jax.planning.forecast import forecast, meshes
+from libra_jax.planning.search import ranking
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-1.7B"))
 TRAINER = meshes.Trainer(lengths=(65_536,))

@@ -16,7 +16,7 @@ from libra_jax import protocols
 from libra_jax.coordinator import parts
 from libra_jax.coordinator import run as run_module
 from libra_jax.engines import client as engines_client
-from libra_jax.loops import rollouts
+from libra_jax.rollouts import rollouts
 from libra_jax.scheduling import registry
 from libra_jax.simulator import clock
 from libra_jax.telemetry import memory

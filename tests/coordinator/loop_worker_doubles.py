@@ -12,13 +12,14 @@ import coordinator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.loops import rollouts, worker
+from libra_jax.rollouts import loop_worker, rollouts
+from libra_jax.utils import run_context
 
 MADE: list[Mortal] = []
 """Every worker since `specs`, in the order of their starts."""
 
 
-class Mortal(worker.Worker):
+class Mortal(loop_worker.Worker):
     """A worker that dies after `life` seconds: it says nothing more, and every call fails."""
 
     life = float("inf")
@@ -57,11 +58,11 @@ def create(
     make_environment: Callable[[], Any],
     lives: list[float],
     agent: dict[str, Any],
-) -> worker.Worker:
+) -> loop_worker.Worker:
     """Makes a worker. Its life is the next of `lives`; beyond these, workers live on."""
 
     @contextlib.asynccontextmanager
-    async def opened(run: protocols.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
+    async def opened(run: run_context.RunContext) -> AsyncIterator[rollouts.RolloutAgent]:
         yield rollouts.RolloutAgent(make_environment=make_environment, tokenizer=doubles.TokenText(), **agent)
 
     made = Mortal(config, doubles.DirectCluster(), Path("unused"), opened)

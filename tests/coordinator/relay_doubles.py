@@ -10,11 +10,11 @@ from typing import Any
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.coordinator import instances
+from libra_jax.coordinator import instances, weight_sync
 from libra_jax.engines import fake_engine
 from libra_jax.telemetry import memory
 from libra_jax.trainer_control import client
-from libra_jax.weights import relay_tree, sync
+from libra_jax.weights import relay_tree
 
 LINK_SECONDS = LOAD_SECONDS = 1.0
 NBYTES = 1000
@@ -212,8 +212,8 @@ class Hosts:
     async def _bring_weights(self, event: protocols.EngineLoaded) -> None:
         await self.publisher.catch_up(self.engines.engines[event.name])
 
-    def make_publisher(self, **further: Any) -> sync.WeightSync:
-        return sync.WeightSync(
+    def make_publisher(self, **further: Any) -> weight_sync.WeightSync:
+        return weight_sync.WeightSync(
             self.config,
             trainer=self.client,
             engines=self.engines,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from libra_jax import protocols
-from libra_jax.agents import tokenizers
+from libra_jax.chat import tokenizers
 
 TOKENIZER = tokenizers.CharacterTokenizer()
 (ASSISTANT,) = TOKENIZER.render([], first=False, generation_prompt=True)

@@ -20,9 +20,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from libra_jax import checksums, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import checkpoint_store, checkpoints, fencing, records, saving
 from libra_jax.coordinator import run as run_module
+from libra_jax.utils import checksums
 
 TOKENS = st.integers(0, 2**31 - 1)
 PROBABILITIES = st.floats(allow_nan=False, width=32)

@@ -7,7 +7,8 @@ import asyncio
 import coordinator_doubles as doubles
 import pytest
 
-from libra_jax import deadlines, protocols, turns
+from libra_jax import protocols
+from libra_jax.utils import deadlines, turns
 
 
 async def answer_after(seconds: float) -> str:

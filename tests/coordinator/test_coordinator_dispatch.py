@@ -13,8 +13,8 @@ import pytest
 from libra_jax import protocols
 from libra_jax.coordinator import dispatch, instances
 from libra_jax.engines import fake_engine
-from libra_jax.loops import streams
-from libra_jax.scheduling import baselines
+from libra_jax.rollouts import streams
+from libra_jax.scheduling.rivals import baselines
 
 SAMPLING = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=(2,))
 LONG = protocols.SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=())

@@ -10,7 +10,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.agents.rewards import scoring
+from libra_jax.rewards import scoring
 
 ALL = sorted(f"task-{index}" for index in range(12))
 

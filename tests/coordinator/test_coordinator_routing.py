@@ -10,7 +10,7 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import routing
-from libra_jax.loops import moves
+from libra_jax.rollouts import moves
 
 INSTANCES = [protocols.Instance("narrow", 1, 4), protocols.Instance("wide", 2, 4)]
 

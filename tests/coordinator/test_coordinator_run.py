@@ -17,8 +17,8 @@ import pytest
 from hypothesis import strategies as st
 
 from libra_jax import protocols
-from libra_jax.agents import samples
 from libra_jax.coordinator import checkpoints, reports
+from libra_jax.rollouts import samples
 from libra_jax.telemetry import files, recorder, trace
 from libra_jax.telemetry import samples as telemetry_samples
 from libra_jax.trainer_control import handover

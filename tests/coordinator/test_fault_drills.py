@@ -21,9 +21,9 @@ import tool_doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import resolving
-from libra_jax.agents.sandbox import backends
-from libra_jax.agents.tools import toolkit
+from libra_jax.tools import toolkit
+from libra_jax.tools.sandbox import backends
+from libra_jax.utils import resolving
 
 
 def check_books(bench: doubles.Bench, summary: Any, group_size: int) -> set[str]:

@@ -11,8 +11,9 @@ import stepwise_policy
 import test_stepwise_routing as stepwise
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, factories, harness_loop
-from libra_jax.agents.environments.harness import openai_loop
+from libra_jax.chat import chat_format
+from libra_jax.harness import openai_loop
+from libra_jax.rollouts import factories, harness_loop
 
 
 class Stepping:

@@ -11,8 +11,8 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.coordinator import instances
-from libra_jax.elastic import hybrid, switching
-from libra_jax.elastic.pool import State
+from libra_jax.hybrid import hybrid, switching
+from libra_jax.hybrid.pool import State
 
 Decided = tuple[switching.Kind, tuple[str, ...]]
 

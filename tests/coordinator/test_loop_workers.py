@@ -17,9 +17,10 @@ import loop_worker_doubles as workers
 import pytest
 from hypothesis import strategies
 
-from libra_jax import deadlines, protocols
+from libra_jax import protocols
 from libra_jax.coordinator import loop_workers
 from libra_jax.engines import fake_engine
+from libra_jax.utils import deadlines
 
 ALL = sorted(f"task-{index}" for index in range(12))
 

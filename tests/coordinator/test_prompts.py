@@ -13,8 +13,8 @@ import prompt_doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.agents import datasets
 from libra_jax.coordinator import prompts, success
+from libra_jax.environments import datasets
 
 TASKS = prompt_doubles.TASKS
 

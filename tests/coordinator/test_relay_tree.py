@@ -14,7 +14,7 @@ from relay_doubles import Hosts, on_clock
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.elastic import training_sides
+from libra_jax.hybrid import training_sides
 from libra_jax.scheduling import registry
 from libra_jax.weights import relay_tree
 

@@ -9,9 +9,9 @@ import pytest
 import reward_functions
 
 from libra_jax import protocols
-from libra_jax.agents.rewards import composition
 from libra_jax.cluster import inprocess
 from libra_jax.coordinator import records
+from libra_jax.rewards import composition
 
 
 def run(tmp_path, functions, *, reward=None, make_environment=doubles.TwoTurns, **changes):

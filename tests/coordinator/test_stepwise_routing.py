@@ -10,7 +10,7 @@ import stepwise_policy
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents import factories
+from libra_jax.rollouts import factories
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/cmlfq_cpu.py"
 INSTANCES = ("narrow", "wide")

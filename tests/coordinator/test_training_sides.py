@@ -6,8 +6,9 @@ import asyncio
 
 import coordinator_doubles as doubles
 
-from libra_jax import deadlines, protocols
-from libra_jax.elastic import training_sides
+from libra_jax import protocols
+from libra_jax.hybrid import training_sides
+from libra_jax.utils import deadlines
 
 
 class NeverUp:

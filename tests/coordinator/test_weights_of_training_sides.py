@@ -10,7 +10,7 @@ import coordinator_doubles as doubles
 import pytest
 
 from libra_jax import protocols
-from libra_jax.elastic import training_sides
+from libra_jax.hybrid import training_sides
 from libra_jax.telemetry import memory
 
 WORKER, OTHER = "rollout-1", "rollout-2"

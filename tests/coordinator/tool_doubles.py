@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import coordinator_doubles as doubles
 
 from libra_jax import protocols
-from libra_jax.agents.tools import toolbox, toolkit
+from libra_jax.tools import toolbox, toolkit
 
 
 class ToolTurns(doubles.TwoTurns):

@@ -15,9 +15,9 @@ import pages
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.agents.rewards import scoring
-from libra_jax.agents.tools import toolkit
 from libra_jax.algorithms import contract
+from libra_jax.rewards import scoring
+from libra_jax.tools import toolkit
 
 WAREHOUSES = ("README.md", "docs/guides/environments.md")
 

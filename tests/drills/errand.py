@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libra_jax import protocols
-from libra_jax.agents.tools import toolbox, toolkit
+from libra_jax.tools import toolbox, toolkit
 
 CODE = "sum(range(1000))"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from libra_jax import scratch
+from libra_jax.utils import scratch
 
 LOOK_SECONDS = 1.0
 END_SECONDS = 30.0

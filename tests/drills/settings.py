@@ -25,7 +25,7 @@ def get_config(layout: str = "narrow") -> libra_config.RunConfig:
     config.model.preset = "libra-tiny"
     config.model.attention_chunk = 64
 
-    config.task.source = "libra_jax.agents.calculator:task_source"
+    config.task.source = "libra_jax.examples.calculator:task_source"
     config.task.environment = "tests.drills.errand:environment"
     config.task.max_turns = 1
     config.tools.use = ("python",)

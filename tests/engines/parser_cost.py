@@ -13,8 +13,9 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "common"))
 import chat_templates
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, outputs, tokenizers
+from libra_jax.chat import chat_format, tokenizers
 from libra_jax.engines import vllm_parsers
+from libra_jax.rollouts import outputs
 
 ROUNDS = 100
 ARGUMENTS = {"type": "object", "properties": {"q": {"type": "string", "description": "x" * 100}}}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion import protocol
 from vllm.tool_parsers import hermes_tool_parser
 
-from libra_jax.agents.tools import formats
+from libra_jax.chat import formats
 
 WORDS = st.lists(
     st.sampled_from(["<tool_call>", "</think>", '"', "\\", "{", "}", "x", " ", "\n", "é😀"]), max_size=6

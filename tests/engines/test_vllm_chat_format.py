@@ -18,8 +18,9 @@ from vllm.renderers import registry
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from libra_jax import protocols
-from libra_jax.agents import chat_format, outputs, tokenizers
+from libra_jax.chat import chat_format, tokenizers
 from libra_jax.engines import vllm_parsers
+from libra_jax.rollouts import outputs
 
 TOOLS = (
     protocols.ToolSpec(

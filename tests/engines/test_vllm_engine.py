@@ -22,7 +22,7 @@ from vllm.entrypoints.launchers.api_server import app_state
 from vllm.utils import argparse_utils
 
 from libra_jax import config, protocols
-from libra_jax.agents import teacher
+from libra_jax.rewards import teacher
 from libra_jax.weights import snapshot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

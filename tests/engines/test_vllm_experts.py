@@ -11,7 +11,7 @@ import transformers
 import vllm_host
 
 from libra_jax import protocols
-from libra_jax.models import hf
+from libra_jax.models.hf import hf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -13,9 +13,10 @@ import psutil
 import pytest
 from vllm.utils import network_utils
 
-from libra_jax import config, protocols, scratch
+from libra_jax import config, protocols
 from libra_jax.engines import vllm_engine, vllm_launch, vllm_plugin
 from libra_jax.models import config as model_config
+from libra_jax.utils import scratch
 
 
 def launch(name: str, tensor_parallel: int = 1) -> vllm_launch.Launch:

@@ -14,8 +14,9 @@ import vllm_host
 
 from libra_jax import config
 from libra_jax.engines import vllm_weights
-from libra_jax.models import adapters, lora, transformer
 from libra_jax.models import config as models_config
+from libra_jax.models import transformer
+from libra_jax.models.adapters import adapters, lora
 from libra_jax.weights import adapter_snapshot
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

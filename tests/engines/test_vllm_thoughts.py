@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion import protocol
 from vllm.reasoning import ReasoningParserManager
 
-from libra_jax.agents import thoughts
+from libra_jax.chat import thoughts
 
 REQUEST = protocol.ChatCompletionRequest(messages=[], model="m")
 FURTHER = ("<tool_call>", "</tool_call>", "<response>", "</response>", "<0x0A>", "<|channel>", "<|im_start|>")

@@ -6,8 +6,9 @@ import pytest
 
 from libra_jax import config, protocols
 from libra_jax.engines import vllm_weights
-from libra_jax.models import adapters, hf_names
 from libra_jax.models import config as models_config
+from libra_jax.models.adapters import adapters
+from libra_jax.models.hf import hf_names
 
 LORA = config.LoraConfig(rank=8)
 SHAPE = models_config.load_preset("libra-tiny")

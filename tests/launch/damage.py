@@ -26,11 +26,11 @@ import numpy as np
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.agents.tools import toolkit
+from libra_jax.build import wiring, workdirs
 from libra_jax.coordinator import checkpoint_store, saving
 from libra_jax.coordinator import run as coordinator
-from libra_jax.runs import wiring, workdirs
 from libra_jax.telemetry import files as files_lib
+from libra_jax.tools import toolkit
 from libra_jax.training import trainer
 
 STEPS, EVERY, PAGE = 3, 1, 4096
@@ -66,8 +66,8 @@ def settings(steps: int = STEPS) -> configuration.RunConfig:
             "name": "damage",
             "steps": steps,
             "task": {
-                "source": "libra_jax.agents.calculator:task_source",
-                "environment": "libra_jax.agents.calculator:environment",
+                "source": "libra_jax.examples.calculator:task_source",
+                "environment": "libra_jax.examples.calculator:environment",
                 "max_turns": 2,
             },
             "model": {"preset": "libra-tiny", "attention_chunk": 64},

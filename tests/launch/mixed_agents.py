@@ -11,15 +11,14 @@ import random
 import shlex
 from pathlib import Path
 
-from libra_jax import protocols
-from libra_jax.agents import calculator, splits
-from libra_jax.agents.environments import harness
-from libra_jax.agents.environments.harness import harbor, harbor_tasks
-from libra_jax.agents.repair import planted
+from libra_jax import harness, protocols
+from libra_jax.examples import calculator, planted
+from libra_jax.harness import harbor, harbor_tasks
+from libra_jax.rollouts import splits
 
-AGENTS = str(Path(__file__).parents[1] / "agents")
-LOOP = "libra_jax.agents.environments.harness.openai_loop"
-OUTSIDE = "libra_jax.agents.outside"
+AGENTS = str(Path(__file__).parents[1] / "common")
+LOOP = "libra_jax.harness.openai_loop"
+OUTSIDE = "libra_jax.examples.outside"
 
 ASK = """
 import json, os, urllib.request

@@ -26,11 +26,11 @@ import restless_run
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents.tools import toolkit
+from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.cluster import placement
-from libra_jax.elastic import switching
+from libra_jax.hybrid import switching
 from libra_jax.planning import planner, replanning
-from libra_jax.runs import preflight, wiring, workdirs
+from libra_jax.tools import toolkit
 
 QUIET_STEPS = 3
 """Undisturbed steps before each plan, and before the end."""

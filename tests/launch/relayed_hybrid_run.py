@@ -24,11 +24,11 @@ import restless_run
 
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents.tools import toolkit
+from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.cluster import emulated, placement
-from libra_jax.elastic import switching
 from libra_jax.engines import fake_engine
-from libra_jax.runs import preflight, wiring, workdirs
+from libra_jax.hybrid import switching
+from libra_jax.tools import toolkit
 from libra_jax.weights import memfd, relay_tree
 
 BETWEEN, ASLEEP, SERVING = 3, 6, 9

@@ -20,9 +20,9 @@ from typing import Any
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents.tools import toolkit
+from libra_jax.build import preflight, wiring, workdirs
 from libra_jax.cluster import emulated
-from libra_jax.runs import preflight, wiring, workdirs
+from libra_jax.tools import toolkit
 
 HOSTS = 4
 

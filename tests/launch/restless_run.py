@@ -21,10 +21,10 @@ from typing import Any
 from configs import quickstart
 from libra_jax import config as libra_config
 from libra_jax import protocols
-from libra_jax.agents.tools import toolkit
-from libra_jax.elastic import pool, switching, transitions
-from libra_jax.elastic.pool import State
-from libra_jax.runs import preflight, wiring, workdirs
+from libra_jax.build import preflight, wiring, workdirs
+from libra_jax.hybrid import pool, switching, transitions
+from libra_jax.hybrid.pool import State
+from libra_jax.tools import toolkit
 
 GROUPS, ATTEMPTS = 4, 2
 

@@ -12,7 +12,7 @@ import real_runs
 import scripts
 
 HERE = Path(__file__).parent
-AGENTS = HERE.parent / "agents"
+AGENTS = HERE.parent / "common"
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 STEPS, GROUP = 4, 2

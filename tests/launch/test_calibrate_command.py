@@ -11,7 +11,7 @@ import pytest
 
 from configs import calibrate
 from libra_jax import config as configuration
-from libra_jax.planning import profiles
+from libra_jax.planning.costs import profiles
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@ import pytest
 import scripts
 
 from libra_jax import config as libra_config
+from libra_jax.build import fitting
 from libra_jax.models import config as model_config
-from libra_jax.runs import fitting
 
 compile_for = functools.partial(scripts.run, "compile.py")
 CONFIG = "--config=configs/qwen3_1p7b_8gpu.py"

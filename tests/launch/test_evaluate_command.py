@@ -1,4 +1,4 @@
-"""launch/evaluate.py as a person gives it. Its work is tested in tests/runs/test_evaluating.py."""
+"""launch/evaluate.py as a person gives it. Its work is tested in tests/build/test_evaluating.py."""
 
 import scripts
 

@@ -13,7 +13,7 @@ import pytest
 import scripts
 
 from gpu import attention_parity, cases, peer, rows, runner, shapes
-from libra_jax.models import attention
+from libra_jax.models.attention import attention
 
 BLOCKED = ("vllm", "ray", "ml_collections", "transformers", "pybase64")
 """Packages that the command has to do without."""

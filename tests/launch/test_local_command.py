@@ -17,7 +17,7 @@ import pytest
 import real_runs
 import scripts
 
-from libra_jax import scratch
+from libra_jax.utils import scratch
 
 SCRIPT = scripts.ROOT / "launch" / "local.py"
 END_SECONDS = 40.0

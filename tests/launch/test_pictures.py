@@ -9,8 +9,9 @@ from matplotlib.backends import backend_agg
 from configs import simulate
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import meshes, search
-from libra_jax.runs import planned
+from libra_jax.build import planned
+from libra_jax.planning.forecast import meshes
+from libra_jax.planning.search import search
 from libra_jax.simulator import report, scripts
 
 PHONE = 360

@@ -7,7 +7,7 @@ import re
 import pytest
 import scripts
 
-from libra_jax import checksums
+from libra_jax.utils import checksums
 
 plan = functools.partial(scripts.run, "plan.py")
 LINE = {"trajectory_id": "0/0", "prompt_id": "0", "prompt_tokens": 200}

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from configs import published, simulate
 from libra_jax import config as libra_config
 from libra_jax import protocols
+from libra_jax.build import planned
 from libra_jax.cluster import hosts
-from libra_jax.planning import plans
-from libra_jax.runs import planned
+from libra_jax.planning.search import plans
 from libra_jax.simulator import scripts, settings
 
 PAIR = scripts.LogNormal.fitted(4000, 7000)

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from configs import ablation, published
-from libra_jax.planning import memory, meshes
-from libra_jax.runs import preflight, wiring
+from libra_jax.build import preflight, wiring
+from libra_jax.planning.costs import memory
+from libra_jax.planning.forecast import meshes
 
 VARIANTS = [
     f"{workload}-{model}{accelerator}"

@@ -1,4 +1,4 @@
-"""launch/serve.py as a person gives it. Its work is tested in tests/gateway/test_serving.py."""
+"""launch/serve.py as a person gives it. Its work is tested in tests/harness/test_serving.py."""
 
 import scripts
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import scripts
 
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 from libra_jax.simulator import comparison, world
 
 ABLATION = ("--of=configs/ablation.py", "--steps=1", "--jobs=1")

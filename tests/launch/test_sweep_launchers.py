@@ -257,7 +257,7 @@ def test_a_sweep_is_given_to_kubernetes_run_by_run(tmp_path, monkeypatch):
         assert f"value: {tmp_path}/runs/hosts-seed{seed}-" in applied
 
 
-GRID = "--sweep=task.environment=libra_jax.agents.calculator:environment,libra_jax.no_such:environment"
+GRID = "--sweep=task.environment=libra_jax.examples.calculator:environment,libra_jax.no_such:environment"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import scripts
 
 from libra_jax import config
-from libra_jax.runs import workdirs
+from libra_jax.build import workdirs
 
 QUICKSTART = "--config=configs/quickstart.py"
 REAL_SIZE = "--config=configs/qwen3_1p7b_8gpu.py"
@@ -33,7 +33,7 @@ def test_dry_run_prints_the_config_the_mesh_and_the_partition():
     assert result.stdout.startswith("settings    ")
     assert "\n  --config.trainer.fsdp=2\n" in result.stdout
     assert "config.optimizer.clip_norm" not in result.stdout  # as the default
-    assert "tasks       libra_jax.agents.calculator:task_source, generated; the first: " in result.stdout
+    assert "tasks       libra_jax.examples.calculator:task_source, generated; the first: " in result.stdout
     assert "mesh        data=1 fsdp=2 tensor=1 context=1" in result.stdout
     assert "trainer   devices 0-1" in result.stdout
     assert "rollout-0 device 2: tensor parallel 1" in result.stdout
@@ -44,7 +44,7 @@ def test_dry_run_validates_the_real_size_config_without_its_weights():
     result = train(REAL_SIZE, "--dry_run")
     shape = "qwen3, 1,720.57 M parameters (no model at models/Qwen3-1.7B: this is model.preset=Qwen3-1.7B)"
     assert shape in result.stdout
-    assert "tasks       libra_jax.agents.datasets:task_source (data/questions.jsonl is not here)" in result.stdout
+    assert "tasks       libra_jax.environments.datasets:task_source (data/questions.jsonl is not here)" in result.stdout
     assert "mesh        data=1 fsdp=4 tensor=1 context=1" in result.stdout
     assert "partition   8 devices" in result.stdout
     for line in (
@@ -149,8 +149,11 @@ def test_dry_run_counts_the_tasks_and_shows_the_first_prompt(tmp_path):
         ("--config.model.preset=Qwen3-1.8B", ("Qwen3-1.8B", "Qwen3-1.7B")),
         ("--config.model.path=/nowhere/model", ("/nowhere/model: no such model directory",)),
         (
-            "--config.task.environment=libra_jax.agents.calculator:enviroment",
-            ("config.task.environment: libra_jax.agents.calculator has no 'enviroment'; did you mean 'environment'?",),
+            "--config.task.environment=libra_jax.examples.calculator:enviroment",
+            (
+                "config.task.environment: libra_jax.examples.calculator has no 'enviroment'; did you mean "
+                "'environment'?",
+            ),
         ),
         (
             "--config.task.source=no_such_package.tasks:source",
@@ -269,8 +272,8 @@ def test_a_bad_task_file_is_refused_naming_file_and_line(content: str, fragments
     tasks.write_text(content)
     result = train(
         QUICKSTART,
-        "--config.task.source=libra_jax.agents.datasets:task_source",
-        "--config.task.environment=libra_jax.agents.question:environment",
+        "--config.task.source=libra_jax.environments.datasets:task_source",
+        "--config.task.environment=libra_jax.environments.question:environment",
         f"--config.task.path={tasks}",
         "--config.warm_start.steps=0",
         f"--workdir={tmp_path / 'run'}",

@@ -12,8 +12,10 @@ import safetensors_headers
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import adapters, hf_names, lora, transformer
 from libra_jax.models import config as model_config
+from libra_jax.models import transformer
+from libra_jax.models.adapters import adapters, lora
+from libra_jax.models.hf import hf_names
 
 DENSE = model_config.load_preset("libra-tiny")
 SPARSE = model_config.load_preset("libra-tiny-moe")

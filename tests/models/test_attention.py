@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as stablehlo
 
-from libra_jax.models import attention, cudnn_attention, feasibility, splash_attention, transformer
 from libra_jax.models import config as model_config
+from libra_jax.models import feasibility, transformer
+from libra_jax.models.attention import attention, cudnn_attention, splash_attention
 from libra_jax.protocols import ConfigError
 from libra_jax.training import topology
 

@@ -8,7 +8,8 @@ import torch
 from flax import nnx
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, hf_names, layers, transformer
+from libra_jax.models import layers, transformer
+from libra_jax.models.hf import hf, hf_names
 from libra_jax.training import losses
 
 TOKENS = 512

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
-from libra_jax.models import attention, context_attention, feasibility, sharding
+from libra_jax.models import communication_bounds, feasibility, sharding
 from libra_jax.models import config as model_config
-from libra_jax.planning import compiled, least
+from libra_jax.models.attention import attention, context_attention
+from libra_jax.planning.compiled import compiled
 from libra_jax.protocols import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -108,7 +109,7 @@ def test_attention_sends_what_the_formula_says(heads, kv_heads, context, kinds):
         model_config.load_preset("libra-tiny"), num_heads=heads, num_kv_heads=kv_heads, head_dim=WIDTH, num_layers=1
     )
     # The formula is in bfloat16, the program in float32.
-    formula = 2 * least.over_context(shape, ROWS * TOKENS / context, 1, context, passes=2)
+    formula = 2 * communication_bounds.over_context(shape, ROWS * TOKENS / context, 1, context, passes=2)
     assert sum(item.wire_bytes for item in sent) == pytest.approx(formula, rel=1e-6)
 
 

@@ -11,9 +11,10 @@ from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_d
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from libra_jax.models import communication_bounds, feasibility, layers, transformer
 from libra_jax.models import config as model_config
-from libra_jax.models import expert_rows, experts, feasibility, hf, layers, router, transformer
-from libra_jax.planning import least
+from libra_jax.models.experts import expert_rows, experts, router
+from libra_jax.models.hf import hf
 
 AXES = ("data", "fsdp", "tensor", "context")
 CASES = [(8, 1), (8, 2), (8, 8), (128, 1), (128, 2), (128, 8)]
@@ -356,7 +357,7 @@ def grouped(monkeypatch):
 def test_exchanged_and_gathered_tokens_make_one_devices_gradient(
     fresh_programs, monkeypatch, grouped, kernel, headroom, shape, exchanges
 ):
-    monkeypatch.setattr(least, "EXPERT_HEADROOM", headroom)
+    monkeypatch.setattr(communication_bounds, "EXPERT_HEADROOM", headroom)
     ran = _told_of_exchanges(monkeypatch)
     keys, (tokens, count, width) = jax.random.split(jax.random.key(0), 5), (24, 8, 16)
     x, grad = (jax.random.normal(key, (8, tokens, width)) for key in keys[:2])

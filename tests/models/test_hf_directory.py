@@ -13,7 +13,8 @@ import transformers
 from jax.sharding import AxisType
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, hf_names, transformer
+from libra_jax.models import transformer
+from libra_jax.models.hf import hf, hf_names
 from libra_jax.protocols import DataError
 
 AXES = ("data", "fsdp", "tensor", "context")

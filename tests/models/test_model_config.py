@@ -12,7 +12,8 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from libra_jax.models import config as model_config
-from libra_jax.models import feasibility, hf_names, rope, transformer
+from libra_jax.models import feasibility, rope, transformer
+from libra_jax.models.hf import hf_names
 from libra_jax.protocols import ConfigError, DataError
 
 PUBLISHED_PARAMETERS = {  # as the model cards' safetensors metadata counts them

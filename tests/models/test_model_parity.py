@@ -8,7 +8,8 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from libra_jax.models import config as model_config
-from libra_jax.models import hf, rope, transformer
+from libra_jax.models import rope, transformer
+from libra_jax.models.hf import hf
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from libra_jax import protocols
-from libra_jax.planning import calibration, measured_costs, rows
+from libra_jax.models import rows
+from libra_jax.planning.costs import calibration, measured_costs
 
 ENGINE = measured_costs.EngineCosts(4e-3, 50e-6, 0.1e-6, 20e-6, 10e-6, 300e-6)
 MODEL = measured_costs.Calibration(

@@ -6,8 +6,10 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.models import communication_bounds
 from libra_jax.models import config as model_config
-from libra_jax.planning import compiled, costs, hardware, hlo, least, memory, programs
+from libra_jax.planning.compiled import compiled, hlo, programs
+from libra_jax.planning.costs import costs, hardware, memory
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
 SIZES = compiled.Sizes(MESH, vocabulary=1000, hidden=32, tokens=64, logits_chunk=16)
@@ -236,41 +238,46 @@ def test_least_bytes_are_six_a_parameter_over_many_shards():
     shape = model_config.load_preset("Qwen3-1.7B")
     parameters, tables = model_config.parameter_count(shape), shape.vocab_size * shape.hidden_size
     rows = 2 * 2 * 8192 * shape.hidden_size  # the lookup's, and their gradients
-    wide = least.volumes(shape, 1, 1 << 20, 1, 8192)
+    wide = communication_bounds.volumes(shape, 1, 1 << 20, 1, 8192)
     assert wide.fsdp == pytest.approx(6 * parameters + rows, rel=1e-4)
     assert (wide.data, wide.tensor) == (0, 0)
     # An all-reduce sends half of the gradients twice, over two replicas.
     reduced = 2 * parameters + 2 * tables
-    assert least.volumes(shape, 2, 1, 1, 8192).data == pytest.approx(reduced, rel=1e-4)
-    split = least.volumes(shape, 1, 4, 2, 8192)
+    assert communication_bounds.volumes(shape, 2, 1, 1, 8192).data == pytest.approx(reduced, rel=1e-4)
+    split = communication_bounds.volumes(shape, 1, 4, 2, 8192)
     assert split.fsdp == pytest.approx(wide.fsdp / 2 * 3 / 4, rel=1e-4)
     assert split.tensor == pytest.approx((10 * 28 + 5) * 8192 * 2048 * 2 / 2)
 
 
 def test_over_context_the_state_travels_as_over_fsdp_and_attention_exchanges_its_vectors():
     shape = model_config.load_preset("Qwen3-1.7B")  # 28 layers, 16 query heads and 8 key heads of 128
-    over_fsdp, over_context = least.volumes(shape, 1, 8, 1, 8192), least.volumes(shape, 1, 1, 1, 8192, context=8)
+    over_fsdp, over_context = (
+        communication_bounds.volumes(shape, 1, 8, 1, 8192),
+        communication_bounds.volumes(shape, 1, 1, 1, 8192, context=8),
+    )
     assert over_context.fsdp == over_fsdp.fsdp
     assert over_context.context == pytest.approx(2 * 28 * 8192 * (2 * 16 + 2 * 8) * 128 * 2 * 7 / 8)
     # Of 4 key heads a tensor shard, 8 devices are each sent one copy.
-    assert least.over_context(shape, 1, 2, 8, 1) == pytest.approx(28 * (2 * 8 + 2 * 8) * 128 * 2 * 7 / 8)
+    assert communication_bounds.over_context(shape, 1, 2, 8, 1) == pytest.approx(28 * (2 * 8 + 2 * 8) * 128 * 2 * 7 / 8)
     # 16 devices do not divide 8 query heads: keys and values go to 15 others, and queries change places.
-    assert least.over_context(shape, 1, 2, 16, 1) == pytest.approx(28 * (2 * 4 * 15 + 2 * 8) * 128 * 2)
+    assert communication_bounds.over_context(shape, 1, 2, 16, 1) == pytest.approx(28 * (2 * 4 * 15 + 2 * 8) * 128 * 2)
 
 
 def test_experts_stay_and_their_tokens_travel_as_often_as_they_are_taken():
     dense = model_config.load_preset("Qwen3-1.7B")
     sparse = model_config.load_preset("Qwen3-30B-A3B")
-    alone = least.volumes(sparse, 1, 1, 1, 8192)
+    alone = communication_bounds.volumes(sparse, 1, 1, 1, 8192)
     assert alone.total == 0
     # Every layer's experts are 604 M parameters, of which nothing is gathered; 8 of 128 on 8 devices are 5.25 - 0.66
     # others a token, five times.
     one = dataclasses.replace(sparse, num_layers=1)
     more = dataclasses.replace(sparse, num_layers=2)
-    layer = least.volumes(more, 1, 8, 1, 8192).fsdp - least.volumes(one, 1, 8, 1, 8192).fsdp
+    layer = (
+        communication_bounds.volumes(more, 1, 8, 1, 8192).fsdp - communication_bounds.volumes(one, 1, 8, 1, 8192).fsdp
+    )
     tokens = 5 * 7 * (1 - (7 / 8) ** 8) * 8192 * 2048 * 2
     attention = 2048 * (2 * 32 * 128 + 2 * 4 * 128) + 2 * 2048 + 2 * 128 + 128 * 2048  # norms and router, too
     assert layer == pytest.approx(tokens + attention * 3 * 2 * 7 / 8, rel=1e-6)
-    assert least.volumes(dense, 1, 8, 1, 8192) == least.volumes(
+    assert communication_bounds.volumes(dense, 1, 8, 1, 8192) == communication_bounds.volumes(
         dataclasses.replace(dense, expert_intermediate_size=768, experts_per_token=8), 1, 8, 1, 8192
     )

@@ -7,7 +7,7 @@ import pytest
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import confusion
+from libra_jax.planning.forecast import confusion
 from libra_jax.scheduling import registry
 
 BOUNDS, DEGREES = (1_000, 10_000), (1, 4)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.models import adapters
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, request_costs
+from libra_jax.models.adapters import adapters
+from libra_jax.planning.costs import costs, hardware, request_costs
 
 MODEL = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-14B"))
 SPARSE = costs.CostModel(hardware.sheet("a800"), model_config.load_preset("Qwen3-30B-A3B"))

@@ -3,7 +3,7 @@
 import pytest
 
 from libra_jax import protocols
-from libra_jax.planning import hardware
+from libra_jax.planning.costs import hardware
 
 
 @pytest.mark.parametrize("name", hardware.NAMES)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, partition, serving
+from libra_jax.planning.costs import costs, hardware
+from libra_jax.planning.forecast import serving
+from libra_jax.planning.search import partition
 
 DEGREES = (1, 2, 4, 8)
 TURNS = st.lists(

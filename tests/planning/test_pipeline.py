@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, pipeline, pools
+from libra_jax.planning.costs import costs, hardware
+from libra_jax.planning.forecast import degree_queues as pools
+from libra_jax.planning.forecast import forecast, meshes, pipeline
 
 
 def pool(ticks: list[float], *, slots: int = 100, pace: float = 1.0, **changes) -> pools.Pool:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, meshes, partition, plans, profiles, search, serving
+from libra_jax.planning.costs import costs, hardware, profiles
+from libra_jax.planning.forecast import meshes, serving
+from libra_jax.planning.search import partition, plans, search
 from tests.benchmarks import predictions
 
 MODEL = costs.CostModel(hardware.sheet("h100"), model_config.load_preset("Qwen3-1.7B", "model"))

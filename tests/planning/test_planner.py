@@ -11,7 +11,10 @@ import pytest
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, meshes, planner, plans
+from libra_jax.planning import planner
+from libra_jax.planning.costs import costs, hardware
+from libra_jax.planning.forecast import forecast, meshes
+from libra_jax.planning.search import plans
 
 MODEL, TRAINER, NARROW = planner_cases.MODEL, planner_cases.TRAINER, planner_cases.NARROW
 make, trained, steps = planner_cases.make, planner_cases.trained, planner_cases.steps

@@ -8,10 +8,14 @@ import json
 import numpy as np
 import pytest
 
-from libra_jax import checksums, protocols
 from libra_jax import config as configuration
+from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, forecast, hardware, measured_costs, meshes, planner, plans, profiles, serving
+from libra_jax.planning import planner
+from libra_jax.planning.costs import costs, hardware, measured_costs, profiles
+from libra_jax.planning.forecast import forecast, meshes, serving
+from libra_jax.planning.search import plans
+from libra_jax.utils import checksums
 
 SHEET = hardware.HardwareSheet("cpu", 5e10, 1e10, 8e9, 5e9, 5e9, 2)
 MODEL = costs.CostModel(SHEET, model_config.load_preset("libra-tiny"), costs.Coefficients(activation_bytes=0.0))

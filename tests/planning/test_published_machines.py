@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware
+from libra_jax.planning.costs import costs, hardware
 from tests.benchmarks import machines
 
 

@@ -9,7 +9,9 @@ import planner_cases
 import pytest
 
 from libra_jax import config, protocols
-from libra_jax.planning import forecast, planner, ranking, replanning
+from libra_jax.planning import planner, replanning
+from libra_jax.planning.forecast import forecast
+from libra_jax.planning.search import ranking
 
 MEASURED = planner.Measured(step=400.0, train=30.0, wait=370.0, slots=448)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax.planning import calibration
+from libra_jax.planning.costs import calibration
 
 optimize = pytest.importorskip("scipy.optimize")
 

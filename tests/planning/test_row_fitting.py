@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_jax import config
-from libra_jax.planning import rows
-from libra_jax.training import packing
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import packing
+from libra_jax.data import sequences as sequences_lib
+from libra_jax.models import rows
 
 
 def example(tokens: int) -> sequences_lib.Example:

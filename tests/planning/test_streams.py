@@ -1,7 +1,7 @@
 """Streams out of spans and trace records."""
 
 from libra_jax import protocols
-from libra_jax.planning import calibration
+from libra_jax.planning.costs import calibration
 
 
 def span(request: str, start: float, tokens: int, track: str = "rollout-0", name: str = "generate") -> protocols.Span:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_machine import create, places
 
 from libra_jax import protocols
-from libra_jax.scheduling import authors
+from libra_jax.scheduling.rivals import authors
 
 NARROW, OTHER, WIDE = (protocols.Instance(name, degree, 8) for name, degree in (("a", 1), ("b", 1), ("c", 4)))
 SHORT, LONG = (protocols.CausalState("bash", 10, status) for status in ("success", "failure"))

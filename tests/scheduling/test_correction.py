@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import correction, evidence, features, mixture, prefix_tree, regression
+from libra_jax.scheduling.prediction import correction, evidence, features, mixture, prefix_tree, regression
 
 NUMBERS = st.floats(-2, 2).map(lambda value: round(value, 2))
 SAMPLES = st.lists(st.tuples(st.tuples(NUMBERS, NUMBERS, NUMBERS), NUMBERS), min_size=1, max_size=12)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from libra_jax import protocols
-from libra_jax.scheduling import paths, prediction_quality
+from libra_jax.scheduling.prediction import paths, prediction_quality
 
 
 def rollout(prompt, step, turns):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, paths, prefix_tree
+from libra_jax.scheduling.prediction import evidence, paths, prefix_tree
 
 EDGES = st.sampled_from(["a", "b", ("c", 1, "success")])
 PATHS = st.lists(EDGES, max_size=4)

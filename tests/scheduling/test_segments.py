@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, prefix_tree
+from libra_jax.scheduling.prediction import evidence, prefix_tree
 
 LEARNING = ("cmlfq", "cmlfq_paper", "heddle")
 WORKED = protocols.CausalState("bash", 1_000, "success")

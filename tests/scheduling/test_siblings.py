@@ -9,7 +9,7 @@ import pytest
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import evidence, paths, prefix_tree
+from libra_jax.scheduling.prediction import evidence, paths, prefix_tree
 
 SETTLED = {"success": 20, "failure": 60}
 """Tokens that are left after such a return, whatever the prompt."""

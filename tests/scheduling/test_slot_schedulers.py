@@ -12,7 +12,9 @@ from scheduler_machine import AGEING, SchedulerMachine, create, places
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import baselines, heddle, levels, paths, registry
+from libra_jax.scheduling import levels, registry
+from libra_jax.scheduling.prediction import paths
+from libra_jax.scheduling.rivals import baselines, heddle
 
 
 @pytest.mark.parametrize("policy", configuration.POLICIES)

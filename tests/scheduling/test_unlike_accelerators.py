@@ -6,7 +6,7 @@ import pytest
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.planning import hardware
+from libra_jax.planning.costs import hardware
 from libra_jax.scheduling import costs, registry
 
 DECODES = protocols.Instance("decodes", 2, 8, accelerator="h20")

@@ -10,7 +10,8 @@ from typing import Any
 import simulator_doubles as doubles
 
 from libra_jax import config as configuration
-from libra_jax.planning import measured_costs, rows
+from libra_jax.models import rows
+from libra_jax.planning.costs import measured_costs
 from libra_jax.scheduling import costs as scheduling_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import results, world

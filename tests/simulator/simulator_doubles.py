@@ -11,7 +11,7 @@ from typing import Any
 from libra_jax import config as configuration
 from libra_jax import protocols
 from libra_jax.models import config as model_config
-from libra_jax.planning import costs, hardware, request_costs
+from libra_jax.planning.costs import costs, hardware, request_costs
 from libra_jax.scheduling import registry
 from libra_jax.simulator import engine, requests, results, scripts, trajectory, world
 

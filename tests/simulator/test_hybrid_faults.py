@@ -18,8 +18,8 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.elastic import hybrid, switching
-from libra_jax.elastic.pool import State
+from libra_jax.hybrid import hybrid, switching
+from libra_jax.hybrid.pool import State
 from libra_jax.scheduling import registry
 from libra_jax.simulator import faults, results, world
 from libra_jax.trainer_control import resize

@@ -9,7 +9,7 @@ import simulator_doubles as doubles
 from matplotlib import figure
 
 from libra_jax import protocols
-from libra_jax.planning import costs
+from libra_jax.planning.costs import costs
 from libra_jax.simulator import comparison, report, settings, workloads
 
 

@@ -11,7 +11,8 @@ import simulator_doubles as doubles
 
 from libra_jax import config as configuration
 from libra_jax import protocols
-from libra_jax.scheduling import baselines, registry
+from libra_jax.scheduling import registry
+from libra_jax.scheduling.rivals import baselines
 from libra_jax.simulator import engine, results, trajectory, world
 
 

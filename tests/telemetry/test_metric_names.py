@@ -14,7 +14,21 @@ from libra_jax import config
 from libra_jax.telemetry import memory, metrics, recorder
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("agents", "algorithms", "coordinator", "elastic", "planning", "simulator", "training", "trainer_control")
+ROOMS = (
+    "algorithms",
+    "coordinator",
+    "environments",
+    "examples",
+    "harness",
+    "hybrid",
+    "planning",
+    "rewards",
+    "rollouts",
+    "simulator",
+    "tools",
+    "trainer_control",
+    "training",
+)
 NAME = re.compile(r"[a-z_]+(/[a-z_]+)+")
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.simulator import results
-from libra_jax.telemetry import files, page, pool_report, recorder, report, timeline
+from libra_jax.telemetry import files, recorder
+from libra_jax.telemetry.report import page, pool_report, report, timeline
 
 CORE, BORROWED, MOVING, LENT, ROLLOUT = protocols.POOLS
 START = {CORE: 4, BORROWED: 0, LENT: 2, ROLLOUT: 2}

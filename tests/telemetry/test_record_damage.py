@@ -6,7 +6,8 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.telemetry import files, metrics, recorder, report, samples, status, timeline, trace
+from libra_jax.telemetry import files, metrics, recorder, samples, status, trace
+from libra_jax.telemetry.report import report, timeline
 
 QUIET = config_lib.TelemetryConfig(console=False, tensorboard=False)
 NAMES = (metrics.METRICS_FILE, trace.TRACE_FILE, samples.SAMPLES_FILE)

@@ -18,7 +18,8 @@ import sample_records
 
 from libra_jax import config as config_lib
 from libra_jax.protocols import ConfigError
-from libra_jax.telemetry import console, files, memory, metrics, recorder, screen, sinks, timeline, trace
+from libra_jax.telemetry import console, files, memory, metrics, recorder, screen, sinks, trace
+from libra_jax.telemetry.report import timeline
 
 STEP = {
     "reward/mean": 0.625,
@@ -460,7 +461,7 @@ def test_a_workdir_that_cannot_be_made_ends_in_a_sentence(tmp_path):
 def test_telemetry_loads_no_accelerator_library(tmp_path):
     script = (
         "import sys, time\nfrom pathlib import Path\nfrom libra_jax import config\n"
-        "from libra_jax.telemetry import recorder, report\n"
+        "from libra_jax.telemetry import recorder; from libra_jax.telemetry.report import report\n"
         "one = recorder.create(config.RunConfig(), Path(sys.argv[1]), time.monotonic)\n"
         "one.metrics(1, {'reward/mean': 0.5})\none.close()\nreport.write_report(Path(sys.argv[1]))\n"
         "print(sorted({'jax', 'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"

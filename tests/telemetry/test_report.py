@@ -10,8 +10,9 @@ import pytest
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.protocols import DataError
-from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import console, page, pool_report, recorder, report, sections, timeline, tool_report
+from libra_jax.scheduling.prediction import prediction_quality
+from libra_jax.telemetry import console, recorder
+from libra_jax.telemetry.report import page, pool_report, report, sections, timeline, tool_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

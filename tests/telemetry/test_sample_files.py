@@ -13,7 +13,8 @@ import sample_records
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.telemetry import recorder, report, samples
+from libra_jax.telemetry import recorder, samples
+from libra_jax.telemetry.report import report
 
 
 def make(workdir: Path, clock: Any = None, guard: Any = lambda: True, **telemetry: Any) -> recorder.RunRecorder:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_jax.telemetry import timeline
+from libra_jax.telemetry.report import timeline
 
 
 class Clock:

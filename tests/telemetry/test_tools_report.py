@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from libra_jax.scheduling import prediction_quality
-from libra_jax.telemetry import page, report, tool_report
+from libra_jax.scheduling.prediction import prediction_quality
+from libra_jax.telemetry.report import page, report, tool_report
 
 
 def turn(generated=10, tool=None, status=None, payload=0, seconds=0.0):

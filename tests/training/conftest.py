@@ -12,10 +12,10 @@ import pytest
 import small_model
 
 from libra_jax import config as config_lib
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import config as model_config
-from libra_jax.models import hf
+from libra_jax.models.hf import hf
 from libra_jax.training import learner, state, trainer
-from libra_jax.training import sequences as sequences_lib
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 

@@ -10,7 +10,7 @@ import numpy as np
 import small_model
 
 from libra_jax import protocols
-from libra_jax.training import batch as batch_lib
+from libra_jax.data import batch as batch_lib
 from libra_jax.training import shares, step
 
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from libra_jax import config as config_lib
 from libra_jax.models import config as model_config
-from libra_jax.planning import compiled
+from libra_jax.planning.compiled import compiled
 from libra_jax.training import compiling, topology
 
 

@@ -10,10 +10,10 @@ import trainer_doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import advantages
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.models import transformer
-from libra_jax.training import batch as batch_lib
 from libra_jax.training import critic as critic_lib
-from libra_jax.training import sequences as sequences_lib
 
 STATES, LEFT, RIGHT = 5, 10, 11
 DISCOUNT = 0.9

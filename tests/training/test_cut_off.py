@@ -9,9 +9,10 @@ import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import batch as batch_lib
-from libra_jax.training import batch_advantages, shares
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import batch_advantages
+from libra_jax.data import sequences as sequences_lib
+from libra_jax.training import shares
 
 MASKED = {0: (1, 3), 1: (0,)}
 """Group to the samples in it that are cut off."""

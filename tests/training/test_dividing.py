@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import batch as batch_lib
-from libra_jax.training import batch_advantages, dividing, packing
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import batch_advantages, dividing, packing
 
 ROWS, VERSION = 4, 1
 TRAINER = config_lib.TrainerConfig(

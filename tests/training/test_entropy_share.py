@@ -11,7 +11,7 @@ import trainer_doubles as doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import turn_selection
-from libra_jax.training import batch as batch_lib
+from libra_jax.data import batch as batch_lib
 from libra_jax.training import streaming
 
 

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import hf
-from libra_jax.training import background, dividing, learner, packing, shares, state, step, trainer
+from libra_jax.data import dividing, packing
+from libra_jax.models.hf import hf
+from libra_jax.training import background, learner, shares, state, step, trainer
 
 EXAMPLES, BATCHES = int(os.environ.get("LAYOUT_EXAMPLES", "1")), 3
 SHORT, LONG, VERSION = small_model.ROW_TOKENS, 96, 1

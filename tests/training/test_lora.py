@@ -11,11 +11,13 @@ import transformers
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import adapters, hf, hf_names, lora
-from libra_jax.models import peft as peft_files
+from libra_jax.data import packing
+from libra_jax.models.adapters import adapters, lora
+from libra_jax.models.adapters import peft as peft_files
+from libra_jax.models.hf import hf, hf_names
 from libra_jax.training import base as base_lib
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, resize, step, tenants
+from libra_jax.training import resize, step, tenants
 from libra_jax.training import state as state_lib
 
 RATE = 1e-2

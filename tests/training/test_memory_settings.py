@@ -6,7 +6,8 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import checkpoints, packing, resize, state
+from libra_jax.data import packing
+from libra_jax.training import checkpoints, resize, state
 
 
 def _learner(small, *, steps=3, optimizer=None, model=None, trainer=None):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from libra_jax import config as config_lib
+from libra_jax.data import packing
 from libra_jax.models import transformer
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, state, step
+from libra_jax.training import state, step
 
 ALL = [split for split in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(split) <= 8]
 QUICK = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 2, 2)]

@@ -11,8 +11,9 @@ from trainer_doubles import compilations
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.data import packing
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, resize
+from libra_jax.training import resize
 from libra_jax.training import step as step_lib
 from libra_jax.weights import memfd
 

@@ -12,9 +12,10 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
+from libra_jax.build import preflight
 from libra_jax.config import optimizers as config_optimizers
-from libra_jax.models import adapters, transformer
-from libra_jax.runs import preflight
+from libra_jax.models import transformer
+from libra_jax.models.adapters import adapters
 from libra_jax.training import checkpoints, optimizer, resize, state
 
 RATE, DECAY = 1e-2, 0.1

@@ -9,8 +9,8 @@ import trainer_doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import contract, estimators
-from libra_jax.runs import preflight
-from libra_jax.training import batch as batch_lib
+from libra_jax.build import preflight
+from libra_jax.data import batch as batch_lib
 
 MODULE = """
 import jax

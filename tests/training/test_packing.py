@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.planning import rows
-from libra_jax.training import packing, row_places
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import packing, row_places
+from libra_jax.data import sequences as sequences_lib
+from libra_jax.models import rows
 
 
 def _example(index: int, length: int, trained: list[bool]) -> sequences_lib.Example:

@@ -9,8 +9,8 @@ import small_model
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import batch as batch_lib
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import sequences as sequences_lib
 from libra_jax.training import step
 
 SPARSE = small_model.sparse()

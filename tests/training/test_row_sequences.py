@@ -7,9 +7,9 @@ import pytest
 import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
-from libra_jax.models import attention, cudnn_attention, feasibility
-from libra_jax.planning import rows
-from libra_jax.training import packing
+from libra_jax.data import packing
+from libra_jax.models import feasibility, rows
+from libra_jax.models.attention import attention, cudnn_attention
 
 FEW, MOST = 3, 6  # sequences of the small model's rows of 48 tokens
 

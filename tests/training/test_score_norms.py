@@ -15,10 +15,13 @@ from test_lora import SOME, make  # noqa: F401 - a fixture
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import estimators
-from libra_jax.models import hf, lora, transformer
-from libra_jax.training import batch as batch_lib
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import packing
+from libra_jax.models import transformer
+from libra_jax.models.adapters import lora
+from libra_jax.models.hf import hf
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import losses, packing, step
+from libra_jax.training import losses, step
 from libra_jax.training import state as state_lib
 
 SHAPE = dataclasses.replace(small_model.shape(), tie_word_embeddings=True)

@@ -11,9 +11,10 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.agents import tokenizers
-from libra_jax.models import adapters, hf, peft
-from libra_jax.runs import wiring
+from libra_jax.build import wiring
+from libra_jax.chat import tokenizers
+from libra_jax.models.adapters import adapters, peft
+from libra_jax.models.hf import hf
 from libra_jax.training import trainer, trainer_life
 
 LORA = config_lib.LoraConfig(rank=2)

@@ -11,8 +11,9 @@ import segment_rollouts
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import batch as batch_lib
-from libra_jax.training import packing, step
+from libra_jax.data import batch as batch_lib
+from libra_jax.data import packing
+from libra_jax.training import step
 
 TEMPERATURE = 0.8
 REWARDS = (1.0, 0.25, 0.0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import packing, trees
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import packing, trees
+from libra_jax.data import sequences as sequences_lib
 
 SHAPE = small_model.shape()
 

@@ -11,8 +11,8 @@ import trainer_doubles
 from libra_jax import config as config_lib
 from libra_jax import protocols
 from libra_jax.algorithms import corrections
+from libra_jax.data import batch as batch_lib
 from libra_jax.telemetry import metrics as metric_names
-from libra_jax.training import batch as batch_lib
 from libra_jax.training import learner as learner_lib
 from libra_jax.training import shares, step
 

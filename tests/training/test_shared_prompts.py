@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import packing, trees
-from libra_jax.training import sequences as sequences_lib
+from libra_jax.data import packing, trees
+from libra_jax.data import sequences as sequences_lib
 
 OPTIMIZER = config_lib.OptimizerConfig(name="sgd", learning_rate=0.05, clip_norm=0.0)
 ROW = 64

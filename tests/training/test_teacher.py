@@ -10,8 +10,9 @@ import small_model
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import hf, transformer
-from libra_jax.training import batch as batch_lib
+from libra_jax.data import batch as batch_lib
+from libra_jax.models import transformer
+from libra_jax.models.hf import hf
 
 TOKENS = 10
 

@@ -11,8 +11,9 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from libra_jax import config as config_lib
+from libra_jax.data import packing
 from libra_jax.models import transformer
-from libra_jax.training import logprobs, losses, packing, state
+from libra_jax.training import logprobs, losses, state
 
 ROWS, COLUMNS, WIDTH, VOCABULARY = 3, 10, 8, 37
 TEMPERATURE = 0.7

@@ -9,7 +9,7 @@ import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import hf
+from libra_jax.models.hf import hf
 from libra_jax.training import trainer
 from libra_jax.weights import memfd
 

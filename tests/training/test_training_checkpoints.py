@@ -19,8 +19,9 @@ import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import hf
-from libra_jax.training import checkpoints, packing
+from libra_jax.data import packing
+from libra_jax.models.hf import hf
+from libra_jax.training import checkpoints
 
 MESHES = {"one": {}, "split": {"fsdp": 2, "tensor": 2, "context": 2}}
 

@@ -9,7 +9,8 @@ import pytest
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.training import optimizer, packing, resize, state
+from libra_jax.data import packing
+from libra_jax.training import optimizer, resize, state
 
 
 def _batch(small, config, count=10, seed=0):

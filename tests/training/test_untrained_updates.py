@@ -10,10 +10,11 @@ import trainer_doubles as doubles
 
 from libra_jax import config as config_lib
 from libra_jax import protocols
-from libra_jax.models import adapters
+from libra_jax.data import packing
+from libra_jax.models.adapters import adapters
 from libra_jax.training import learner as learner_lib
-from libra_jax.training import packing, step, tenants
 from libra_jax.training import state as state_lib
+from libra_jax.training import step, tenants
 
 OPTIMIZERS = {
     "adamw": {"weight_decay": 0.1, "offload": True},

@@ -8,8 +8,9 @@ import os
 import sys
 from multiprocessing import connection
 
-from libra_jax import parent_death, protocols
-from libra_jax.training import training_side
+from libra_jax import protocols
+from libra_jax.hybrid import training_side
+from libra_jax.utils import parent_death
 
 
 def main(calls):

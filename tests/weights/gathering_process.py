@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names
+from libra_jax.models.hf import hf_names
 
 # Every width an eighth of Qwen3-8B's, and all its layers: 6 MB a layer in bfloat16, 256 MB in all.
 SHAPE = dataclasses.replace(
@@ -48,7 +48,7 @@ def main(rank: int, port: int, directory: str) -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     import jax
 
-    from libra_jax.models import hf
+    from libra_jax.models.hf import hf
     from libra_jax.weights import snapshot
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

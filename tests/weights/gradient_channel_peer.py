@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from libra_jax import parent_death
+from libra_jax.utils import parent_death
 from libra_jax.weights import gradient_channel
 
 HEADER = gradient_channel.Header("r", 7, 3, "d", 0, 1, {"entropy": (1.5, 2.0)}, {"ratio": 1.25})

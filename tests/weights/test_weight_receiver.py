@@ -8,7 +8,8 @@ import pytest
 
 from libra_jax import protocols
 from libra_jax.models import config as models_config
-from libra_jax.models import hf_names, transformer
+from libra_jax.models import transformer
+from libra_jax.models.hf import hf_names
 from libra_jax.training import losses
 from libra_jax.weights import receiver, snapshot
 

@@ -1,0 +1,109 @@
+"""Divides a batch among the processes of a trainer: each takes the tokens of the sequences in its own rows.
+
+A process takes outlines of all other sequences. From outlines it computes the same places, advantages and counts as
+every other process. That needs an advantage which is one number a rollout, computed from its group's rewards alone.
+With other settings, each process takes the whole batch.
+
+The trainer's client calls this, so nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from libra_jax import config as config_lib
+from libra_jax import protocols
+from libra_jax.data import row_places
+from libra_jax.data import sequences as sequences_lib
+
+REWARD_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+"""Advantages that are one number a rollout, computed from the rewards of its group alone."""
+
+
+def of_rewards(config: config_lib.AlgorithmConfig) -> bool:
+    """Returns True if a rollout's advantage is one number, computed from the rewards of its group alone."""
+    return (
+        config.advantage in REWARD_ADVANTAGES
+        and config.baseline in ("mean", "leave_one_out")
+        and not (config.kl_in_reward and config.kl_coefficient)
+    )
+
+
+def divides(config: config_lib.RunConfig) -> bool:
+    """Returns True if processes can train on parts of a batch: nothing but the devices looks at all its tokens."""
+    algorithm = config.algorithm
+    return (
+        of_rewards(algorithm)
+        and algorithm.loss not in config_lib.BATCH_LOSSES
+        and algorithm.entropy_share == 1
+        and not config.critic.enabled
+        and not config.trainer.share_prompt
+    )
+
+
+def minibatches(config: config_lib.RunConfig, groups: Sequence[protocols.Group]) -> list[Sequence[protocols.Group]]:
+    """Returns the groups of each mini-batch, in order; some may be empty."""
+    parts = np.array_split(np.arange(len(groups)), config.algorithm.minibatches)
+    return [[groups[index] for index in part] for part in parts]
+
+
+def divide(
+    config: config_lib.RunConfig, batch: protocols.TrainBatch, rows: Sequence[Sequence[int]]
+) -> Sequence[protocols.BatchPart] | None:
+    """Divides a batch. See `protocols.DivideBatch`.
+
+    Raises:
+      ConfigError: a sequence is longer than the longest row.
+    """
+    rollouts = [rollout for group in batch.groups for rollout in group.trajectories]
+    if not divides(config) or any(rollout.branches for rollout in rollouts):
+        return None
+    numbers = {id(rollout): number for number, rollout in enumerate(rollouts)}
+    groups = [
+        dataclasses.replace(
+            group,
+            task=protocols.Task(group.task.prompt_id, {}),
+            trajectories=[_outlined(config, rollout) for rollout in group.trajectories],
+            replay=None,
+        )
+        for group in batch.groups
+    ]
+    outlined = [rollout for group in groups for rollout in group.trajectories]
+    # Processes that hold the same rows share one object.
+    held: dict[tuple[int, ...], dict[int, protocols.Trajectory]] = {tuple(sorted(each)): {} for each in rows}
+    holders: dict[int, list[dict[int, protocols.Trajectory]]] = {}
+    for each, found in held.items():
+        for row in each:
+            holders.setdefault(row, []).append(found)
+    # Begun groups are packed apart from the rest, by a trainer that has lost their sums.
+    for part in (batch.of(batch.begun), batch.rest):
+        for of_minibatch in minibatches(config, part.groups):
+            own = [numbers[id(rollout)] for group in of_minibatch for rollout in group.trajectories]
+            examples = [sequences_lib.of_outline(outlined[number]) for number in own]
+            for place in row_places.place(examples, config.trainer, len(holders)).places:
+                for found in holders[place.row]:
+                    found[own[place.example]] = rollouts[own[place.example]]
+    # Rollouts without a trained token lie in no row. One process checks them, as it would those of a whole batch.
+    first = held[tuple(sorted(rows[0]))]
+    for number, rollout in enumerate(outlined):
+        if rollout.outline is not None and not rollout.outline.columns:
+            first[number] = rollouts[number]
+    whole = dataclasses.replace(batch, groups=tuple(groups))
+    return [protocols.BatchPart(whole, held[tuple(sorted(each))]) for each in rows]
+
+
+def _outlined(config: config_lib.RunConfig, rollout: protocols.Trajectory) -> protocols.Trajectory:
+    """Returns a rollout's name, rewards and end with an outline in place of its tokens."""
+    mask_N = np.array(rollout.loss_mask, bool) & (not config.task.masks(rollout.finish))
+    return protocols.Trajectory(
+        rollout.trajectory_id,
+        rollout.prompt_id,
+        reward=rollout.reward,
+        finish=rollout.finish,
+        outline=protocols.Outline(
+            sequences_lib.columns_of(mask_N), int(np.count_nonzero(mask_N[1:])), bool(rollout.routing)
+        ),
+    )

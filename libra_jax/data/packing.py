@@ -1,0 +1,301 @@
+"""Packs token sequences of any length into micro-batches of a few fixed shapes.
+
+A sequence of N tokens has N - 1 predictions and takes N - 1 columns of one row. Column j holds token j; its target,
+mask, behaviour log-probability and so on belong to token j + 1. Columns after the last trained prediction have no
+effect and are left out. Several sequences share a row, separated by segment ids (1, 2, ...; 0 is padding). Each
+sequence starts at position 0. `row_places` assigns sequences to rows. Numpy only, deterministic.
+
+A process of a trainer may have the tokens of its own rows alone. Other rows of its micro-batches are empty then.
+
+A rollout of several segments becomes a tree of tokens (`trees`), or parts of one. Trees have micro-batches of their
+own, because attention needs one more array for them. A tree without a fork is a plain sequence. The arrays `segments`
+number the sequences of a row; they are not the segments of a rollout.
+
+With `trainer.share_prompt`, rollouts of one prompt that follow each other are one tree, too (`shared_prompts`).
+
+Letters: B rows of a micro-batch, T columns of a row, M sequences that a row may hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra_jax import config as config_lib
+from libra_jax.data import columns as columns_lib
+from libra_jax.data import row_places
+from libra_jax.data import sequences as sequences_lib
+from libra_jax.models import rows
+
+LENGTHS = "lengths"
+"""Name of a micro-batch's `sequence_lengths` among the arrays of a program. Only cuDNN's attention needs them."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on the host; every array is [B, T].
+
+    Attributes:
+      tokens: int32 inputs.
+      targets: int32 tokens to predict.
+      positions: int32, from 0 in each segment.
+      segments: int32, from 1 in each row; 0 is padding.
+      mask: bool, predictions trained.
+      behaviour: float32 behaviour log-probabilities of the targets.
+      on_version: bool, targets sampled by the version that trains.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    mask: np.ndarray
+    behaviour: np.ndarray
+    on_version: np.ndarray
+
+
+DTYPES: Mapping[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "targets": np.int32,
+    "positions": np.int32,
+    "segments": np.int32,
+    "mask": np.bool_,
+    "behaviour": np.float32,
+    "on_version": np.bool_,
+}
+"""Types of the arrays of `MicroBatch`."""
+
+
+@dataclass(frozen=True)
+class TreeMicroBatch(MicroBatch):
+    """A micro-batch of trees; every array is [B, T].
+
+    Attributes:
+      until: int32, first column of the row after the token's subtree; 0 in padding.
+    """
+
+    until: np.ndarray
+
+
+UNTIL = "until"
+"""Name of that array among the arrays of a program."""
+
+ROLLOUT_TOKENS = "rollout_tokens"
+"""Name of the array of each rollout's trained tokens, in micro-batches with a part of a rollout that was split."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Micro-batches, and the places of all sequences in them.
+
+    Attributes:
+      micro_batches: micro-batches in order of row length, those of trees last; of each part, if parts were joined.
+      places: places of the sequences, examples in the given order. An example without a trained prediction has none;
+        one that was split has several.
+      layouts: layout of each place's sequence.
+      columns: columns of the places whose tokens this process has.
+      examples: number of examples.
+      padding_fraction: fraction of all columns that hold no token.
+      shared_columns: columns that were saved because segments share tokens.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    places: tuple[columns_lib.Place, ...]
+    layouts: tuple[row_places.Layout, ...]
+    columns: columns_lib.Columns
+    examples: int
+    padding_fraction: float
+    shared_columns: int = 0
+
+    def scatter(self, values: Sequence[np.ndarray | float]) -> list[np.ndarray]:
+        """Lays per-sequence values out as one float32 [B, T] array per micro-batch, 0 in padding.
+
+        Args:
+          values: one value per example: for each a number for all its predictions, or for each an array [N] with one
+            number per token.
+        """
+        assert len(values) == self.examples
+        if all(np.ndim(value) == 0 for value in values):
+            return self.columns.laid_out(np.asarray(values, np.float32)[self.columns.example_C], np.float32)
+        # A column holds the prediction of its target, so it takes the target's value.
+        return self.columns.laid_out(self.columns.of_targets([np.asarray(value) for value in values]), np.float32)
+
+    def sequence_lengths(self, number: int) -> np.ndarray:
+        """Returns the tokens of each sequence of a micro-batch, int32 [B, M]; 0 for sequences that do not exist.
+
+        M is the first of `rows.segment_bounds` that suffices, because XLA compiles a program for each M.
+        """
+        count, width = self.columns.shapes[number]
+        places = self._of_micro_batches.get(number, [])
+        needed = max((place.segment for place in places), default=0)
+        most = next(bound for bound in rows.segment_bounds(width, packed=True) if bound >= needed)
+        lengths_BxM = np.zeros((count, most), np.int32)
+        for place in places:
+            lengths_BxM[place.row, place.segment - 1] = place.columns
+        return lengths_BxM
+
+    @functools.cached_property
+    def _of_micro_batches(self) -> dict[int, list[columns_lib.Place]]:
+        """The places of each micro-batch."""
+        found: dict[int, list[columns_lib.Place]] = {}
+        for place in self.places:
+            found.setdefault(place.micro_batch, []).append(place)
+        return found
+
+    def batch_order(self, part: range) -> np.ndarray:
+        """Returns the trained tokens of some micro-batches in the order of the batch, which no layout changes, [K].
+
+        The numbers index all trained tokens of these micro-batches in the order of their columns.
+        """
+        trained = [item.mask & (number in part) for number, item in enumerate(self.micro_batches)]
+        chosen_C = columns_lib.end_to_end([np.ravel(mask) for mask in trained])[self.columns.place_C]
+        places_K, examples_K, targets_K = (
+            values_C[chosen_C] for values_C in (self.columns.place_C, self.columns.example_C, self.columns.targets_C)
+        )
+        return np.argsort(np.argsort(places_K))[np.lexsort((targets_K, examples_K))]
+
+    def split(self) -> dict[int, list[int]]:
+        """Returns the micro-batches of each example that was split into several sequences, by example."""
+        found: dict[int, list[int]] = {}
+        for place in self.places:
+            found.setdefault(place.example, []).append(place.micro_batch)
+        return {example: numbers for example, numbers in found.items() if len(numbers) > 1}
+
+    def routing(
+        self, examples: Sequence[sequences_lib.Example], width: int, dtype: np.dtype
+    ) -> list[dict[str, np.ndarray]]:
+        """Lays out the experts of each input token: `routing` [B, T, W] and `routed`, bool [B, T], by micro-batch.
+
+        Args:
+          examples: the packed examples.
+          width: W, number of layers times experts of a token.
+          dtype: dtype of `routing`.
+        """
+        made = [
+            {"routing": np.zeros((*item.tokens.shape, width), dtype), "routed": np.zeros(item.tokens.shape, bool)}
+            for item in self.micro_batches
+        ]
+        for place, layout in zip(self.places, self.layouts, strict=True):
+            example = examples[place.example]
+            if example.routing_RxW is None:
+                continue
+            # A column holds its own token as input, so it takes the experts of that one.
+            row_N = np.full(len(example.tokens_N), -1)
+            known = slice(len(example.routing_RxW)) if example.routed_R is None else example.routed_R
+            row_N[known] = np.arange(len(example.routing_RxW))
+            row_C = row_N[layout.inputs_C]
+            arrays = made[place.micro_batch]
+            arrays["routing"][place.where][row_C >= 0] = example.routing_RxW[row_C[row_C >= 0]]
+            arrays["routed"][place.where] = row_C >= 0
+        return made
+
+    def gather(self, arrays: Sequence[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
+        """Inverts `scatter`: returns values [N] of each example's tokens, 0 for tokens without a prediction.
+
+        Args:
+          arrays: one [B, T] array per micro-batch.
+          lengths: N of each example.
+        """
+        return self.columns.gathered(arrays, lengths)
+
+
+def joined(parts: Sequence[Packed]) -> Packed:
+    """Returns several packed batches as one, with their micro-batches and examples one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    micro_batches: list[MicroBatch] = []
+    places: list[columns_lib.Place] = []
+    examples = 0
+    for part in parts:
+        places += [
+            dataclasses.replace(
+                place, example=place.example + examples, micro_batch=place.micro_batch + len(micro_batches)
+            )
+            for place in part.places
+        ]
+        micro_batches += part.micro_batches
+        examples += part.examples
+    layouts = tuple(layout for part in parts for layout in part.layouts)
+    sizes = [sum(item.tokens.size for item in part.micro_batches) for part in parts]
+    padding = sum(part.padding_fraction * size for part, size in zip(parts, sizes, strict=True))
+    return Packed(
+        tuple(micro_batches),
+        tuple(places),
+        layouts,
+        columns_lib.Columns.joined([part.columns for part in parts], [part.examples for part in parts]),
+        examples,
+        padding / max(1, sum(sizes)),
+        sum(part.shared_columns for part in parts),
+    )
+
+
+def pack(examples: Sequence[sequences_lib.Example], config: config_lib.TrainerConfig) -> Packed:
+    """Packs `examples` into micro-batches of `config.micro_batch_rows` rows; empty rows fill the last.
+
+    Raises:
+      ConfigError: a sequence is longer than the longest row.
+    """
+    placed = row_places.place(examples, config, config.micro_batch_rows)
+    held = [
+        (place, layout)
+        for place, layout in zip(placed.places, placed.layouts, strict=True)
+        if examples[place.example].outline is None
+    ]
+    columns = columns_lib.Columns.of([place for place, _ in held], [layout for _, layout in held], placed.shapes)
+    micro_batches = _filled(examples, columns, held, placed.plain)
+    total = sum(math.prod(shape) for shape in placed.shapes)
+    used = sum(layout.columns for layout in placed.layouts)
+    padding = 1.0 - float(used) / total if total else 0.0
+    places, layouts = tuple(placed.places), tuple(placed.layouts)
+    return Packed(tuple(micro_batches), places, layouts, columns, len(examples), padding, placed.saved)
+
+
+def _filled(
+    examples: Sequence[sequences_lib.Example],
+    columns: columns_lib.Columns,
+    held: Sequence[tuple[columns_lib.Place, row_places.Layout]],
+    plain: int,
+) -> list[MicroBatch]:
+    """Returns the micro-batches, of which the first `plain` ones have no trees.
+
+    Args:
+      examples: the packed examples.
+      columns: columns of the sequences whose tokens are there.
+      held: place and layout of each.
+      plain: number of micro-batches without trees.
+    """
+    # A column holds its own token as input, and everything else about the token that it predicts.
+    fields = {
+        "tokens": columns.of_inputs([example.tokens_N for example in examples]),
+        "targets": columns.of_targets([example.tokens_N for example in examples]),
+        "positions": columns_lib.end_to_end([layout.positions_C for _, layout in held]),
+        "segments": np.repeat(
+            np.array([place.segment for place, _ in held], np.int32), [place.columns for place, _ in held]
+        ),
+        "mask": columns.of_targets([example.mask_N for example in examples]),
+        "behaviour": columns.of_targets([example.behaviour_N for example in examples]),
+        "on_version": columns.of_targets([example.on_version_N for example in examples]),
+    }
+    arrays = {name: columns.laid_out(values_C, DTYPES[name]) for name, values_C in fields.items()}
+    made = [MicroBatch(**dict(zip(arrays, each, strict=True))) for each in zip(*arrays.values(), strict=True)]
+    if plain == len(made):
+        return made
+    ends = [
+        np.zeros(place.columns, np.int32) if layout.until_C is None else place.start + layout.until_C
+        for place, layout in held
+    ]
+    until = columns.laid_out(columns_lib.end_to_end(ends), np.int32)
+    return made[:plain] + [
+        TreeMicroBatch(**vars(item), until=end) for item, end in zip(made[plain:], until[plain:], strict=True)
+    ]
+
+
+def empty(shape: tuple[int, int], trees_only: bool = False) -> MicroBatch:
+    """Returns an empty micro-batch of shape [B, T], for trees or for plain sequences."""
+    made = MicroBatch(**{name: np.zeros(shape, dtype) for name, dtype in DTYPES.items()})
+    return TreeMicroBatch(**vars(made), until=np.zeros(shape, np.int32)) if trees_only else made

@@ -1,0 +1,89 @@
+"""Rollouts of one prompt that follow each other in a batch, laid out so that the prompt is computed once
+(`trainer.share_prompt`).
+
+The rollouts are one tree: the prompt, and the answers. The last token of the prompt is computed for each answer,
+because each answer begins with another token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from libra_jax.data import trees
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A rollout of a bundle that shares its prompt.
+
+    Attributes:
+      layout: columns of the rollout; of a bundle, the first rollout alone has those of the prompt.
+      follows: whether the rollout goes right after the one before it in the bundle.
+      saved: columns that the rollout would take in addition if it computed its prompt.
+    """
+
+    layout: trees.Layout
+    follows: bool
+    saved: int
+
+
+def bundles(
+    prompts: Sequence[np.ndarray | None],
+    routing: Sequence[np.ndarray | None],
+    columns: Sequence[int],
+    longest: int,
+) -> dict[int, Bundled]:
+    """Returns the rollouts that share a prompt with a neighbour, by index.
+
+    Args:
+      prompts: tokens before each rollout's first trained one; None: it shares none.
+      routing: experts of each rollout's first tokens, which a mixture replays; None: no token's are known.
+      columns: columns of each rollout without sharing.
+      longest: columns of the longest row, which holds a whole bundle.
+    """
+    rollouts: list[list[int]] = []
+    width = 0
+    for index, prompt_P in enumerate(prompts):
+        if prompt_P is None:
+            continue
+        own = columns[index] - (len(prompt_P) - 1)
+        last = rollouts[-1][-1] if rollouts else index
+        before_P, shared = prompts[last], len(prompt_P) - 1
+        same = before_P is not None and np.array_equal(prompt_P, before_P)
+        if last < index and same and width + own <= longest and _agree(routing[last], routing[index], shared):
+            rollouts[-1].append(index)
+            width += own
+        else:
+            rollouts.append([index])
+            width = columns[index]
+    found: dict[int, Bundled] = {}
+    for members in rollouts:
+        prompt_P = prompts[members[0]]
+        if len(members) == 1 or prompt_P is None:
+            continue
+        shared = len(prompt_P) - 1
+        whole = shared + sum(columns[index] - shared for index in members)
+        for index in members:
+            layout, width = trees.Path(columns[index]), columns[index]
+            if index == members[0]:
+                until_C = np.full(width, width, np.int32)
+                until_C[:shared] = whole
+                bundled = trees.Layout(layout.inputs_C, layout.targets_C, layout.positions_C, until_C)
+                found[index] = Bundled(bundled, False, 0)
+                continue
+            until_C = np.full(width - shared, width - shared, np.int32)
+            inputs_C, targets_C, positions_C = (
+                part[shared:] for part in (layout.inputs_C, layout.targets_C, layout.positions_C)
+            )
+            found[index] = Bundled(trees.Layout(inputs_C, targets_C, positions_C, until_C), True, shared)
+    return found
+
+
+def _agree(first: np.ndarray | None, second: np.ndarray | None, tokens: int) -> bool:
+    """Returns True if the first tokens of two rollouts have the same experts, or no known ones."""
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first[:tokens], second[:tokens])

@@ -1,0 +1,149 @@
+"""Runs an agent's program under a deadline, and keeps the ends of what it printed. `keeper.py` ends its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_jax import protocols
+from libra_jax.utils import call_deadlines
+
+REAP_SECONDS = 15.0
+"""Seconds that the processes of an agent may take to end after they are killed."""
+
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
+_CHUNK = 65536
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of an agent's program.
+
+    Attributes:
+      status: exit status, 128 + N after signal N. None if the deadline ended the program.
+      output: last part of what it printed.
+      errors: last part of what it printed to standard error.
+      seconds: seconds that it ran.
+    """
+
+    status: int | None
+    output: str = ""
+    errors: str = ""
+    seconds: float = 0.0
+
+
+class Tail:
+    """Keeps the last `most` bytes of a stream, in memory of about twice that size."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+        self._chunks: collections.deque[bytes] = collections.deque()
+
+    async def drain(self, stream: asyncio.StreamReader) -> None:
+        """Reads the stream to its end."""
+        while chunk := await stream.read(_CHUNK):
+            self._chunks.append(chunk)
+            self._held += len(chunk)
+            while self._held - len(self._chunks[0]) >= self._most:
+                self._held -= len(self._chunks.popleft())
+
+    def text(self) -> str:
+        """Returns the kept part. Bytes that are no text are replaced."""
+        return b"".join(self._chunks)[-self._most :].decode(errors="replace")
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    cwd: Path,
+    root: Path,
+    seconds: float,
+    most_bytes: int,
+    after: Sequence[str] = (),
+    orphaned: Sequence[str] = (),
+) -> Ended:
+    """Runs a program to its end, and ends every process that it left.
+
+    Args:
+      command: the program and its arguments.
+      environment: the program's complete environment.
+      cwd: its working directory.
+      root: folder that is removed if this process dies before the program.
+      seconds: deadline of the program in seconds.
+      most_bytes: bytes of each output that are kept.
+      after: a command that runs at the end in every case, also if this process is gone by then. Empty: none.
+      orphaned: a command that runs at the end only if this process is gone by then. Empty: none.
+
+    Raises:
+      EnvironmentCrashed: the program could not be started.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    keeper = [sys.executable, "-I", "-S", _KEEPER, str(root), str(len(after)), *after, str(len(orphaned)), *orphaned]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *keeper,
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=cwd,
+            env=dict(environment),
+            limit=_CHUNK,
+        )
+    except (OSError, ValueError) as error:
+        raise protocols.EnvironmentCrashed(f"{command[0]} could not be started: {error}") from error
+    output, errors = Tail(most_bytes), Tail(most_bytes)
+
+    async def ended() -> int:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        await asyncio.gather(output.drain(process.stdout), errors.drain(process.stderr))
+        return await process.wait()
+
+    status: int | None = None
+    try:
+        with contextlib.suppress(call_deadlines.Overdue):
+            status = await call_deadlines.within(seconds, ended())
+    finally:
+        await uncancelled(_end(process))
+    return Ended(status, output.text(), errors.text(), loop.time() - began)
+
+
+async def uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work` to its end, even if the caller is cancelled meanwhile. `work` must bound its own time."""
+    running = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({running})  # cancelling this wait does not cancel the work
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
+    running.result()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends the keeper, which ends the program and its descendants first."""
+    if process.returncode is not None:
+        return
+    assert process.stdin is not None
+    # The byte says that this process lives: it removes the folder itself.
+    process.stdin.write(b".")
+    process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        # Besides the closed pipe: a process that was forked off this one may hold a copy of the pipe's end.
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), REAP_SECONDS)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        await asyncio.wait_for(process.wait(), REAP_SECONDS)

@@ -1,0 +1,146 @@
+"""Tries a config's reward functions in a child process, before any worker starts.
+
+A child, because a factory may take memory and devices that the run's actors need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import connection, process
+
+from libra_jax import config, protocols
+from libra_jax.rewards import actors, scoring
+from libra_jax.utils import child as children
+from libra_jax.utils import resolving
+
+TRY_SECONDS = 20.0
+"""Seconds to wait for factories, and at most for each function's score of an example. A factory that loads a model is
+slower, and not waited for."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A rollout that no policy wrote.
+
+    Attributes:
+      task: Task of the rollout.
+      transcript: What the functions get, or its text.
+      silent: The same question with an empty output.
+    """
+
+    task: protocols.Task
+    transcript: scoring.Transcript
+    silent: scoring.Transcript = field(default_factory=lambda: scoring.Transcript(""))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a function made of an example.
+
+    Attributes:
+      name: Name of the function in the config.
+      outcome: Its value, or its problem.
+      takes_transcript: It gets the transcript, most of which is made up here, instead of the text.
+      slow: It was not waited for, although a run would wait longer.
+      silent: Its value for an empty output, or its problem with one. None if it was not tried.
+    """
+
+    name: str
+    outcome: actors.Outcome
+    takes_transcript: bool
+    slow: bool = False
+    silent: actors.Outcome | None = None
+
+    @property
+    def failed(self) -> bool:
+        """True if the rollouts of a run would fail, too. What raises on a made-up transcript may work on a real one."""
+        perhaps = self.slow or (self.takes_transcript and self.outcome.problem.startswith("raised"))
+        return bool(self.outcome.problem) and not perhaps
+
+
+def functions(reward: config.RewardConfig, example: Example | None = None) -> list[Scored]:
+    """Makes each function once, and has the user's own ones score an example.
+
+    Factories that take longer than `TRY_SECONDS` are left to the run. A function that takes longer than
+    `reward.seconds` has failed; one that is allowed more than `TRY_SECONDS`, and takes it, may fail. The functions
+    after either are not tried.
+    """
+    if not reward.functions:
+        return []
+    problem, scored = "", list[Scored]()
+    with children.forked(_tried, reward, example) as (child, answers):
+        try:
+            if answers.poll(TRY_SECONDS):
+                problem = answers.recv()
+                scored += _received(answers, child, reward.seconds)
+            child.join(actors.CLOSE_SECONDS)
+        except EOFError:
+            child.join(actors.CLOSE_SECONDS)
+            names = ", ".join(reward.functions)
+            problem = f"a factory ended its process (exit status {child.exitcode}), of: {names}"
+            problem = f"config.reward.functions: {problem}"
+    if problem:
+        raise protocols.ConfigError(problem)
+    return scored
+
+
+def _received(answers: connection.Connection, child: process.BaseProcess, allowed: float) -> Iterator[Scored]:
+    """Yields the scores of the functions that the child names, until it has died or a function is too slow.
+
+    A run allows a call `allowed` seconds.
+    """
+    names: list[str] = []
+    patience = min(allowed, TRY_SECONDS)
+    try:
+        if answers.poll(TRY_SECONDS):
+            names = answers.recv()
+        while names and answers.poll(patience):
+            one = answers.recv()
+            silent = answers.recv() if answers.poll(patience) else None
+            yield dataclasses.replace(one, silent=silent)
+            if silent is None:
+                return
+            del names[0]
+        if names:
+            problem = f"took more than {patience:g} s" + (" (config.reward.seconds)" if allowed <= TRY_SECONDS else "")
+            # Whether it would take more than it is allowed is not known.
+            yield Scored(names[0], actors.Outcome(problem=problem), takes_transcript=False, slow=allowed > TRY_SECONDS)
+    except EOFError:
+        if names:
+            child.join(actors.CLOSE_SECONDS)
+            outcome = actors.Outcome(problem=f"ended its process (exit status {child.exitcode})")
+            yield Scored(names[0], outcome, takes_transcript=False)
+
+
+def _tried(reward: config.RewardConfig, example: Example | None, answer: connection.Connection) -> None:
+    """Makes the functions, and sends the first problem, or an empty text. Then sends their scores of the example."""
+
+    async def body() -> None:
+        worker = actors.RewardWorker(reward.functions)
+        try:
+            made = await worker.start()
+        except protocols.LibraError as error:
+            answer.send(str(error))
+            return
+        answer.send("")
+        if example is None:
+            return
+        ours = [
+            name
+            for name, function in reward.parsed().items()
+            if function.factory.startswith(resolving.SHIPPED) and function.factory != resolving.ITSELF
+        ]
+        own = {name: takes for name, takes in made.items() if name not in ours}
+        answer.send(list(own))
+        for name, takes_transcript in own.items():
+            right, silent = (
+                transcript if takes_transcript else transcript.text
+                for transcript in (example.transcript, example.silent)
+            )
+            answer.send(Scored(name, await worker.score(name, example.task, right), takes_transcript))
+            answer.send(await worker.score(name, example.task, silent))
+
+    asyncio.run(body())

@@ -1,0 +1,165 @@
+"""Plays a user's own environment for one rollout in a child process, before any worker starts.
+
+A child, because an environment may start threads and processes and change this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import cast
+
+from libra_jax import config, protocols
+from libra_jax.chat import tokenizers
+from libra_jax.rollouts import deadline_environment, factories, loop
+from libra_jax.tools import toolkit
+from libra_jax.utils import child, resolving, user_values
+
+SECONDS = 20.0
+"""Seconds that the rollout may take. A slower one is left to the run."""
+
+CLOSE_SECONDS = 5.0
+"""Seconds that the child may take to end."""
+
+GIVEN = "; it was given the first task and the task's own answer"
+"""Output of the first rollout, as the end of a sentence."""
+
+SILENT = "; it was given the first task and an empty output"
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The result of a trial of an environment.
+
+    Attributes:
+      problem: what went wrong. Names the setting, and what the environment was given. Empty if nothing did.
+      certain: a run would fail, too. A run waits longer for what was only slow here.
+      reward: reward of the task's own answer; None if the rollout did not end with it.
+    """
+
+    problem: str = ""
+    certain: bool = True
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Posed:
+    """The first task as an environment poses it.
+
+    Attributes:
+      messages: its first messages.
+      tools: names of the tools that the policy may call.
+    """
+
+    messages: tuple[protocols.Message, ...]
+    tools: tuple[str, ...]
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    run: config.RunConfig, task: protocols.Task
+) -> AsyncIterator[tuple[deadline_environment.Environment, toolkit.Toolkit] | None]:
+    """Makes the environment, and closes it. Yields None for a harness: it would ask a model, and there is none yet."""
+    async with toolkit.Toolkit(run.tools, run.sandbox, run.task.call_seconds) as tools:
+        made = factories.environment_factory(run.task, tools)()
+        if factories.is_harness(made):
+            yield None
+            return
+        world = deadline_environment.Environment(cast("protocols.Environment", made), task, factories.limits(run))
+        try:
+            yield world, tools
+        finally:
+            await world.close({})
+
+
+def pose(run: config.RunConfig, task: protocols.Task) -> Posed | None:
+    """Poses the task in a child process. Returns None for a harness, tools of another program, or a failed reset."""
+    if run.tools.mcp or run.tools.mcp_file:
+        return None
+    with child.forked(_posed, run, task) as (_, receiver):
+        try:
+            return cast("Posed | None", receiver.recv()) if receiver.poll(SECONDS) else None
+        except EOFError:
+            return None
+
+
+def _posed(run: config.RunConfig, task: protocols.Task, sender: connection.Connection) -> None:
+    """Sends the posed task, or None."""
+
+    async def body() -> Posed | None:
+        async with _opened(run, task) as opened:
+            if opened is None:
+                return None
+            world, tools = opened
+            told = [protocols.Message(message.role, message.content) for message in await world.reset()]
+            return Posed(tuple(told), tuple(schema["function"]["name"] for schema in tools.schemas))
+
+    try:
+        sender.send(asyncio.run(body()))
+    except Exception:  # `play` says what is wrong
+        sender.send(None)
+
+
+def play(run: config.RunConfig, task: protocols.Task, answer: str) -> Rehearsed:
+    """Poses the task and answers it, and then once more with an empty output, which should earn nothing.
+
+    An environment that ships, and one whose tools are another program's (`tools.mcp`), is not played. `answer` is the
+    policy's only output in the first rollout.
+    """
+    if run.task.environment.startswith(resolving.SHIPPED) or run.tools.mcp or run.tools.mcp_file:
+        return Rehearsed()
+    certain, reward, name = True, None, resolving.shown(run.task.environment)
+    with child.forked(_played, run, task, answer) as (played, receiver):
+        try:
+            if receiver.poll(SECONDS):
+                problem, certain, reward = receiver.recv()
+            else:
+                problem, certain = f"{name} took more than {SECONDS:g} s; a run may wait longer{GIVEN}", False
+            played.join(CLOSE_SECONDS if certain else 0.0)
+        except EOFError:
+            played.join(CLOSE_SECONDS)
+            problem = f"{name} ended its process (exit status {played.exitcode}){GIVEN}"
+    return Rehearsed(f"config.task.environment: {problem}" if problem else "", certain, reward)
+
+
+def _played(run: config.RunConfig, task: protocols.Task, answer: str, sender: connection.Connection) -> None:
+    """Sends the first problem or an empty text, whether a run would surely fail with it, and the answer's reward."""
+
+    async def body(output: str) -> float | None:
+        async with _opened(run, task) as opened:
+            if opened is None:
+                return None
+            world, _ = opened
+            messages = await world.reset()
+            if (template := tokenizer()) is not None:
+                loop.prompt_tokens(template, task, messages, factories.limits(run))
+            result = await world.step(output)
+            # Reward functions may replace the environment's own reward.
+            own = user_values.is_finite(result.reward) or not run.reward.functions or run.reward.environment_weight
+            return world.reward(result.reward) if result.done and own else None
+
+    @functools.cache
+    def tokenizer() -> protocols.Tokenizer | None:
+        try:
+            return tokenizers.create(run.task, run.model.path, incremental=False)
+        except protocols.LibraError:  # it is not on this machine
+            return None
+
+    problem, certain, rewards = "", True, list[float | None]()
+    for output, given in ((answer, GIVEN), ("", SILENT)):
+        try:
+            rewards.append(earned := asyncio.run(body(output)))
+            if given is SILENT and earned is not None and earned > 0:
+                name = resolving.shown(run.task.environment)
+                problem, certain = f"{name} paid {earned:g}, which a policy can earn by writing nothing{given}", False
+        except protocols.LibraError as error:
+            problem, certain = str(error).removeprefix("config.task.environment: ") + given, given is GIVEN
+        except Exception as error:  # of the user's code; a traceback would hide what it was doing
+            problem, certain = resolving.raised(error) + given, given is GIVEN
+        if problem:
+            break
+    sender.send((problem, certain, rewards[0] if rewards else None))

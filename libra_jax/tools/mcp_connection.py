@@ -1,0 +1,385 @@
+"""Connections to MCP servers: reads a server's entry in the config's standard form, and makes a client for it.
+
+Only this file imports the `mcp` package, and only when a server is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import urllib.parse
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_jax import config, protocols
+from libra_jax.tools import schemas
+from libra_jax.utils import parent_death
+
+_REFERENCE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+"""Pattern of references: `${NAME}` and `${NAME:-default}` as in Claude Code, `${env:NAME}` as in VS Code."""
+
+LONGEST_ANSWER = 64 * 2**20
+"""Largest answer over HTTP in bytes, after decompression. Answers over a pipe have no limit."""
+
+_KEPT_OF_STDERR = 4096
+
+_CONNECT_SECONDS = 10.0
+"""Seconds to connect to a server's address, and to write a request to it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A server's entry, as a config or a file holds it.
+
+    Attributes:
+      values: The entry's object under `mcpServers`.
+      where: Name of the entry's place, for errors.
+      written: Whether the entry is written out with the config. If so, it must hold no secret.
+    """
+
+    values: object
+    where: str
+    written: bool = True
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A server's entry, and our own settings for it. Texts of the entry may refer to environment variables.
+
+    Attributes:
+      command: Program that talks over standard input and output. It is searched beside this Python, then in PATH.
+      args: Arguments of the program.
+      env: Environment variables of the program. It also gets HOME, LOGNAME, PATH, SHELL, TERM and USER, and no others.
+      cwd: Folder that the program starts in. Empty means this process's folder.
+      url: Address of a running server that speaks streamable HTTP.
+      headers: HTTP headers of requests to the address.
+      seconds: Deadline of a call in seconds; a later answer is a timeout. Must be less than `task.tool_seconds`, or the
+        agent loop's own deadline comes first.
+      start_seconds: Seconds that the server may take to start and to list its tools.
+      only: Names of the tools to offer. Empty means all.
+      prefix: Whether to put the server's name and "_" before its tools' names. Needed if two servers share a tool name.
+    """
+
+    command: str = ""
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = ""
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 8.0
+    start_seconds: float = 60.0
+    only: tuple[str, ...] = ()
+    prefix: bool = False
+
+
+_Kinds = Mapping[str, tuple[str, type | tuple[type, ...]]]
+
+_STANDARD: _Kinds = {
+    "type": ("'stdio' or 'http'", str),
+    "command": ("a text, as 'mcp-server-time'", str),
+    "args": ("a list of texts", (list, tuple)),
+    "env": ("a mapping of texts", Mapping),
+    "cwd": ("a text", str),
+    "url": ("a text", str),
+    "headers": ("a mapping of texts", Mapping),
+}
+_OURS: _Kinds = {
+    "seconds": ("a number", (int, float)),
+    "start_seconds": ("a number", (int, float)),
+    "only": ("a list of texts", (list, tuple)),
+    "prefix": ("True or False", bool),
+}
+_OF_OTHERS = ("alwaysAllow", "autoApprove", "description", "dev", "disabled", "gallery", "version")
+"""Settings of other programs in the same files. They are ignored here."""
+
+_TYPES = {"stdio": "command", "http": "url", "streamable-http": "url", "streamableHttp": "url"}
+_FORM = '{"mcpServers": {"time": {"command": "mcp-server-time", "args": []}}}'
+_FORMER = {
+    "env_from": "write {'env': {'KEY': '${MY_VARIABLE}'}}, which takes the value from the environment variable",
+    "headers_from": "write {'headers': {'Authorization': 'Bearer ${MY_VARIABLE}'}}, which takes the value from the "
+    "environment variable",
+    "timeout": "write tools.arguments = {NAME: {'seconds': ...}}",
+    **{key: f"write tools.arguments = {{NAME: {{'{key}': ...}}}}" for key in _OURS},
+}
+"""Keys of other or older forms of an entry, and what to write instead."""
+
+
+def entries(tools: config.ToolsConfig) -> dict[str, Entry]:
+    """Returns the servers of `tools.mcp` and of the file `tools.mcp_file`, by name."""
+    whole: list[tuple[object, str, bool]] = [(tools.mcp, "tools.mcp", True)] if tools.mcp else []
+    if tools.mcp_file:
+        path, field = Path(tools.mcp_file).expanduser(), "tools.mcp_file"
+        try:
+            # The config is written out with the path of this file, but not with its content.
+            whole.append((json.loads(path.read_text(encoding="utf-8")), f"{field}: {path}", False))
+        except OSError as error:
+            raise protocols.ConfigError(f"config.{field}: {path} cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise protocols.ConfigError(f"config.{field}: {path} is no JSON ({error})") from error
+    found: dict[str, Entry] = {}
+    for given, where, written in whole:
+        # VS Code's own file names this key `servers`.
+        keys = [key for key in ("mcpServers", "servers") if isinstance(given, Mapping) and key in given]
+        servers = given[keys[0]] if keys and isinstance(given, Mapping) else None
+        if not isinstance(servers, Mapping):
+            raise protocols.ConfigError(f"config.{where}: must be of the form {_FORM}")
+        for name, values in servers.items():
+            twice = f"{tools.mcp_file and path} has the server {name!r}, which tools.mcp has, too"
+            config.check(name not in found, "tools.mcp_file", twice)
+            found[name] = Entry(values, f"{where}{'.' if written else ': '}mcpServers.{name}", written)
+    return found
+
+
+def read(name: str, entry: Entry, arguments: Mapping[str, object]) -> Spec:
+    """Reads the entry of a server.
+
+    Args:
+      name: Name of the server.
+      entry: Entry in the standard form.
+      arguments: Our own settings of the server, from `tools.arguments`.
+    """
+    where, values, own = entry.where, entry.values, f"tools.arguments.{name}"
+    if not isinstance(values, Mapping):
+        raise protocols.ConfigError(f"config.{where}: must be a mapping, as in {_FORM}")
+    for key, value in values.items():
+        if key in _OF_OTHERS:
+            continue
+        config.check(key not in _FORMER, where, f"there is no {key!r}; {_FORMER.get(key, '')}")
+        if key == "command" and isinstance(value, list | tuple) and value:
+            wanted = {"command": value[0], "args": list(value[1:])}
+            raise protocols.ConfigError(
+                f"config.{where}.command: must be a text, and its arguments are apart: {wanted}"
+            )
+        _check_value(where, str(key), value, _STANDARD)
+    for key, value in arguments.items():
+        _check_value(own, key, value, _OURS)
+    given = {key: value for key, value in values.items() if key in _STANDARD and key != "type"}
+    tuples = {key: tuple(value) for key, value in {**given, **arguments}.items() if isinstance(value, list | tuple)}
+    spec = Spec(**{**given, **arguments, **tuples})
+    for key in ("seconds", "start_seconds"):
+        seconds = getattr(spec, key)
+        config.check(0 < seconds < math.inf, f"{own}.{key}", f"must be positive and finite, not {seconds}")
+    config.check(bool(spec.command) != bool(spec.url), where, "needs either a command or a url")
+    # The standard form may leave the type out, as it follows from the other keys.
+    kind = values.get("type", "stdio" if spec.command else "http")
+    config.check(
+        bool(getattr(spec, _TYPES.get(kind, ""), "")),
+        f"{where}.type",
+        f"{kind!r} does not fit; a server of a command is of type 'stdio', one of a url of type 'http' (streamable "
+        "HTTP)",
+    )
+    _check_texts(where, spec, entry.written)
+    if spec.url:
+        return spec
+    config.check(not spec.headers, f"{where}.headers", "are for a url, and this server has a command")
+    folder = filled(spec.cwd) or "."
+    config.check(os.path.isdir(folder), f"{where}.cwd", f"there is no folder {folder}")
+    program = shutil.which(filled(spec.command), path=_environment(spec)["PATH"])
+    config.check(
+        program is not None, f"{where}.command", f"there is no program {spec.command!r}; install it or give its path"
+    )
+    return spec
+
+
+def _check_value(where: str, key: str, value: object, kinds: _Kinds) -> None:
+    """Raises ConfigError if a setting does not exist, or its value is of another kind."""
+    if key not in kinds:
+        near = difflib.get_close_matches(key, kinds, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kinds)}"
+        raise protocols.ConfigError(f"config.{where}: there is no {key!r}; {hint}")
+    told, kind = kinds[key]
+    # bool is a subclass of int: True would otherwise pass as a number.
+    good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    if isinstance(value, Mapping):
+        good = good and all(isinstance(item, str) for pair in value.items() for item in pair)
+    elif isinstance(value, list | tuple):
+        good = good and all(isinstance(item, str) for item in value)
+    config.check(good, f"{where}.{key}", f"must be {told}, not {value!r}")
+
+
+def _check_texts(where: str, spec: Spec, written: bool) -> None:
+    """Raises ConfigError if a text refers to something other than a set environment variable, or a url does not fit.
+
+    A header of a url must not hold a secret that is written out (`written`).
+    """
+    for text in (spec.command, *spec.args, *spec.env.values(), spec.cwd, spec.url, *spec.headers.values()):
+        for name, default in _REFERENCE.findall(text):
+            config.check(
+                bool(os.environ.get(name) or default),
+                where,
+                f"refers to the environment variable {name}, which is not set where the server is started",
+            )
+        left = re.search(r"\$\{[^}]*\}", _REFERENCE.sub("", text))
+        told = f"{left and left[0]} cannot be filled in here; write ${{NAME}} of an environment variable"
+        config.check(left is None, where, told)
+    if not spec.url:
+        return
+    parts = urllib.parse.urlsplit(filled(spec.url))
+    good = parts.scheme in ("http", "https") and bool(parts.netloc)
+    config.check(good, f"{where}.url", f"{spec.url!r} must be of the form http://HOST:PORT/PATH")
+    config.check(
+        not (spec.args or spec.env or spec.cwd), where, "args, env and cwd are for a command, and this server has a url"
+    )
+    for name, value in spec.headers.items():
+        secret = written and name.lower() == "authorization" and not _REFERENCE.search(value)
+        config.check(
+            not secret,
+            f"{where}.headers",
+            f"must not hold {name!r} in the clear, which would be written out with the config; put the secret in an "
+            f"environment variable and write {{{name!r}: 'Bearer ${{MY_VARIABLE}}'}}",
+        )
+
+
+def filled(text: str) -> str:
+    """Returns the text with its references replaced."""
+    # A secret's file often ends with a line break, which an HTTP header may not contain.
+    return _REFERENCE.sub(lambda found: (os.environ.get(found[1]) or found[2] or "").strip(), text)
+
+
+def _environment(spec: Spec) -> dict[str, str]:
+    """Returns the variables that a server gets besides those that the `mcp` package passes on itself."""
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+    return {"PATH": path, **{name: filled(value) for name, value in spec.env.items()}}
+
+
+def package() -> Any:
+    """Returns the `mcp` package."""
+    try:
+        import mcp  # imported here: it is optional and takes a second to import
+    except ModuleNotFoundError as error:
+        raise protocols.ConfigError(
+            "config.tools.use: MCP servers need the package mcp; install it with pip install 'mcp>=2.3'"
+        ) from error
+    if not hasattr(mcp, "Client"):
+        raise protocols.ConfigError("config.tools.use: the installed mcp is too old; pip install 'mcp>=2.3'")
+    if not hasattr(mcp.ClientSession, "validate_tool_result"):  # `_check_results` replaces this method
+        raise protocols.ConfigError(
+            "config.tools.use: the installed mcp has no ClientSession.validate_tool_result, in whose place results "
+            "are checked in bounded time; pip install 'mcp==2.3.0'"
+        )
+    return mcp
+
+
+class _Tail(asyncio.Protocol):
+    """Keeps the end of a server's standard error. It is read all the time, so that the server never blocks on it."""
+
+    kept = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.kept = (self.kept + data)[-_KEPT_OF_STDERR:]
+
+    def __str__(self) -> str:
+        lines = self.kept.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+@dataclass
+class Opened:
+    """A connection: the client of the `mcp` package, the server's tools, and its last line on standard error."""
+
+    client: Any
+    tools: Sequence[Any] = ()
+    stderr: object = ""
+
+
+@contextlib.asynccontextmanager
+async def connected(spec: Spec, opened: Opened) -> AsyncIterator[Opened]:
+    """Yields a client of the server and the tools that the server lists. One task must enter and leave the context.
+
+    Args:
+      spec: How to reach the server.
+      opened: Filled in with the connection. Its `stderr` is set even if the connection fails.
+
+    Raises:
+      TimeoutError: Connecting took longer than `start_seconds`.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        client = package().Client(await _transport(spec, opened, stack), cache=None)
+        async with asyncio.timeout(spec.start_seconds):
+            opened.client = await stack.enter_async_context(client)
+            tools: list[Any] = []
+            cursor: str | None = None
+            while True:  # a server may list its tools in pages
+                page = await opened.client.list_tools(cursor=cursor)
+                tools, cursor = [*tools, *page.tools], page.next_cursor
+                if not cursor:
+                    break
+            opened.tools = tools
+        declared = {tool.name: tool.output_schema for tool in tools if tool.output_schema is not None}
+        problems = {name: schemas.problem_of(json.dumps(schema)) for name, schema in declared.items()}
+
+        async def check(name: str, result: Any) -> None:
+            if name not in declared:
+                return
+            if result.structured_content is None:
+                raise RuntimeError(f"tool {name} declares structured content and returned none")
+            wrong = problems[name] or schemas.mismatch(result.structured_content, declared[name], "content")
+            if wrong:
+                raise RuntimeError(f"tool {name} returned other structured content than it declares: {wrong}")
+
+        # In place of the package's own check, which takes unbounded time and could block the event loop.
+        opened.client.session.validate_tool_result = check
+        yield opened
+
+
+async def _bound(response: Any) -> None:
+    """Refuses an answer that is longer than `LONGEST_ANSWER`. Event streams are bounded elsewhere, event by event."""
+    import httpx2
+
+    if response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        return
+    decoded = response.aiter_bytes
+
+    async def bounded(chunk_size: int | None = None) -> AsyncGenerator[bytes, None]:
+        left = LONGEST_ANSWER
+        async with contextlib.aclosing(decoded(chunk_size)) as chunks:
+            async for chunk in chunks:
+                # Counts decompressed bytes, because a small answer may unpack to a huge one.
+                left -= len(chunk)
+                if left < 0:
+                    raise httpx2.StreamError(f"the answer is longer than {LONGEST_ANSWER} bytes")
+                yield chunk
+
+    response.aiter_bytes = bounded
+
+
+async def _transport(spec: Spec, opened: Opened, stack: contextlib.AsyncExitStack) -> Any:
+    """Returns the package's transport to a server: over HTTP to a url, or over the pipes of a command."""
+    mcp = package()
+    if spec.url:
+        import httpx2  # the HTTP client that `mcp` uses
+        from mcp.client import streamable_http
+
+        # No read deadline: the deadline of an answer is the call's own.
+        timeout = httpx2.Timeout(_CONNECT_SECONDS, read=None, pool=None)
+        headers = {name: filled(value) for name, value in spec.headers.items()}
+        session = httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [_bound]})
+        client, url = await stack.enter_async_context(session), filled(spec.url)
+        return streamable_http.streamable_http_client(url, http_client=client, max_sse_event_size=LONGEST_ANSWER)
+    # The package takes only an open file for standard error, and its end has to be kept for error messages.
+    reading, writing = os.pipe()
+    told = stack.enter_context(os.fdopen(writing, "w"))
+    tail = _Tail()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, os.fdopen(reading, "rb"))
+    stack.callback(pipe.close)
+    opened.stderr = tail
+    # The server must not outlive this process, even if this process is killed.
+    program, *arguments = parent_death.command([filled(text) for text in (spec.command, *spec.args)])
+    parameters = mcp.StdioServerParameters(
+        command=program,
+        args=arguments,
+        env=_environment(spec),
+        cwd=filled(spec.cwd) or None,
+        # A byte that is no text must not end the connection.
+        encoding_error_handler="replace",
+    )
+    return mcp.stdio_client(parameters, errlog=told)

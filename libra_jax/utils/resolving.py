@@ -1,0 +1,277 @@
+"""Resolves `"package.module:factory"` of a config to the callable, calls it, and tells what went wrong in it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+from libra_jax import config, protocols
+from libra_jax.utils import user_code
+
+GIVEN = "given"
+"""Stands in for the module name of objects that a Python program passed to `libra_jax.train`."""
+
+SHIPPED = "libra_jax."
+"""Beginning of names of what ships. No trial before a run plays or scores with it: it may need programs or machines."""
+
+ITSELF = "libra_jax.utils.resolving:itself"
+"""Factory of a reward function that a Python program passed to `libra_jax.train`. Its argument is the name."""
+
+_given: dict[str, Any] = {}
+
+MOST_TOLD = 10
+"""Largest number of sentences that one `FirstFew` passes on."""
+
+_LONGEST_TOLD = 300
+
+CLEARED_BY_FLAG = ("task.arguments", "task.environment_arguments")
+"""Fields with arguments of a factory that a flag can set as a whole. Others lie within such a field."""
+
+_REMOVED = {
+    "libra_jax.agents.environments.verifiers": "release 0.4 of verifiers removed what this adapter used; its "
+    "environments run as harnesses now (docs/guides/any_agent.md): task.environment="
+    "libra_jax.harness:environment with 'callable': 'libra_jax.examples.outside.verifiers_v1:solve'",
+    "libra_jax.agents.tools.calculator": "the tool's module has moved; name it 'calculator', or "
+    "'libra_jax.tools.arithmetic:Calculator'",
+}
+"""Modules that configs may still name, and why they are gone."""
+
+_MOVED = {
+    "agents.environments.acquaintances": "examples.acquaintances",
+    "agents.environments.integers": "examples.integers",
+    "agents.environments.time_zones": "examples.time_zones",
+    "agents.environments.harness": "harness",
+    "agents.environments": "environments",
+    "agents.outside": "examples.outside",
+    "agents.calculator": "examples.calculator",
+    "agents.repair.planted": "examples.planted",
+    "agents.repair": "rewards.repair",
+    "agents.rewards": "rewards",
+    "agents.answers": "rewards.answers",
+    "agents.teacher": "rewards.teacher",
+    "agents.datasets": "environments.datasets",
+    "agents.published": "environments.published",
+    "agents.question": "environments.question",
+    "agents.arithmetic": "tools.arithmetic",
+    "agents.sandbox": "tools.sandbox",
+    "agents.tools": "tools",
+    "agents.thoughts": "chat.thoughts",
+    "agents": "rollouts",
+}
+"""Rooms and modules of `libra_jax` that configs may still name, and where each is now. The first match counts."""
+
+
+def _present_name(module: str) -> str:
+    """Returns where a module of this package is now, if its name begins with a former one, else ""."""
+    for former, present in _MOVED.items():
+        if f"{module}.".startswith(f"libra_jax.{former}."):
+            return f"libra_jax.{present}{module.removeprefix(f'libra_jax.{former}')}"
+    return ""
+
+
+def give(found: Any, field: str, *, name: str = "", text: str = "") -> str:
+    """Returns a name under which `resolve` finds an object.
+
+    This is the object's own name if it can be imported. Otherwise it is a name under `GIVEN`, which only this process
+    knows.
+
+    Args:
+      found: A class, a function or another callable of the caller.
+      field: Config field that will hold the name, for errors.
+      name: Readable name of the object. Empty: the object's own name.
+      text: Text that identifies the object's content. A change makes it a different object. Empty: its source code.
+    """
+    config.check(callable(found), field, f"{found!r} is not callable")
+    module, own = getattr(found, "__module__", ""), getattr(found, "__qualname__", type(found).__name__)
+    # Only if the name leads back to this very object: a local one, or one that was replaced, has no name to import.
+    if module not in ("", "__main__", "builtins") and getattr(sys.modules.get(module), own, None) is found:
+        return f"{module}:{own}"
+    try:  # a workdir is named after the config, so an edited definition has to start another run
+        text = text or inspect.getsource(found)
+    except (OSError, TypeError):
+        text = own
+    label = f"{name or own.rpartition('.')[2].strip('<>')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    _given[label] = found
+    return f"{GIVEN}:{label}"
+
+
+def itself(name: str) -> Any:
+    """Returns the function with this name (see `resolve`). Serves as a factory of reward functions."""
+    return resolve(name, "reward.functions")
+
+
+def shown(name: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Returns a factory's name for a sentence. An object of the caller's program keeps the name it has there."""
+    if name == ITSELF:
+        name = str(arguments.get("name", name))
+    module, _, label = name.partition(":")
+    return label.rpartition("-")[0] if module == GIVEN else name
+
+
+def raised(error: BaseException) -> str:
+    """Returns what a user's code raised, and where: `raised KeyError: 'gold' (reward.py, line 37)`.
+
+    The place is the innermost line outside this package and installed packages. Without such a line, there is no place.
+    """
+    error = user_code.original(error)
+    text = f"raised {type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, SyntaxError) and error.filename:  # its message already names the place
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    place = user_code.place((frame.filename, frame.lineno) for frame in frames)
+    return f"{text} ({place})" if place else text
+
+
+def _nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def resolve(name: str, field: str, *, asynchronous: bool = False) -> Callable[..., Any]:
+    """Returns the callable that `"package.module:factory"` names. The working directory is searched too.
+
+    Args:
+      name: Name in the config.
+      field: Config field with the name, for example "task.environment", for errors.
+      asynchronous: Whether it may be async. A factory may not.
+
+    Raises:
+      ConfigError: The module or attribute does not exist (the nearest name is suggested), the import fails, or the name
+        is not a plain callable.
+    """
+    module_name, _, attribute = name.partition(":")
+    config.check(bool(module_name and attribute), field, f'{name!r} must have the form "package.module:factory"')
+    if module_name == GIVEN:
+        config.check(
+            attribute in _given,
+            field,
+            f"{name!r} is an object that a Python program handed to libra_jax.train; only that program knows it. Call "
+            "train from there again, or put the object into a module and name it here",
+        )
+        return cast("Callable[..., Any]", _given[attribute])
+    config.check(module_name not in _REMOVED, field, _REMOVED.get(module_name, ""))
+    present = _present_name(module_name)
+    config.check(not present, field, f"{module_name} has moved; name it {present}:{attribute}")
+    # A Python script has its own folder on the path instead of the working directory.
+    # Appended, not inserted: a user's file must not hide a module of the standard library.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        with user_code.contain_exits():
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # The module itself exists, but a module that it imports does not.
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise protocols.ConfigError(
+                f"config.{field}: {module_name} needs the module {error.name}, which is not installed"
+            ) from error
+        # For a short name, some installed package is always similar, so a top-level suggestion has to be much closer.
+        hint = _nearest(module_name, _siblings(module_name), likeness=0.6 if "." in module_name else 0.8)
+        raise protocols.ConfigError(f"config.{field}: there is no module {module_name!r}{hint}") from error
+    except Exception as error:  # the user's own code runs during the import
+        raise protocols.ConfigError(f"config.{field}: importing {module_name} {raised(error)}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [key for key in vars(module) if not key.startswith("_")]
+        own = [key for key in names if getattr(vars(module)[key], "__module__", "") == module_name]
+        hint = _nearest(attribute, names) or (f"; it has {', '.join(own[:MOST_TOLD])}" if own else "")
+        raise protocols.ConfigError(f"config.{field}: {module_name} has no {attribute!r}{hint}")
+    config.check(callable(found), field, f"{name!r} is not callable")
+    config.check(
+        asynchronous or not inspect.iscoroutinefunction(found),
+        field,
+        f"{name!r} is async; a factory must be a plain function",
+    )
+    return cast("Callable[..., Any]", found)
+
+
+def _siblings(module_name: str) -> list[str]:
+    """Returns the modules beside the place of `module_name`: in its deepest existing package, or at the top level."""
+    package, _, _ = module_name.rpartition(".")
+    if not package:
+        return [item.name for item in pkgutil.iter_modules()]
+    try:
+        parent = importlib.import_module(package)
+    except Exception:  # the caller reports the missing module itself
+        return [f"{name}.{module_name.rpartition('.')[2]}" for name in _siblings(package)]
+    return [f"{package}.{item.name}" for item in pkgutil.iter_modules(getattr(parent, "__path__", []))]
+
+
+def check_arguments(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> None:
+    """Raises ConfigError if a factory does not take the arguments. The message names the field."""
+    try:
+        signature = inspect.signature(factory)
+        signature.bind(**arguments)
+    except TypeError as error:
+        unknown = [key for key in arguments if key not in signature.parameters]
+        hint = _nearest(unknown[0], signature.parameters) if unknown else ""
+        if unknown and not hint:
+            hint = f"; it takes {', '.join(signature.parameters) or 'none'}"
+            # Often left over from the config's own environment or source, where the command line names another.
+            if field in CLEARED_BY_FLAG:
+                hint += f". Clear those of the config file with --config.{field}={{}}"
+        raise protocols.ConfigError(
+            f"config.{field}: {shown(name)} cannot be called with these ({error}){hint}"
+        ) from error
+    except ValueError:  # a callable written in C may have no readable signature
+        pass
+
+
+def call(factory: Callable[..., Any], name: str, arguments: Mapping[str, Any], field: str) -> Any:
+    """Checks the arguments of a factory, and calls it."""
+    check_arguments(factory, name, arguments, field)
+    try:
+        with user_code.contain_exits():
+            return factory(**arguments)
+    except protocols.LibraError:
+        raise
+    except Exception as error:
+        raise protocols.ConfigError(f"config.{field}: {shown(name)} {raised(error)}") from error
+
+
+@contextlib.contextmanager
+def named(name: str, field: str, call: str) -> Iterator[None]:
+    """Turns an error of a factory's product into a ConfigError that names factory, field and call."""
+    try:
+        with user_code.contain_exits():
+            yield
+    except protocols.LibraError:
+        raise
+    except Exception as error:  # the user's own code ran
+        raise protocols.ConfigError(f"config.{field}: {call} of {shown(name)} {raised(error)}") from error
+
+
+@dataclass
+class FirstFew:
+    """Shows only the first `MOST_TOLD` of many similar faults. Broken code or a broken environment may cause thousands.
+
+    Attributes:
+      say: Called with each sentence, including its full stop. The last one says that further ones are not shown.
+      told: Number of sentences so far.
+    """
+
+    say: Callable[[str], None]
+    told: int = 0
+
+    def tell(self, sentence: str) -> None:
+        """Takes another sentence, without its full stop."""
+        self.told += 1
+        if self.told <= MOST_TOLD:
+            self.say(f"{sentence}{'; further ones are not shown' if self.told == MOST_TOLD else ''}.")
+
+
+def loggable(text: str) -> str:
+    """Returns the beginning of a text that a policy may have written. No escape in it reaches the terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_TOLD])
