@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.live import Live
 
 from libra_jax import protocols
-from libra_jax.telemetry import files, recorder, screen, status
-from libra_jax.utils import machine
+from libra_jax.telemetry import recorder, screen, status
+from libra_jax.utils import checksums, machine
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; default the one under runs/ that was written last.")
 _WATCH = flags.DEFINE_bool("watch", False, "Redraw the screen every second, until the run ends.")
@@ -35,7 +35,7 @@ def main() -> int:
     alive = status.is_alive(workdir, record)
     if not _WATCH.value:
         Console().print(screen.picture(record, verdict(record, alive)))
-        for sentence in recorder.cut_back(workdir, record["step"], files.known_records(workdir), look=True):
+        for sentence in recorder.cut_back(workdir, record["step"], checksums.known_records(workdir), look=True):
             print(sentence)
     else:
         with Live(screen.picture(record, verdict(record, alive)), console=Console(), auto_refresh=False) as live:

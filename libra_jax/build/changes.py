@@ -19,6 +19,7 @@ from libra_jax import config as libra_config
 from libra_jax.models import config as model_config
 from libra_jax.protocols import ConfigError, LibraError
 from libra_jax.telemetry import files
+from libra_jax.utils import checksums
 
 NEVER = ("model.preset",)
 """Settings that no run can change, because its weights would have another shape."""
@@ -175,10 +176,13 @@ def record(workdir: Path, changes: Sequence[Change], allowed: Sequence[str], ste
         "allowed": [change.name for change in changes if any(_covers(name, change.name) for name in allowed)],
     }
     path = workdir / files.CONFIG_HISTORY_FILE
-    # A line that lost its newline must not swallow this one. In an emptied file, the empty line is named as damaged.
-    cut = path.exists() and not path.read_bytes().endswith(b"\n")
+    text = checksums.read_bytes(path) if path.exists() else b"\n"
+    review = files.Review(path, checksums.known_records(workdir))
+    for line in text.splitlines():
+        review.problem(line)
     with path.open("ab") as file:
-        file.write(b"\n" * cut + files.json_line(entry))
+        # A line that lost its newline must not swallow this one. An emptied file's empty line is named as damaged.
+        file.write(b"\n" * (not text.endswith(b"\n")) + files.json_line({**entry, **review.place()}))
 
 
 def _covers(name: str, setting: str) -> bool:

@@ -203,7 +203,8 @@ def chosen(
         counting = checkpoint_store.counting(asked.workdir)
         steps = ", ".join(map(str, sorted(counting))) or "none"
         need(asked.step in counting, f"--step={asked.step}: {asked.workdir} has checkpoints of steps {steps}")
-        return config, workdirs.checked(asked.workdir, counting[asked.step]), f"{config.name}, step {asked.step}"
+        stored = checkpoint_store.checked(asked.workdir, counting[asked.step])
+        return config, stored, f"{config.name}, step {asked.step}"
     found = workdirs.newest(asked.workdir)
     if found.stored is not None:
         api.tell_skipped(found)
@@ -213,6 +214,7 @@ def chosen(
         raise protocols.DataError(
             f"--workdir={asked.workdir}: holds no checkpoint and no exported model yet; name a run that has written one"
         )
+    print(f"note: {asked.workdir} has no checkpoint, so its export {export} is evaluated.", file=sys.stderr)
     # An export of a run with an adapter holds the merged weights.
     merged = dataclasses.replace(config.model, path=str(export), lora=libra_config.LoraConfig())
     return dataclasses.replace(config, model=merged), None, f"{config.name}, exported model"

@@ -21,7 +21,7 @@ from libra_jax import config as libra_config
 from libra_jax import protocols
 from libra_jax.build import changes
 from libra_jax.coordinator import checkpoint_store, fencing
-from libra_jax.telemetry import escapes, files, metrics, recorder, status
+from libra_jax.telemetry import escapes, metrics, recorder, status
 from libra_jax.utils import checksums, machine
 
 END_SECONDS = 60.0
@@ -130,21 +130,11 @@ def _has_ended(workdir: Path) -> bool:
 
 
 def newest(path: Path) -> checkpoint_store.Found:
-    """Returns the newest checkpoint that verifies. Raises DataError if `checked` or `checkpoint_store.find` does."""
+    """Returns the newest checkpoint that verifies. Raises DataError as `checkpoint_store.find` and `checked`."""
     found = checkpoint_store.find(path)
     if found.stored:
-        checked(path, found.stored)
+        checkpoint_store.checked(path, found.stored)
     return found
-
-
-def checked(path: Path, stored: checkpoint_store.Stored) -> checkpoint_store.Stored:
-    """Returns a checkpoint. Raises DataError if it is damaged, or of another run than the workdir's `status.json`."""
-    why, known = checkpoint_store.verify(stored)[0], files.known_records(path)
-    if known and (run := (stored.record.get("records") or known)["run"]) != known["run"]:
-        why = why or f"it is of the run {run} instead of {known['run']}"
-    if why:
-        raise protocols.DataError(f"The checkpoint {stored.manifest.parent} cannot be used: {why}; take it away.")
-    return stored
 
 
 def foreseen(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import time
@@ -112,8 +113,8 @@ def find(workdir: Path, *, trainer: bool = True) -> Found:
       trainer: also verify the trainer's files; if False, only the coordinator's.
 
     Raises:
-      DataError: checkpoints exist and none verifies (nothing has been removed), or another version of this program
-        wrote one.
+      DataError: checkpoints exist and none verifies (nothing has been removed), a folder cannot be listed, or another
+        version of this program wrote one.
     """
     skipped: list[str] = []
     # The newest step first; within a step, the latest token.
@@ -192,25 +193,40 @@ def verify(stored: Stored, trainer: bool = True) -> tuple[str, float, int]:
     return *_verified[key], nbytes
 
 
+def checked(workdir: Path, stored: Stored, trainer: bool = True) -> Stored:
+    """Returns a checkpoint. Raises DataError if it is damaged, or of another run than the workdir's `status.json`."""
+    why, known = verify(stored, trainer)[0], checksums.known_records(workdir)
+    if known and (run := (stored.record.get("records") or known)["run"]) != known["run"]:
+        why = why or f"it is of the run {run} instead of {known['run']}"
+    if why:
+        raise protocols.DataError(f"The checkpoint {stored.manifest.parent} cannot be used: {why}; take it away.")
+    return stored
+
+
 def _read(workdir: Path) -> list[Stored]:
-    """Returns every checkpoint on disk, except those being written or removed."""
-    found: list[Stored] = []
+    """Returns every checkpoint on disk, except those being written or removed. Raises DataError as `find`."""
+    found, empty = list[Stored](), list[Stored]()
     folders: list[Path] = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        folders = list((workdir / FOLDER).iterdir())
-    for folder in folders:
-        # A superseded run may still be removing an old checkpoint.
+    try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if (step := _STEP.fullmatch(folder.name)) is None or not folder.is_dir():
-                continue
-            names = [path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)]
-            if manifests := [manifest for name in names if (manifest := _MANIFEST.fullmatch(name))]:
-                found += [_read_manifest(folder / item[0], int(step[1]), int(item[1] or 1)) for item in manifests]
-            # The marker file, or partial files alone, mean a write or removal that was cut off, which is no damage.
-            elif UNFINISHED not in names and not all(name.endswith(".partial") for name in names):
-                path = folder / f"{MANIFEST}.json"
-                found.append(Stored(int(step[1]), 0, path, problem="its manifest is missing"))
-    limits = dict(fencing.limits(workdir))
+            folders = [path for path in (workdir / FOLDER).iterdir() if _STEP.fullmatch(path.name)]
+        limits = dict(fencing.limits(workdir))
+        for folder in folders:
+            step, path = int(folder.name.removeprefix("step-")), folder / f"{MANIFEST}.json"
+            # A superseded run may still be removing an old checkpoint.
+            with contextlib.suppress(FileNotFoundError):
+                entries = os.listdir(folder)
+                names = [name for name in entries if _OURS.fullmatch(name)]
+                if manifests := [manifest for name in names if (manifest := _MANIFEST.fullmatch(name))]:
+                    found += [_read_manifest(folder / item[0], step, int(item[1] or 1)) for item in manifests]
+                elif not entries:
+                    empty.append(Stored(step, 0, path, problem="it is empty, as a kill may leave it"))
+                # The marker file, or partial files alone, mean a write or removal that was cut off, which is no damage.
+                elif UNFINISHED not in names and not all(name.endswith(".partial") for name in names):
+                    found.append(Stored(step, 0, path, problem="its manifest is missing"))
+    except OSError as error:
+        raise protocols.DataError(f"{error.filename} cannot be listed ({error.strerror}); put it back") from error
+    found += empty if found else []  # a kill of the first save may leave an empty folder alone
     # A token's file may be damaged. Its run resumed from no later than the earliest step that it wrote.
     for stored in found:
         if not stored.problem:
@@ -228,7 +244,7 @@ def _read(workdir: Path) -> list[Stored]:
 def _read_manifest(path: Path, step: int, fencing_token: int) -> Stored:
     """Reads a manifest and checks its version and step."""
     try:
-        text = path.read_bytes()
+        text = checksums.read_bytes(path)
         number = FORMAT
         if whole := checksums.is_whole(text):
             number = checksums.unsealed(text).get("format", FORMAT)

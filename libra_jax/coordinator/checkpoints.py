@@ -148,7 +148,8 @@ def teach(scheduler: protocols.Scheduler, workdirs: Sequence[str]) -> None:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: {workdir} holds no checkpoint; name the workdir of a run that wrote one"
             )
-        learnt = Checkpoints(Path(workdir), keep=1).load(found.stored, routing=False)["scheduler"]
+        stored = store.checked(Path(workdir), found.stored, trainer=False)
+        learnt = Checkpoints(Path(workdir), keep=1).load(stored, routing=False)["scheduler"]
         if not learnt:
             raise protocols.ConfigError(
                 f"config.scheduler.learnt_from: the scheduler of {workdir} learns nothing; leave it out"
@@ -285,7 +286,7 @@ class Checkpoints:
         """Removes the parts of an aborted checkpoint. A committed checkpoint of the same step stays."""
         if self._fencing is not None and not self._fencing.may_write():
             return
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, protocols.DataError):
             if (counting := self._counting().get(step)) is not None:
                 _remove_strangers(counting)
             else:
@@ -312,10 +313,10 @@ class Checkpoints:
         record, directory = stored.record, stored.manifest.parent
         name, apart = record["coordinator"], record.get("routing") if routing else None
         try:
-            text, kept = (directory / name).read_bytes(), checksums.from_json(record["files"])
+            text, kept = checksums.read_bytes(directory / name), checksums.from_json(record["files"])
             if (problem := checksums.problem(directory, {file: kept[file] for file in (name, apart) if file})) != "":
                 raise ValueError(problem)
-            hook = _with_routing((directory / apart).read_bytes()) if apart else None
+            hook = _with_routing(checksums.read_bytes(directory / apart)) if apart else None
             state: CoordinatorState = json.loads(text, object_hook=hook)
             return state
         except (OSError, ValueError, KeyError) as error:
@@ -342,10 +343,10 @@ def _writing(directory: Path) -> Iterator[None]:
     """Turns an error of the disk into a sentence about what it means for the run."""
     try:
         yield
-    except OSError as error:
+    except (OSError, protocols.DataError) as error:
         raise protocols.CheckpointFailed(
-            f"The checkpoint {directory} cannot be written ({error.strerror or error}): see to the disk, and the same "
-            "command goes on from the checkpoint before it."
+            f"The checkpoint {directory} cannot be written ({getattr(error, 'strerror', None) or error}): see to the "
+            "disk, and the same command goes on from the checkpoint before it."
         ) from error
 
 

@@ -225,5 +225,5 @@ def damaged(workdir: Path) -> list[str]:
 
 def _read(workdir: Path, number: int) -> Holder | None:
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Holder(**checksums.unsealed(_file(workdir, number).read_bytes()))
+        return Holder(**checksums.unsealed(checksums.read_bytes(_file(workdir, number))))
     return None

@@ -287,10 +287,10 @@ def read_directory(path: str | pathlib.Path) -> TransformerConfig:
     if not directory.is_dir():
         raise DataError(f"{directory}: no such model directory; give the path of a downloaded Hugging Face model.")
     file = directory / "config.json"
+    if not file.is_file():  # a FIFO would never answer
+        raise DataError(f"{file}: missing, so {directory} is not a Hugging Face model directory.")
     try:
         values = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise DataError(f"{file}: missing, so {directory} is not a Hugging Face model directory.") from None
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise DataError(f"{file}: is not whole JSON ({error}); download it again.") from None
     if not isinstance(values, dict):

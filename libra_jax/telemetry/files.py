@@ -114,7 +114,7 @@ class RecordFile:
             how = "removed while the run writes it: the run goes on in a new file, and" if removed else "replaced:"
             self._changed(f"{how} what it recorded there before is gone.")
         if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._descriptor = checksums.open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._end = os.fstat(self._descriptor).st_size
         size = os.fstat(self._descriptor).st_size
         if size != self._end:
@@ -171,7 +171,7 @@ class LineFile(RecordFile):
         try:
             # Cut before anything is appended, or the next record would continue the torn line. Read backwards in
             # pieces, because a run's file may take gigabytes and its last lines are short.
-            with path.open("rb") as file:
+            with checksums.open_file(path) as file:
                 end = size = file.seek(0, os.SEEK_END)
                 newline = -1
                 while end > 0 and newline < 0:
@@ -246,6 +246,9 @@ def damage(line: bytes) -> str:
         return "it is not JSON"
     if not isinstance(record, dict):
         return "it is not a JSON object"
+    # A record of a run, or its status. Versions that wrote no checksum wrote no numbers and no counts either.
+    if _ORIGIN.search(line[-_LONGEST_ORIGIN:]) or {"beat", "records"} <= record.keys():
+        return "its checksum is missing"
     if (found := _SPOILT.search(line)) is None:
         return ""
     # Either the value is damaged, or the name of the field has one wrong byte. A line of another program may also end
@@ -313,6 +316,10 @@ class Review:
         self.number, self._last = number, line
         return ""
 
+    def place(self) -> dict[str, str]:
+        """Returns the place of the next record, as a field of its line. Empty if no run is known."""
+        return {"record": f"{self._name}/{self._run}/{max(self.number, self._count) + 1}"} if self._run else {}
+
     def gaps(self) -> list[str]:
         """Ends the review. Returns a sentence for each row of missing records."""
         self._skip_to(self._count + 1, None)
@@ -340,24 +347,15 @@ def foreign(line: bytes, name: str, known: protocols.Records | None) -> str:
     return "" if run == known["run"] else f"it is a record of another run ({run} instead of {known['run']})"
 
 
-def known_records(workdir: Path) -> protocols.Records | None:
-    """Returns the run's id and the number of its records, as its `status.json` has them. None without them."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        found: protocols.Records | None = checksums.read_object(workdir / "status.json").get("records")
-        # The file may be another program's.
-        return found if isinstance(found, dict) and found.keys() == {"run", "counts"} else None
-    return None
-
-
 def whole_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a JSON-lines file that a run wrote, in order and without checksum and number.
 
     A torn last line and a missing file are not errors. Other lines that do not count are skipped with a warning, and
     missing records are named in one. Raises DataError if the file cannot be read.
     """
-    log, review = logging.getLogger(__name__), Review(path, known_records(path.parent))
+    log, review = logging.getLogger(__name__), Review(path, checksums.known_records(path.parent))
     try:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), checksums.open_file(path) as file:
             for number, line in enumerate(file, start=1):
                 # A whole record ends with a newline, so a kill has torn this one.
                 if not line.endswith(b"\n"):

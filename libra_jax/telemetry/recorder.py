@@ -17,6 +17,7 @@ from libra_jax import protocols
 from libra_jax.protocols import ConfigError
 from libra_jax.telemetry import console, files, metrics, samples, screen, sinks, trace
 from libra_jax.telemetry.report import timeline
+from libra_jax.utils import checksums
 
 FLUSH_SECONDS = 1.0
 """Longest time in seconds that a record waits in memory, if further records arrive."""
@@ -206,7 +207,7 @@ def create(
         raise ConfigError(f"--workdir: {workdir} cannot be made ({error.strerror or error})") from error
     # Made before the console, because the files may already warn while they are opened.
     warn = _Warnings()
-    lines = {name: files.LineFile(workdir / name, warn, guard) for name in LINE_FILES}
+    lines = {name: files.LineFile(workdir / name, warn, guard) for name in (*LINE_FILES, files.CONFIG_HISTORY_FILE)}
     run = records["run"] if records else next((line.run for line in lines.values() if line.run), secrets.token_hex(4))
     for name, line in lines.items():
         # If the last records are gone, the numbers go on after them, so that every reader sees the gap.
@@ -281,7 +282,7 @@ def _cut(
     partial = Path(os.devnull) if look else path.with_name(path.name + PARTIAL_SUFFIX)
     counted = records["counts"].get(path.name, 0) if records else 0
     keep, damaged = True, []
-    with path.open("rb") as old, partial.open("wb") as new:
+    with checksums.open_file(path) as old, partial.open("wb") as new:
         for number, line in enumerate(old, start=1):
             if not line.endswith(b"\n"):
                 if not files.torn(line):

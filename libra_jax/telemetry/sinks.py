@@ -166,7 +166,7 @@ class WandbSink(Sink):
                 project=run_config.telemetry.wandb_project,
                 name=run_config.name,
                 # A resumed workdir has the id of its run there.
-                id=id_file.read_text().strip() if id_file.exists() else None,
+                id=id_file.read_text().strip() if id_file.is_file() else None,
                 resume="allow",
                 dir=str(workdir),
                 config=escapes.redacted(config_lib.to_dict(run_config)),

@@ -25,7 +25,7 @@ from typing import Any, TypedDict
 
 from libra_jax import protocols
 from libra_jax.telemetry import console, escapes, files, sinks
-from libra_jax.utils import machine, user_code
+from libra_jax.utils import checksums, machine, user_code
 
 STATUS_FILE = "status.json"
 
@@ -296,7 +296,7 @@ def read(workdir: Path) -> Record | None:
 
     file = workdir / STATUS_FILE
     try:
-        text = file.read_bytes()
+        text = checksums.read_bytes(file)
         record: Record = json.loads(text, parse_constant=_refuse)
         # Before the schema, whose message would blame a field of damaged bytes.
         if problem := files.damage(text):
@@ -320,7 +320,7 @@ def _refuse(text: str) -> float:
 def _fingerprint(workdir: Path) -> tuple[Any, ...]:
     """Returns a value that every heartbeat changes, even if a full disk allows it only to touch the file."""
     try:
-        with (workdir / STATUS_FILE).open("rb") as file:  # opening makes a network file system ask its server
+        with checksums.open_file(workdir / STATUS_FILE) as file:  # opening makes a network file system ask its server
             found = os.fstat(file.fileno())
             # Three signs: a heartbeat renames a new file, or only touches it, and clocks may have a coarse grain.
             return found.st_ino, found.st_mtime_ns, file.read()
@@ -367,7 +367,7 @@ class Heartbeat:
         self._file = workdir / STATUS_FILE
         self._earlier = b""
         with contextlib.suppress(OSError):
-            self._earlier = self._file.read_bytes()
+            self._earlier = checksums.read_bytes(self._file)
         self._run = run
         self._guard = guard
         self._loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ from typing import Any
 
 from libra_jax.protocols import DataError
 from libra_jax.telemetry import files
+from libra_jax.utils import checksums
 
 TRACE_FILE = "trace.jsonl"
 STATUSES = ("success", "failure", "timeout")
@@ -38,9 +39,10 @@ def read(path: Path) -> list[dict[str, Any]]:
       DataError: The file is missing or empty, or a line is not a record. The message names file and line.
     """
     records, seen = [], set[int]()
-    known = files.known_records(path.parent) if path.name == TRACE_FILE else None
+    known = checksums.known_records(path.parent) if path.name == TRACE_FILE else None
     try:
-        with path.open("rb") as file:
+        # A user may also hand a trace over in a pipe.
+        with checksums.open_file(path) if path.name == TRACE_FILE else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     where = f"{path}, line {number}"

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
@@ -45,6 +47,27 @@ class Sum(NamedTuple):
 
     size: int
     checksum: str
+
+
+def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Opens a stored file for reading. Raises OSError for a FIFO, a socket or a device, which may never answer."""
+    return open(path, "rb", buffering, opener=open_regular)
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """Opens or makes a regular file and returns its descriptor. Raises OSError as `open_file`."""
+    # Without the flag, opening a FIFO waits for its other end.
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)
+    if not (stat.S_ISREG(mode := os.fstat(descriptor).st_mode) or stat.S_ISDIR(mode)):  # Python refuses a folder
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns the bytes of a stored file. Raises OSError as `open_file`."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def of_bytes(data: bytes) -> str:
@@ -109,7 +132,7 @@ def _side_by_side(chunks: Sequence[tuple[Path, int]]) -> list[bytes]:
 
 
 def _of_chunk(path: Path, begin: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
+    with open_file(path, buffering=0) as file:
         file.seek(begin)
         data = bytearray()
         # A network file system may return less than asked for.
@@ -183,7 +206,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises OSError if it cannot be read, and ValueError if it is damaged or holds no JSON object.
     """
-    text = path.read_bytes().rstrip()
+    text = read_bytes(path).rstrip()
     record = json.loads(text)
     if not isinstance(record, dict):
         raise ValueError(f"it holds {record!r:.40}")
@@ -193,6 +216,15 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ValueError('its checksum is not the one it was written with; if you edited it, remove "checksum"')
     record.pop("checksum", None)
     return record
+
+
+def known_records(workdir: Path) -> protocols.Records | None:
+    """Returns the run's id and the number of its records, as its `status.json` has them. None without them."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found: protocols.Records | None = unsealed(read_bytes(workdir / "status.json").rstrip()).get("records")
+        # The file may be another program's.
+        return found if isinstance(found, dict) and found.keys() == {"run", "counts"} else None
+    return None
 
 
 def files_of(folder: Path) -> list[str]:
@@ -231,7 +263,7 @@ def read_seal(folder: Path) -> dict[str, Sum]:
       OSError: The seal cannot be read.
       ValueError: The seal is damaged.
     """
-    if isinstance(files := unsealed((folder / SEAL).read_bytes()).get("files"), dict):
+    if isinstance(files := unsealed(read_bytes(folder / SEAL)).get("files"), dict):
         return from_json(files)
     raise ValueError("it is no seal")
 
@@ -258,16 +290,23 @@ def check_sealed(folder: Path, *, weights: bool, share: slice = slice(None)) -> 
             continue
         except (OSError, ValueError) as error:
             raise protocols.DataError(f"{root / SEAL} cannot be used ({error}); {_ADVICE}") from None
-        names = [name.removeprefix(inside) for name in sorted(sums) if name.startswith(inside)]
-        names = [name for name in names if "/" not in name and (weights or not name.endswith(".safetensors"))]
+        listed = [name.removeprefix(inside) for name in sorted(sums) if name.startswith(inside)]
+        names = [name for name in listed if "/" not in name and (weights or not name.endswith(".safetensors"))]
         if problem_found := problem(folder, {name: sums[inside + name] for name in names[share]}):
             raise protocols.DataError(f"{folder}/{problem_found}; {_ADVICE}")
-        # Readers may take weights that an older export left in the folder.
-        if names and weights and (strangers := {file.name for file in folder.glob("*.safetensors")} - {*names}):
+        # Readers may take what an older export or another program left in the folder.
+        entries = {file.name for file in folder.iterdir() if _READ.fullmatch(file.name)}
+        entries |= {file.name for file in folder.glob("*.safetensors") if weights}
+        if names and (strangers := entries - {name.partition("/")[0] for name in listed}):
             raise protocols.DataError(f"{folder}/{min(strangers)} is not of this export, as {SEAL} says; remove it")
         if names:
             return True
     return False
 
+
+_READ = re.compile(
+    r".*config\.json|.*\.index\.json|tokenizer.*|.*_tokens(_map)?\.json|vocab\..*|merges\.txt|.*chat_template.*"
+)
+"""Names besides weights that readers of a model, tokenizer or adapter look for."""
 
 _ADVICE = f"export the model again, or take a copy; if you changed the file yourself, remove {SEAL}"

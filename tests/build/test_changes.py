@@ -11,7 +11,7 @@ import scripts
 from libra_jax import config, protocols
 from libra_jax.build import changes, evaluating, workdirs
 from libra_jax.coordinator import checkpoints
-from libra_jax.telemetry import recorder
+from libra_jax.telemetry import files, recorder
 from libra_jax.telemetry.report import sections
 from libra_jax.utils import checksums
 
@@ -82,6 +82,32 @@ def test_a_line_of_the_history_that_lost_its_end_swallows_no_other(begun):
     (sentence,) = recorder.cut_back(begun, 20)
     assert "config_history.jsonl was damaged, and these lines are removed: line 1 (it is not JSON)" in sentence
     assert len(history(begun)) == 1
+
+
+def test_what_is_gone_from_the_history_is_said_with_its_numbers(begun):
+    """The counts of a run that resumed twice with other steps, as each start has them in status.json."""
+    for count, steps in enumerate((60, 70)):
+        known = {"run": "aaaa", "counts": {files.CONFIG_HISTORY_FILE: count}}
+        (begun / "status.json").write_bytes(files.json_line({"records": known}))
+        workdirs.open_workdir(settings(steps=steps), str(begun))
+    file, records = begun / files.CONFIG_HISTORY_FILE, {"run": "aaaa", "counts": {files.CONFIG_HISTORY_FILE: 2}}
+    whole = file.read_bytes()
+    first, last = whole.splitlines(keepends=True)
+    for text, sentence in (
+        (whole, ""),
+        (first, "lacks records 2 to 2"),
+        (first + last[:40], "lacks records 2 to 2"),
+        (first + last + last, "line 3 (it is record 2, after record 2)"),
+        (b"", "lacks records 1 to 2"),
+        (None, "lacks records 1 to 2"),
+    ):
+        file.unlink() if text is None else file.write_bytes(text)
+        told = recorder.cut_back(begun, 20, records)
+        assert sentence in "".join(told)
+        assert bool(told) is bool(sentence)
+    (begun / "status.json").write_bytes(files.json_line({"records": records}))
+    workdirs.open_workdir(settings(steps=80), str(begun))
+    assert history(begun)[-1]["record"] == "config_history.jsonl/aaaa/3", "no number is used twice"
 
 
 def test_what_changes_the_learning_needs_the_flag_that_the_error_names(begun):

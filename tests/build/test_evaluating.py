@@ -107,7 +107,7 @@ def test_a_damaged_newest_checkpoint_is_said_with_the_step_that_takes_its_place(
     assert "step 1 takes its place" in said
 
 
-def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path):
+def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     shutil.copy(workdir / evaluating.CONFIG_FILE, run)
@@ -116,6 +116,7 @@ def test_a_run_without_checkpoints_is_evaluated_by_its_export(workdir, tmp_path)
     shutil.copytree(workdir / "model", run / "model")
     made = evaluating.evaluate(evaluating.Asked(workdir=run, most_tasks=1), None)
     assert (made.source, len(made.tasks), len(made.tasks[0].rewards)) == ("mine, exported model", 1, 4)
+    assert "has no checkpoint, so its export" in capsys.readouterr().err
 
 
 def test_every_task_of_a_file_is_evaluated_once(workdir, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from libra_jax.coordinator import run as coordinator
 from libra_jax.models import config as model_config
 from libra_jax.rewards import scoring
 from libra_jax.rollouts import rollouts
+from libra_jax.telemetry import files
 from libra_jax.tools import toolkit
 
 
@@ -276,13 +278,16 @@ def test_plans_have_no_instance_wider_than_what_the_cluster_grants_the_run_on_on
     assert made._setting.degrees == degrees
 
 
+RECORDS = {"run": "aaaa", "counts": {}}
+
+
 def learnt_in(workdir: pathlib.Path, policy: str) -> config.RunConfig:
     """A run that starts with what another one's scheduler had learnt at its third step."""
     first = wiring.scheduler(config.RunConfig(scheduler=config.SchedulerConfig(policy=policy)))
     first.on_arrival(protocols.RequestInfo("0/0", "0", 0, 10, dispatch_version=0), 0.0)
     first.on_finish("0/0", 700, 1.0)
     written = checkpoints.Checkpoints(workdir, keep=1)
-    written.write(3, checkpoints.encode({"scheduler": dict(first.snapshot())}))
+    written.write(3, checkpoints.encode({"scheduler": dict(first.snapshot()), "records": RECORDS})).mkdir()
     written.commit(3)
     return config.RunConfig(scheduler=config.SchedulerConfig(learnt_from=(str(workdir),)))
 
@@ -290,6 +295,21 @@ def learnt_in(workdir: pathlib.Path, policy: str) -> config.RunConfig:
 def test_a_run_starts_with_what_the_schedulers_of_others_had_learnt(tmp_path):
     snapshot = wiring.scheduler(learnt_in(tmp_path, "cmlfq")).snapshot()
     assert [700] in [samples for _, _, samples, *_ in snapshot["by_suffix"]["nodes"]]
+
+
+def test_nothing_is_learnt_from_a_checkpoint_of_another_run(tmp_path):
+    run = learnt_in(tmp_path, "cmlfq")
+    for name in ("aaaa", "bbbb"):
+        (tmp_path / "status.json").write_bytes(files.json_line({"records": {"run": name, "counts": {}}}))
+        if name == "aaaa":
+            wiring.scheduler(run)
+            continue
+        with pytest.raises(protocols.DataError, match="it is of the run aaaa instead of bbbb"):
+            wiring.scheduler(run)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").symlink_to("checkpoints")
+    with pytest.raises(protocols.DataError, match=r"checkpoints cannot be listed \(Too many levels"):
+        wiring.scheduler(run)
 
 
 def test_a_workdir_to_learn_from_must_have_something_to_teach(tmp_path):

@@ -265,16 +265,32 @@ def test_a_folder_that_vanishes_hides_no_other_checkpoint(tmp_path, monkeypatch,
     files = checkpoints.Checkpoints(tmp_path, keep=3)
     for step in (1, 2, 3):
         save(files, step)
-    is_dir = Path.is_dir
+    listdir = os.listdir
 
-    def removed_meanwhile(folder: Path) -> bool:
-        found = is_dir(folder)
-        if folder.name == f"step-{gone:08d}":
+    def removed_meanwhile(folder: Path) -> list[str]:
+        if Path(folder).name == f"step-{gone:08d}":
             shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return listdir(folder)
 
-    monkeypatch.setattr(Path, "is_dir", removed_meanwhile)
+    monkeypatch.setattr(os, "listdir", removed_meanwhile)
     assert set(checkpoint_store.counting(tmp_path)) == {1, 2, 3} - {gone}
+
+
+def test_an_emptied_folder_is_said_if_an_older_checkpoint_takes_its_place(tmp_path):
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    assert checkpoint_store.find(tmp_path).step == -1, "killed at its first save"
+    save(checkpoints.Checkpoints(tmp_path, keep=3), 1)
+    (tmp_path / "checkpoints/step-00000002").mkdir()
+    found = checkpoint_store.find(tmp_path)
+    assert found.step == 1
+    assert "step-00000002 is skipped: it is empty" in found.skipped[0]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "fencing"])
+def test_a_folder_that_cannot_be_listed_is_a_sentence(tmp_path, name):
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(protocols.DataError, match=rf"/{name} cannot be listed \(Too many levels of symbolic links\)"):
+        checkpoint_store.find(tmp_path)
 
 
 @pytest.fixture

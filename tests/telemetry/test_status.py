@@ -19,6 +19,7 @@ from rich.console import Console
 
 from libra_jax import protocols
 from libra_jax.telemetry import files, memory, screen, status
+from libra_jax.utils import checksums
 
 HOUR = 3600.0
 
@@ -220,6 +221,20 @@ def test_on_the_runs_own_host_its_process_tells_at_once(tmp_path):
     assert not status.is_alive(tmp_path, {**record, "pid": 2**22 + 1})
     assert not status.is_alive(tmp_path, {**record, "ended": {"how": "done", "sentence": ""}})
     assert time.monotonic() - began < status.WATCH_SECONDS, "none was watched"
+
+
+def test_a_status_that_lost_its_checksum_is_damaged(tmp_path):
+    """Only versions that wrote no counts wrote no checksum."""
+    record = {**written(tmp_path), "records": {"run": "aaaa", "counts": {}}, "beat": 1}
+    text = files.json_line({name: value for name, value in record.items() if name != "checksum"})
+    file = tmp_path / status.STATUS_FILE
+    file.write_bytes(text)
+    assert status.read(tmp_path)["step"] == record["step"]
+    assert checksums.known_records(tmp_path) is not None
+    file.write_bytes(re.sub(rb', "checksum": "\w*"', b"", text))
+    with pytest.raises(protocols.DataError, match="its checksum is missing"):
+        status.read(tmp_path)
+    assert checksums.known_records(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"loss": 1}', "\xff"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -309,3 +310,9 @@ def test_a_disk_that_stays_full_costs_bounded_memory(tmp_path, monkeypatch):
         file.write(b"x" * 1023 + b"\n")
     assert file._pending_bytes <= files.KEEP_BYTES + files.FLUSH_BYTES
     file.close()
+
+
+def test_a_record_that_lost_its_checksum_is_damaged():
+    line = files.json_line({"step": 1, "record": "metrics.jsonl/aaaa/1"})
+    assert files.damage(line) == ""
+    assert files.damage(re.sub(rb', "checksum": "\w*"', b"", line)) == "its checksum is missing"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -91,8 +92,7 @@ CHILD = """
 import pathlib, sys, threading
 from libra_jax.utils import checksums
 begun = threading.Event()
-read = checksums._of_chunk
-checksums._of_chunk = lambda *chunk: begun.set() or read(*chunk)
+checksums._of_chunk = lambda path, begin: begun.set() or path.read_bytes()
 threading.Thread(target=checksums.of_files, args=(pathlib.Path(sys.argv[1]), ["pipe"]), daemon=True).start()
 begun.wait()
 """
@@ -111,3 +111,39 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     kept = checksums.of_files(tmp_path, ["file"])
     monkeypatch.setattr(checksums, "_of_chunk", refuse)
     assert checksums.problem(tmp_path, kept) == f"{tmp_path / 'file'} cannot be read (Permission denied)"
+
+
+@pytest.mark.parametrize("name", ["pipe", "socket"])
+def test_what_is_no_regular_file_is_refused_instead_of_waited_for(tmp_path, name):
+    path = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    with pytest.raises(OSError, match=f"{name}'$"):
+        checksums.read_bytes(path)
+    with pytest.raises(OSError, match=f"{name}'$"):
+        checksums.open_regular(path, os.O_RDWR | os.O_CREAT)  # whose writes would fill the pipe
+    assert "cannot be read" in checksums.problem(tmp_path, {name: checksums.Sum(0, "0")})
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").write_bytes(b"1")
+    assert checksums.read_bytes(tmp_path / "link") == b"1"
+    with pytest.raises(IsADirectoryError):
+        checksums.read_bytes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["generation_config.json", "special_tokens_map.json", "additional_chat_templates", "adapter_config.json"],
+)
+def test_a_file_that_was_added_to_a_sealed_model_is_refused_where_readers_take_it(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    checksums.seal_folder(tmp_path)
+    (tmp_path / "README.md").write_text("a note")
+    assert checksums.check_sealed(tmp_path, weights=False)
+    (tmp_path / name).mkdir()
+    with pytest.raises(protocols.DataError, match=f"{name} is not of this export"):
+        checksums.check_sealed(tmp_path, weights=False)
+    (tmp_path / name).rmdir()
+    assert checksums.check_sealed(tmp_path, weights=True)

@@ -13,6 +13,7 @@ from libra_jax import config as run_config
 from libra_jax.models import config as model_config
 from libra_jax.models.hf import hf_names, weight_files
 from libra_jax.protocols import ConfigError, DataError
+from libra_jax.utils import checksums
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """Files of a PEFT adapter."""
@@ -127,7 +128,7 @@ def _check_description(config: model_config.TransformerConfig, file: pathlib.Pat
     """Checks that a PEFT file describes the adapter of `config`."""
     wanted = to_peft(config, "")
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(checksums.read_bytes(file))
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read ({error}); give the directory of a PEFT adapter.") from None
     if not isinstance(values, Mapping):

@@ -26,6 +26,7 @@ from typing import Any
 
 from libra_jax import protocols
 from libra_jax.telemetry import files
+from libra_jax.utils import checksums
 
 TIMELINE_FILE = "timeline.json"
 
@@ -207,7 +208,7 @@ def _repair(path: Path) -> list[int]:
         return []
     damaged = []
     partial = path.with_name(path.name + ".partial")
-    with path.open("rb") as old, partial.open("wb") as new:
+    with checksums.open_file(path) as old, partial.open("wb") as new:
         for number, line in enumerate(old, start=1):
             text = line.rstrip(b"\n,")
             whole = text == b"[" if number == 1 else text in (b"]", b"") or not files.damage(text)
@@ -228,7 +229,7 @@ def _repair(path: Path) -> list[int]:
 
 def _whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields each whole event of a file and the byte offset after it. Stops at a torn end, and names damaged lines."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), checksums.open_file(path) as file:
         offset = 0
         for number, line in enumerate(file, start=1):
             text = line.rstrip(b"\r\n,")
@@ -263,7 +264,7 @@ def read_all(path: Path) -> Iterator[protocols.Span | PoolSizes]:
     Raises DataError if the file cannot be read.
     """
     tracks: dict[int, str] = {}
-    known, size = files.known_records(path.parent), path.stat().st_size if path.exists() else 0
+    known, size = checksums.known_records(path.parent), path.stat().st_size if path.exists() else 0
     if known and size < (count := known["counts"].get(path.name, 0)):
         logging.getLogger(__name__).warning("%s lacks events: it has %d bytes of %d.", path, size, count)
     try:
